@@ -1,0 +1,204 @@
+"""The layers that families share: linear maps, embeddings, norms, activations, dropout, rotary.
+
+Each works on the last axis of an input of any leading shape, in the input's dtype; norms and
+activations compute in fp32 inside. Legend of suffixes: B batch, T time, N heads, H head size.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.precision import matmul
+
+Activation = Literal["gelu", "relu", "silu", "tanh"]
+
+
+def normal(key: Key[Array, ""], shape: tuple[int, ...], fan_in: int) -> Float[Array, "..."]:
+    """A float32 weight drawn from N(0, 1/fan_in), which keeps the variance of its input."""
+    return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+
+
+class Linear(eqx.Module):
+    """`x @ weight + bias`, with the logical axes that its place in a model gives it."""
+
+    weight: Float[Array, "in out"]
+    bias: Float[Array, "out"] | None
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        in_axis: str,
+        out_axis: str,
+        bias: bool = True,
+        key: Key[Array, ""],
+    ):
+        self.weight = normal(key, (in_size, out_size), in_size)
+        self.bias = jnp.zeros(out_size) if bias else None
+        self.axes = (("in", in_axis), ("out", out_axis))
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        """Map [..., in] to [..., out]."""
+        return add_bias(matmul(x, self.weight), self.bias)
+
+
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """Add a bias of the trailing shape of x; None adds nothing."""
+    return x if bias is None else x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+
+
+class Embedding(eqx.Module):
+    """A table of vectors, float32[rows, embed]; one of tokens can also serve as the output head."""
+
+    weight: Float[Array, "rows embed"]
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, num_rows: int, size: int, *, axis: str = "vocab", key: Key[Array, ""]):
+        self.weight = 0.02 * jax.random.normal(key, (num_rows, size), jnp.float32)
+        self.axes = (("rows", axis),)
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
+        """Look up [...] ids as [..., embed]; an id out of range takes the nearest row."""
+        return self.weight.at[ids].get(mode="clip")
+
+
+class RMSNorm(eqx.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis."""
+
+    scale: Float[Array, "features"]
+    eps: float = eqx.field(static=True)
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-6):
+        self.scale = jnp.ones(size)
+        self.eps = eps
+        self.axes = (("features", axis),)
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise x, reducing in fp32."""
+        return _normalise(x, self.scale, self.eps, False)
+
+
+class LayerNorm(eqx.Module):
+    """Layer norm (Ba et al. 2016) over the last axis; the bias is optional."""
+
+    scale: Float[Array, "features"]
+    bias: Float[Array, "features"] | None
+    eps: float = eqx.field(static=True)
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-5, bias: bool = True):
+        self.scale = jnp.ones(size)
+        self.bias = jnp.zeros(size) if bias else None
+        self.eps = eps
+        self.axes = (("features", axis),)
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise x, reducing in fp32."""
+        return add_bias(_normalise(x, self.scale, self.eps, True), self.bias)
+
+
+def _last_axis(vector: Array, like: Array) -> Array:
+    return vector.reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+# The gradient is written out because autodiff keeps three copies of x where one is enough.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _normalise(x: Array, scale: Array, eps: float, centre: bool) -> Array:
+    return _normalise_forward(x, scale, eps, centre)[0]
+
+
+def _to_fp32(x: Array, centre: bool) -> Array:
+    x32 = x.astype(jnp.float32)
+    return x32 - x32.mean(-1, keepdims=True) if centre else x32
+
+
+def _normalise_forward(x: Array, scale: Array, eps: float, centre: bool) -> tuple[Array, tuple]:
+    x32 = _to_fp32(x, centre)
+    inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
+    y = x32 * inverse * _last_axis(scale.astype(jnp.float32), x)
+    return y.astype(x.dtype), (x, inverse, scale)
+
+
+def _normalise_backward(
+    eps: float, centre: bool, residuals: tuple, g: Array
+) -> tuple[Array, Array]:
+    x, inverse, scale = residuals
+    g32, normed = g.astype(jnp.float32), _to_fp32(x, centre) * inverse
+    scaled = g32 * _last_axis(scale.astype(jnp.float32), x)
+    dx = inverse * (_to_fp32(scaled, centre) - normed * (scaled * normed).mean(-1, keepdims=True))
+    dscale = (g32 * normed).sum(range(x.ndim - 1))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
+@jax.custom_vjp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by the tanh approximation (Hendrycks & Gimpel 2016), in fp32 inside; keeps x alone."""
+    return _gelu_forward(x)[0]
+
+
+_GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_forward(x: Array) -> tuple[Array, Array]:
+    x32 = x.astype(jnp.float32)
+    tanh = jnp.tanh(_GELU_SCALE * (x32 + _GELU_CUBIC * x32 * x32 * x32))
+    return (0.5 * x32 * (1 + tanh)).astype(x.dtype), x
+
+
+def _gelu_backward(x: Array, g: Array) -> tuple[Array]:
+    x32 = x.astype(jnp.float32)
+    tanh = jnp.tanh(_GELU_SCALE * (x32 + _GELU_CUBIC * x32 * x32 * x32))
+    slope = _GELU_SCALE * (1 + 3 * _GELU_CUBIC * x32 * x32)
+    derivative = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * slope
+    return ((g.astype(jnp.float32) * derivative).astype(x.dtype),)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
+    """Inverted dropout (Srivastava et al. 2014); without a key, or at rate 0, the identity."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros_like(x))
+
+
+def rotary_angles(
+    positions: Int[Array, "batch seq"], head_dim: int, theta: float
+) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
+    """Cosines and sines of rotary positions (Su et al. 2021), float32[batch, seq, head_dim/2]."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x_BTNH: Float[Array, "batch seq heads head_dim"],
+    angles: tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
+    cos, sin = (a[:, :, None, :] for a in angles)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)

@@ -1,0 +1,378 @@
+"""Meshes, and the one table from logical axes to mesh axes: no other file names a mesh axis.
+
+The jaxtyping annotation of a parameter is its sharding annotation: `Float[Array, "embed mlp"]`
+names two logical axes, and `RULES` maps each of them to a mesh axis (or to none).
+"""
+
+import contextlib
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# The axes that only store a parameter: where it is used, it is gathered over them.
+STORAGE_AXES = frozenset({"fsdp"})
+
+Tree = TypeVar("Tree")
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+RULES: Rules = types.MappingProxyType(
+    {
+        # activations
+        "batch": ("data", "fsdp"),
+        "seq": None,  # between tensor-parallel parts; "tensor" gives sequence parallelism there
+        # parameters
+        "embed": "fsdp",
+        "mlp": "tensor",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "head_dim": None,
+        "vocab": "tensor",
+        "positions": None,
+    }
+)
+
+SEQUENCE_PARALLEL: Rules = types.MappingProxyType({**RULES, "seq": "tensor"})
+
+_rules: ContextVar[Rules] = ContextVar("zoo_sharding_rules", default=RULES)
+
+
+class ShardingError(ValueError):
+    """A mesh, a rules table and an array that do not fit together."""
+
+
+def make_mesh(
+    spec: str | Mapping[str, int] = "", devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Make a mesh with the axes `data`, `fsdp` and `tensor` from a text such as "fsdp=4,tensor=2".
+
+    An axis that is not named has size 1, one may be -1 (whatever is left), and "" is one device.
+    A mesh smaller than `devices` (default: all of this run's) takes the first of them. Axes are
+    Auto: XLA places what the annotations leave open.
+
+    Raises:
+        ShardingError: an unknown axis, a size that is no integer, or too many or too few devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = dict.fromkeys(MESH_AXES, 1) | _parse_mesh(spec)
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ShardingError(f"mesh {spec!r}: sizes are positive, and one at most is -1")
+    if unknown:
+        if len(devices) % known:
+            raise ShardingError(
+                f"mesh {spec!r}: {known} does not divide the {len(devices)} devices"
+            )
+        sizes[unknown[0]] = len(devices) // known
+    total = math.prod(sizes.values())
+    if total > len(devices):
+        raise ShardingError(
+            f"mesh {spec!r} needs {total} devices, and this run has {len(devices)}; on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
+        )
+    if jax.process_count() > 1 and total < len(devices):
+        raise ShardingError(
+            f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "
+            f"processes, and needs all of them; for example {'data=-1'!r}"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=devices[:total],
+    )
+
+
+def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(spec, str):
+        items = [item.strip().partition("=") for item in spec.split(",") if item.strip()]
+        try:
+            sizes = {axis.strip(): int(size) for axis, _, size in items}
+        except ValueError:
+            raise ShardingError(
+                f"mesh {spec!r}: write it as axis=size, such as 'fsdp=4,tensor=2'"
+            ) from None
+    else:
+        sizes = dict(spec)
+    for axis in sizes:
+        if axis not in MESH_AXES:
+            raise ShardingError(f"mesh {spec!r}: no axis {axis!r}; the axes are {MESH_AXES}")
+    return sizes
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
+    """Set the mesh and the rules that `constrain` and `gather` see; None leaves either as it is."""
+    token = _rules.set(_rules.get() if rules is None else rules)
+    try:
+        with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+            yield
+    finally:
+        _rules.reset(token)
+
+
+def partition_spec(
+    names: Sequence[str | None],
+    mesh: Mesh | jax.sharding.AbstractMesh,
+    rules: Rules | None = None,
+    *,
+    without: frozenset[str] = frozenset(),
+    field: str = "",
+) -> PartitionSpec:
+    """The PartitionSpec of logical axis names: each takes the mesh axes still free, left to right.
+
+    None names an axis that is not sharded; mesh axes in `without` are left out.
+
+    Raises:
+        ShardingError: a name that the rules do not know.
+    """
+    rules = _rules.get() if rules is None else rules
+    used = set(without)
+    entries: list[str | tuple[str, ...] | None] = []
+    for name in names:
+        if name is not None and name not in rules:
+            raise ShardingError(
+                f"{field or tuple(names)}: the logical axis {name!r} is not in the sharding rules; "
+                f"known are {sorted(rules)}, and {{**zoo.sharding.RULES, {name!r}: None}} adds it"
+            )
+        axes = rules[name] if name is not None else None
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        free = tuple(axis for axis in axes if axis in mesh.axis_names and axis not in used)
+        used.update(free)
+        entries.append(free[0] if len(free) == 1 else free or None)
+    return PartitionSpec(*entries)
+
+
+def _check_divides(field: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
+    for size, axes in zip(shape, spec, strict=True):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            raise ShardingError(
+                f"{field} of shape {tuple(shape)}: the size {size} is not divisible by "
+                f"{'*'.join(axes)}={parts} of the mesh; change the size, the mesh or the rules"
+            )
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Shard an activation by logical axis names, one a dimension; without a mesh, the identity.
+
+    Raises:
+        ShardingError: a number of names that is not the rank, an unknown name, or a size that
+            the mesh axis does not divide.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    if len(names) != x.ndim:
+        raise ShardingError(f"an activation of shape {x.shape} is named {names}")
+    spec = partition_spec(names, mesh)
+    _check_divides(f"the activation {names}", x.shape, spec, mesh)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather(tree: Tree) -> Tree:
+    """Gather parameters over the axes that only store them, for use in the products that follow.
+
+    Call it inside the scan over layers, on the layer in use, so that one layer at a time is whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return tree
+
+    def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
+        spec = partition_spec(names, mesh, without=STORAGE_AXES, field=keystr(path))
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return _map_parameters(gather_leaf, tree)
+
+
+def keystr(path: tuple) -> str:
+    """A tree path as dotted text, such as `blocks.attention.wq`."""
+    return jtu.keystr(path, simple=True, separator=".")
+
+
+def _is_parameter(x: Any) -> bool:
+    # `eqx.is_array` is False for a ShapeDtypeStruct, and a skeleton has to be placed too.
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _map_parameters(fn: Any, tree: PyTree) -> Any:
+    """Map `fn(path, logical_axes, leaf)` over the arrays and array skeletons of a tree."""
+
+    def visit(path: tuple, leaf: Any) -> Any:
+        return fn(path, _names(tree, path, leaf), leaf) if _is_parameter(leaf) else leaf
+
+    return jtu.tree_map_with_path(visit, tree)
+
+
+@functools.cache
+def _annotations(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _dim_str(hint: Any) -> str | None:
+    """The dimensions in a jaxtyping annotation, also inside a union or a container."""
+    if hasattr(hint, "dim_str"):
+        return hint.dim_str
+    found = (_dim_str(argument) for argument in typing.get_args(hint))
+    return next((dims for dims in found if dims is not None), None)
+
+
+def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
+    """The logical axes of one leaf; leading axes that the annotation does not name are None."""
+    owner, field, node = None, "", tree
+    for entry in path:
+        if isinstance(entry, jtu.GetAttrKey):
+            owner, field, node = node, entry.name, getattr(node, entry.name)
+        else:
+            node = node[getattr(entry, "idx", getattr(entry, "key", None))]
+    dims = None if owner is None else _dim_str(_annotations(owner.__class__).get(field))
+    if dims is None:
+        raise ShardingError(
+            f"{keystr(path)} of shape {leaf.shape} has no jaxtyping annotation to shard it by; "
+            f'annotate the field, for example {field or "weight"}: Float[Array, "embed mlp"]'
+        )
+    renamed = dict(getattr(owner, "axes", ()))
+    names = tuple(renamed.get(name, name) for name in dims.split())
+    if len(names) > leaf.ndim:
+        raise ShardingError(
+            f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
+        )
+    return (None,) * (leaf.ndim - len(names)) + names
+
+
+def logical_axes(tree: PyTree) -> Any:
+    """The logical axes of each parameter, from the annotations of the modules that hold them.
+
+    The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
+    Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
+    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names.
+
+    Raises:
+        ShardingError: an array without an annotation, or of lower rank than its annotation.
+    """
+    return _map_parameters(lambda path, names, leaf: names, tree)
+
+
+def is_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether logical axes name a matrix (what weight decay and Muon are for), not a vector.
+
+    A head's axes count as one: ("heads", "head_dim") is a bias, ("embed", "heads", "head_dim") a
+    matrix. The unnamed leading axes of stacked layers do not count.
+    """
+    return sum(name is not None and name != "head_dim" for name in names) >= 2
+
+
+def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:
+    """The NamedSharding of each parameter; other leaves stay as they are.
+
+    Raises:
+        ShardingError: as `logical_axes`; an axis that the rules do not know; or a size that the
+            mesh axis does not divide.
+    """
+
+    def place(path: tuple, names: tuple, leaf: Any) -> NamedSharding:
+        spec = partition_spec(names, mesh, rules, field=keystr(path))
+        _check_divides(keystr(path), leaf.shape, spec, mesh)
+        return NamedSharding(mesh, spec)
+
+    return _map_parameters(place, tree)
+
+
+def like_parameters(
+    tree: PyTree, parameters: PyTree, mesh: Mesh, rules: Rules | None = None
+) -> Any:
+    """The NamedSharding of optimizer state: each array as the parameter that its path ends in.
+
+    An array of the parameter's shape, or of that shape less one axis (a factored second moment),
+    is sharded alike. What belongs to no parameter is replicated: counters, placeholders.
+    """
+    placed = shardings(parameters, mesh, rules)
+    leaves = jtu.tree_leaves_with_path(parameters)
+    table = {
+        path: (leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(placed), strict=True)
+        if _is_parameter(leaf)
+    }
+
+    def place(path: tuple, leaf: Any) -> Any:
+        if not _is_parameter(leaf):
+            return leaf
+        suffixes = (path[start:] for start in range(len(path)))
+        shape, spec = next((table[s] for s in suffixes if s in table), ((), PartitionSpec()))
+        if leaf.shape == shape:
+            return NamedSharding(mesh, spec)
+        for axis in range(len(shape)):
+            if leaf.shape == shape[:axis] + shape[axis + 1 :]:
+                return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+        return replicated(mesh)
+
+    return jtu.tree_map_with_path(place, tree)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of scalars and counters: whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, ndim: int, rules: Rules | None = None) -> NamedSharding:
+    """The sharding of one array of a batch, of rank `ndim`: the first axis over the batch axes."""
+    names = ("batch",) + (None,) * (ndim - 1) if ndim else ()
+    return NamedSharding(mesh, partition_spec(names, mesh, rules))
+
+
+def canonical(placed: jax.sharding.Sharding) -> Any:
+    """A form of a sharding that is equal for equal placements, of a NamedSharding its mesh axes.
+
+    XLA returns a spec that may name axes of size 1 or leave out trailing dimensions.
+    """
+    if not isinstance(placed, NamedSharding):
+        return placed
+    entries: list[tuple[str, ...]] = []
+    for entry in placed.spec:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        entries.append(tuple(axis for axis in axes if placed.mesh.shape[axis] > 1))
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str:
+    """A text table of where each parameter goes: path, shape, dtype, axes, spec, bytes a device."""
+    rows = [("parameter", "shape", "dtype", "logical axes", "mesh axes", "bytes a device")]
+    total = 0
+
+    def add(path: tuple, names: tuple, leaf: Any) -> None:
+        nonlocal total
+        spec = partition_spec(names, mesh, rules, field=keystr(path))
+        _check_divides(keystr(path), leaf.shape, spec, mesh)
+        shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+        size = math.prod(shard) * leaf.dtype.itemsize
+        total += size
+        shape = "×".join(map(str, leaf.shape))
+        axes = " ".join(name or "·" for name in names)
+        placed = " ".join("+".join((e,) if isinstance(e, str) else e or "·") for e in spec)
+        rows.append((keystr(path), shape, str(leaf.dtype), axes, placed, f"{size:,}"))
+
+    _map_parameters(add, tree)
+    rows.append(("all", "", "", "", "", f"{total:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        + "  "
+        + row[-1].rjust(widths[-1])
+        for row in rows
+    )
