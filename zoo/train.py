@@ -1,0 +1,382 @@
+"""One train step for every family: TrainState, init_state, make_train_step, make_eval_step.
+
+A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
+loss, the summed weight, and further sums that are reported divided by the weight. So the gradient
+is the same whatever the microbatches, the padding and the mesh.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32, Key, PyTree
+
+from zoo import sharding
+from zoo.precision import LossScale, Precision, cast, compute_dtype
+
+LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
+Metrics = dict[str, Array]
+
+
+class TrainState(eqx.Module):
+    """All that a run is: restore it and the data's position, and training goes on bit for bit."""
+
+    model: PyTree  # fp32 master weights
+    opt_state: PyTree
+    step: Int32[Array, ""]  # steps done, skipped ones included
+    key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
+    loss_scale: LossScale  # used in fp16
+    skipped: Int32[Array, ""]  # steps whose gradient was not finite, and which changed nothing
+
+
+class RecompilationError(RuntimeError):
+    """A step was called with something other than what it was compiled for."""
+
+
+def init_state(
+    make_model: Callable[[Key[Array, ""]], PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+) -> TrainState:
+    """The state that training starts from, born sharded: no device ever holds a whole parameter.
+
+    `make_model(key)` builds the model. Initialisation and dropout take separate streams of `key`.
+
+    Raises:
+        ShardingError: a parameter that the rules or the mesh cannot shard, by name.
+    """
+
+    build, skeleton, static = _blueprint(make_model, optimizer, key)
+    placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
+    # `eqx.filter_jit` takes no output shardings.
+    arrays = jax.jit(lambda key: eqx.filter(build(key), eqx.is_array), out_shardings=placed)(key)
+    return eqx.combine(arrays, static)
+
+
+def abstract_state(
+    make_model: Callable[[Key[Array, ""]], PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+) -> TrainState:
+    """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
+    _, skeleton, static = _blueprint(make_model, optimizer, key)
+    if mesh is not None:
+        placed = state_shardings(skeleton, mesh, rules)
+        skeleton = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            skeleton,
+            placed,
+        )
+    return eqx.combine(skeleton, static)
+
+
+def _blueprint(make_model: Any, optimizer: Any, key: Key[Array, ""]) -> tuple[Any, Any, Any]:
+    """How to build a state, the skeleton of its arrays, and what in it is no array."""
+
+    def build(key: Key[Array, ""]) -> TrainState:
+        init_key, dropout_key = jax.random.split(key)
+        model = cast(make_model(init_key), jnp.float32)
+        with _standard_promotion():
+            opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
+
+    skeleton, static = eqx.partition(
+        eqx.filter_eval_shape(build, key), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+    return build, skeleton, static
+
+
+def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
+    """The NamedSharding of each array of a state (or of its skeleton): None for other leaves."""
+    arrays = eqx.filter(state, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    counters = jax.tree.map(lambda _: sharding.replicated(mesh), arrays)
+    model = sharding.shardings(arrays.model, mesh, rules)
+    opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh, rules)
+    return eqx.tree_at(lambda s: (s.model, s.opt_state), counters, (model, opt_state))
+
+
+def make_train_step(
+    loss_fn: LossFunction,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    precision: Precision = "bf16",
+    accumulate: int = 1,
+    clip_norm: float | None = 1.0,
+) -> "CompiledStep":
+    """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
+
+    Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
+    microbatches of B/accumulate; clips the gradient to the global norm `clip_norm`. A gradient
+    that is not finite leaves parameters and optimizer state as they were, and counts as skipped.
+
+    Metrics are float32 scalars on the device: `loss` (a unit of weight), `tokens` (the summed
+    weight), `grad_norm` (before clipping), `skipped` (so far), in fp16 `loss_scale`, and the
+    loss's own divided by the weight.
+
+    Raises:
+        ValueError: `accumulate` or `precision` out of range; at a call, rows that do not divide.
+    """
+    dtype = compute_dtype(precision)
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: must be at least 1")
+
+    def gradient(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array) -> tuple:
+        """The gradient of the summed loss times `scale`, and the sums."""
+
+        def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
+            model = eqx.combine(cast(params, dtype), static)
+            total, weight, metrics = loss_fn(model, batch, key)
+            total, weight = total.astype(jnp.float32), weight.astype(jnp.float32)
+            # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
+            share = _nonzero(weight)
+            return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
+
+        grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+        return grads, share, sums
+
+    def accumulated(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array):
+        """The gradient of the mean loss times `scale`, and the sums, over all microbatches."""
+        microbatches = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
+
+        def one(index: Array, microbatch: PyTree) -> tuple[PyTree, dict[str, Array]]:
+            microbatch_key = jax.random.fold_in(key, index)
+            grads, share, sums = gradient(params, static, microbatch, microbatch_key, scale)
+            return jax.tree.map(lambda g: g * share, grads), sums
+
+        def add(carry: PyTree, inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, carry, one(*inputs)), None
+
+        first = jax.tree.map(lambda x: x[0], microbatches)
+        rest = jax.tree.map(lambda x: x[1:], microbatches)
+        carry = one(jnp.int32(0), first)
+        if accumulate > 1:
+            carry, _ = jax.lax.scan(add, carry, (jnp.arange(1, accumulate), rest))
+        grads, sums = carry
+        share = _nonzero(sums["tokens"])
+        return jax.tree.map(lambda g: g / share, grads), sums
+
+    def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
+        params, static = eqx.partition(state.model, eqx.is_inexact_array)
+        key = jax.random.fold_in(state.key, state.step)
+        scale = state.loss_scale.scale if precision == "fp16" else jnp.float32(1)
+        grads, sums = accumulated(params, static, batch, key, scale)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
+        if clip_norm is not None:
+            factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        with _standard_promotion():
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        new_model = eqx.apply_updates(state.model, updates)
+        kept = _select(finite, (new_model, opt_state), (state.model, state.opt_state))
+        skipped = state.skipped + (~finite).astype(jnp.int32)
+        loss_scale = state.loss_scale
+        if precision == "fp16":
+            loss_scale = loss_scale.update(finite)
+        model, opt_state = kept
+        new_state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
+        weight = _nonzero(sums["tokens"])
+        metrics = {name: x / weight for name, x in sums.items() if name != "tokens"}
+        metrics |= {"tokens": sums["tokens"], "grad_norm": grad_norm, "skipped": skipped}
+        if precision == "fp16":
+            metrics["loss_scale"] = scale
+        if mesh is not None:
+            # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
+            new_state = eqx.filter_shard(new_state, state_shardings(new_state, mesh, rules))
+            metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
+        return new_state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+
+    return CompiledStep(
+        train_step,
+        mesh=mesh,
+        rules=rules,
+        precision=precision,
+        accumulate=accumulate,
+        donate=True,
+    )
+
+
+def make_eval_step(
+    loss_fn: LossFunction,
+    *,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    precision: Precision = "bf16",
+) -> "CompiledStep":
+    """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
+
+    `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
+    function's own; add them over the batches, then divide.
+    """
+    dtype = compute_dtype(precision)
+
+    def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
+        total, weight, metrics = loss_fn(cast(model, dtype), batch, None)
+        sums = {"loss": total, "tokens": weight, **metrics}
+        return None, {name: x.astype(jnp.float32) for name, x in sums.items()}
+
+    return CompiledStep(eval_step, mesh=mesh, rules=rules, precision=precision)
+
+
+@contextlib.contextmanager
+def _standard_promotion() -> Iterator[None]:
+    """Optimizers are not ours, and need not be as strict about dtypes and ranks as the zoo."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:
+    return jnp.where(weight > 0, weight, 1.0)
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    # Rows m, m + count, …: cutting out whole blocks would move rows between the devices.
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _select(condition: Array, new: PyTree, old: PyTree) -> PyTree:
+    def choose(new: Any, old: Any) -> Any:
+        return jnp.where(condition, new, old) if eqx.is_array(new) else new
+
+    return jax.tree.map(choose, new, old)
+
+
+def _zeros(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+class CompiledStep:
+    """A step function, compiled once a bucket (a set of batch shapes), and never by accident.
+
+    `step(state, batch)` compiles at the first call if `compile` was not called before; from then
+    on, anything else than what was compiled raises a RecompilationError that names the difference.
+    A call returns before the device has finished.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[PyTree, PyTree], tuple[Any, Metrics]],
+        *,
+        mesh: Mesh | None,
+        rules: sharding.Rules | None,
+        precision: Precision,
+        accumulate: int = 1,
+        donate: bool = False,
+    ):
+        self._function: Any = eqx.filter_jit(
+            function, donate="all-except-first" if donate else "none"
+        )
+        self._mesh, self._rules = mesh, rules
+        self._precision, self._accumulate = precision, accumulate
+        self._compiled: dict[tuple, Any] = {}
+
+    def compile(self, state: PyTree, *batches: PyTree) -> None:
+        """Compile ahead of time for batches like these: arrays, or ShapeDtypeStructs.
+
+        Raises:
+            ValueError: rows that the mesh or the microbatches do not divide.
+        """
+        for batch in batches:
+            batch = self._place(jax.tree.map(_zeros, batch))
+            signature = self._signature(state, batch)
+            if signature not in self._compiled:
+                self._compiled[signature] = self.lower(state, batch)
+
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """The compiled program for one batch, for its `memory_analysis` or its text."""
+        batch = self._place(batch)
+        # On GPU and TPU the default precision of fp32 products is less than fp32.
+        exact = "highest" if self._precision == "fp32" else None
+        with sharding.use(self._mesh, self._rules), jax.default_matmul_precision(exact):
+            return self._function.lower(batch, state).compile()
+
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
+        """Run a step, asynchronously.
+
+        Raises:
+            RecompilationError: a state or batch unlike those compiled for, before any compute.
+        """
+        batch = self._place(batch)
+        signature = self._signature(state, batch)
+        if not self._compiled:
+            self._compiled[signature] = self.lower(state, batch)
+        if signature not in self._compiled:
+            raise RecompilationError(self._difference(signature))
+        return self._compiled[signature](batch, state)
+
+    def _place(self, batch: PyTree) -> PyTree:
+        """The batch on the mesh; arrays that lie there already are not touched."""
+
+        def place(path: tuple, x: Any) -> Any:
+            rows = np.shape(x)[0]
+            if self._mesh is None:
+                target, parts = None, 1
+            else:
+                target = sharding.batch_sharding(self._mesh, np.ndim(x), self._rules)
+                parts = rows // target.shard_shape((rows, *np.shape(x)[1:]))[0] if rows else 1
+            if rows % (parts * self._accumulate):
+                raise ValueError(
+                    f"batch{jtu.keystr(path)} has {rows} rows, which {parts} shards times "
+                    f"accumulate={self._accumulate} do not divide"
+                )
+            placed = isinstance(x, jax.Array) and (target is None or x.sharding == target)
+            return x if placed else jax.device_put(x, target)
+
+        return jtu.tree_map_with_path(place, batch)
+
+    def _signature(self, state: PyTree, batch: PyTree) -> tuple:
+        leaves, structure = jax.tree.flatten((state, batch))
+        described = (
+            (x.shape, x.dtype, sharding.canonical(x.sharding)) if isinstance(x, jax.Array) else x
+            for x in leaves
+        )
+        return (structure, *described)
+
+    def _difference(self, signature: tuple) -> str:
+        def describe(entry: Any) -> str:
+            if not isinstance(entry, tuple):
+                return repr(entry)
+            shape, dtype, placed = entry
+            return f"{dtype}{list(shape)} sharded as {placed}"
+
+        def changes(compiled: tuple) -> list[tuple[int, Any, Any]]:
+            pairs = zip(compiled[1:], signature[1:], strict=True)
+            return [(i, old, new) for i, (old, new) in enumerate(pairs) if old != new]
+
+        same_structure = [c for c in self._compiled if c[0] == signature[0]]
+        compiled_for = f"compiled for {len(self._compiled)} bucket(s)"
+        if not same_structure:
+            [old, *_] = self._compiled
+            return f"{compiled_for}, all of another structure: was {old[0]}, is {signature[0]}"
+        nearest = min(map(changes, same_structure), key=len)
+        names = jax.tree.unflatten(signature[0], range(len(signature) - 1))
+        paths = [
+            ("state", "batch")[p[0].idx] + jtu.keystr(p[1:])
+            for p, _ in jtu.tree_leaves_with_path(names)
+        ]
+        lines = [
+            f"  {paths[i]}: was {describe(old)}, is {describe(new)}" for i, old, new in nearest
+        ]
+        return "\n".join(
+            [f"{compiled_for}; the nearest differs in"]
+            + lines[:8]
+            + [f"  … and {len(lines) - 8} more"] * (len(lines) > 8)
+            + ["Pad to a bucket, or announce the shape first: step.compile(state, batch)"]
+        )
