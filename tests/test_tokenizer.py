@@ -1,0 +1,136 @@
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models, pre_tokenizers
+
+from zoo import tokenizer as tok
+
+TEXTS = [
+    "def greet(name):\n    if name:\n        return f'hello {name}'\n\n\n",
+    "\ttabs\r\nand\x00control\x7f, ünïcödé ✓ 🐍 \u2028 \ud7ff",
+    "    \n  \n trailing   ",
+    "",
+    "<|endoftext|> is text here",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    source = "class A:\n    def f(self, x):\n        return self.y + x\n\n" * 50
+    return tok.BPETokenizer.train([source, *TEXTS], 300)
+
+
+@pytest.fixture(params=["bytes", "bpe"])
+def tokenizer(request, bpe):
+    return tok.ByteTokenizer() if request.param == "bytes" else bpe
+
+
+def word_level(words):
+    return HFTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+
+
+def test_any_text_round_trips(tokenizer):
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert ids.dtype == np.int32
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.separator_id for i in ids)
+        np.testing.assert_array_equal(tokenizer.encode(text), ids)
+
+
+def test_every_byte_has_an_id_of_its_own():
+    np.testing.assert_array_equal(tok.ByteTokenizer().encode("A\u00e9"), [0x41, 0xC3, 0xA9])
+
+
+def test_decode_never_fails(tokenizer):
+    cut = tokenizer.encode("é")[:1] if tokenizer.vocab_size == 257 else tokenizer.encode("\x80")[:1]
+    assert tokenizer.decode(cut) == "\ufffd"
+    letter = tokenizer.encode("z").tolist()
+    noise = [tokenizer.separator_id, *letter, tokenizer.vocab_size + 100, tokenizer.separator_id]
+    assert tokenizer.decode(noise) == "z"
+    assert tokenizer.decode([]) == ""
+
+
+def test_vocab_size_is_honest(bpe):
+    assert bpe.vocab_size == 300
+    assert max(bpe.tokenizer.get_vocab().values()) == 299
+    holes = word_level(["a", "<s>"])
+    holes.model = models.WordLevel({"a": 0, "<s>": 1, "b": 9}, unk_token="a")
+    assert tok.BPETokenizer(holes).vocab_size == 10
+
+
+def test_training_is_deterministic_and_learns_indentation(bpe):
+    source = "class A:\n    def f(self, x):\n        return self.y + x\n\n" * 50
+    again = tok.BPETokenizer.train([source, *TEXTS], 300)
+    assert again.tokenizer.to_str() == bpe.tokenizer.to_str()
+    assert len(bpe.encode("):\n        ")) == 1
+
+
+def test_training_refuses_a_vocabulary_below_the_bytes():
+    with pytest.raises(ValueError, match=r"vocab_size=256 .* at least 257"):
+        tok.BPETokenizer.train(["text"], 256)
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_save_and_load(tokenizer, tmp_path, as_folder):
+    tokenizer.save(tmp_path / "model")
+    path = tmp_path / "model" if as_folder else tmp_path / "model" / "tokenizer.json"
+    loaded = tok.get_tokenizer(str(path))
+    assert type(loaded) is type(tokenizer)
+    assert (loaded.vocab_size, loaded.separator_id) == (
+        tokenizer.vocab_size,
+        tokenizer.separator_id,
+    )
+    for text in TEXTS:
+        np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
+
+
+def test_a_chosen_separator_survives_save_and_load(tmp_path):
+    chosen = tok.BPETokenizer(word_level(["a", "b", "<s>"]), separator="b")
+    chosen.save(tmp_path)
+    assert tok.load_tokenizer(tmp_path).separator_id == 1
+    assert tok.load_tokenizer(tmp_path, separator="<s>").separator_id == 2
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert tok.load_tokenizer(tmp_path).separator_id == 2
+
+
+def test_hugging_face_config_names_the_separator(tmp_path):
+    word_level(["a", "b", "<s>"]).save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": None, "eos_token": {"content": "b", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert tok.load_tokenizer(tmp_path).separator_id == 1
+
+
+def test_no_separator_is_an_error_that_names_the_candidates(tmp_path):
+    tokenizer = word_level(["a", "b"])
+    tokenizer.add_special_tokens(["[SEP]"])
+    with pytest.raises(ValueError, match=r"<\|endoftext\|>.*pass separator=.*\['\[SEP\]'\]"):
+        tok.BPETokenizer(tokenizer)
+    with pytest.raises(ValueError, match=r"no token 'x'"):
+        tok.BPETokenizer(tokenizer, separator="x")
+    assert tok.BPETokenizer(tokenizer, separator="[SEP]").separator_id == 2
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .*pass separator="):
+        tok.load_tokenizer(tmp_path)
+
+
+def test_truncation_and_padding_of_the_file_are_off():
+    tokenizer = word_level(["a", "b", "<s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=6)
+    np.testing.assert_array_equal(tok.BPETokenizer(tokenizer).encode("a b a b"), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("content", ["not json", '{"model": 1}', b"\xff\xfe"])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
+        tok.load_tokenizer(file)
+
+
+def test_a_missing_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*'bytes'"):
+        tok.get_tokenizer(str(tmp_path / "nowhere"))

@@ -1,0 +1,75 @@
+"""Checksums of a folder: one file in it that names the size and the SHA-256 of the others."""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+NAME = "checksums.json"
+
+
+def write(folder: Path, *, skip: Collection[str] = ()) -> None:
+    """Writes `checksums.json` for every file under `folder` (atomically), but those in `skip`."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name != NAME and name not in skip:
+            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    content = json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
+    partial = folder / f"{NAME}.tmp"
+    with open(partial, "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / NAME)
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with the files of `folder`, a line each; files beyond the listed are fine."""
+    try:
+        files = _read(folder)
+    except ValueError as error:
+        return [str(error)]
+    return [line for name, wanted in files.items() if (line := _problem(folder, name, wanted))]
+
+
+def listed(folder: Path) -> set[str]:
+    """The files of `folder` that its checksums name; none where the list is missing or damaged."""
+    try:
+        return set(_read(folder))
+    except ValueError:
+        return set()
+
+
+def _read(folder: Path) -> dict:
+    try:
+        content = json.loads((folder / NAME).read_bytes())
+        if content["sha256"] == _digest(content["files"]):
+            return content["files"]
+    except FileNotFoundError:
+        raise ValueError(f"{NAME} is missing") from None
+    except (ValueError, LookupError, TypeError):
+        pass  # no JSON, or not of this form: damaged as well
+    raise ValueError(f"{NAME} is damaged")
+
+
+def _problem(folder: Path, name: str, wanted: dict) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if (size := path.stat().st_size) != wanted["bytes"]:
+        return f"{name} has {size} bytes instead of {wanted['bytes']}"
+    if _sha256(path) != wanted["sha256"]:
+        return f"{name} is damaged: its SHA-256 is not the one written with it"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(files: dict) -> str:
+    """The checksum of the checksums, so that a damaged list can't pass for a shorter one."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
