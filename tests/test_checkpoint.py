@@ -1,0 +1,380 @@
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zoo import checksums
+from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.sharding import make_mesh
+
+
+class State(eqx.Module):
+    weights: dict[str, jax.Array]
+    moments: tuple[jax.Array, ...]
+    step: jax.Array
+    key: jax.Array
+    activation: Callable = jax.nn.gelu
+    name: str = eqx.field(static=True, default="state")
+
+
+def make_state(seed: int, mesh=None, size: int = 8) -> State:
+    key = jax.random.key(seed)
+    state = State(
+        weights={"w": jax.random.normal(key, (size, 4)), "b": jnp.full(4, jnp.float32(seed))},
+        moments=(jax.random.normal(key, (size, 4)).astype(jnp.bfloat16), jnp.arange(size) + seed),
+        step=jnp.int32(seed),
+        key=jax.random.split(key, 2),
+    )
+    if mesh is None:
+        return state
+    put = lambda leaf, where: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf
+    return jax.tree.map(put, state, placement(state, mesh))
+
+
+def placement(state, mesh):
+    def place(leaf):
+        axes = ("fsdp", "tensor")[: leaf.ndim] if leaf.ndim == 2 else ()
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(lambda leaf: place(leaf) if eqx.is_array(leaf) else leaf, state)
+
+
+def skeleton(state, mesh):
+    def abstract(leaf, where):
+        if not eqx.is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(abstract, state, placement(state, mesh))
+
+
+def host(tree) -> list[tuple[str, tuple, bytes]]:
+    def data(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        # A copy: while NumPy looks at a buffer, JAX does not donate it.
+        return np.asarray(jnp.copy(jax.random.key_data(leaf) if is_key else leaf))
+
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    return [(str(leaf.dtype), leaf.shape, data(leaf).tobytes()) for leaf in leaves]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def open_(folder=tmp_path / "checkpoints", **options) -> Checkpointer:
+        made.append(Checkpointer(folder, **options))
+        return made[-1]
+
+    yield open_
+    for checkpointer in made:
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=4,fsdp=2", "fsdp=2", ""])
+def test_restores_bit_for_bit_on_any_mesh(opened, spec):
+    state = make_state(3, make_mesh("data=4,fsdp=2"))
+    meta = {"config": {"lr": 1e-3, "name": "x"}, "position": 12}
+    writer = opened()
+    writer.save(3, state, meta)
+    writer.wait()
+    checkpointer = opened()
+    mesh = make_mesh(spec)
+    for like in (skeleton(state, mesh), make_state(0, mesh)):
+        restored, step, saved_meta = checkpointer.restore(like)
+        assert (step, saved_meta) == (3, meta)
+        assert host(restored) == host(state)
+        assert restored.activation is jax.nn.gelu
+        wanted = placement(state, mesh)
+        for leaf, where in zip(
+            jax.tree.leaves(eqx.filter(restored, eqx.is_array)),
+            [s for s in jax.tree.leaves(wanted) if isinstance(s, NamedSharding)],
+            strict=True,
+        ):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    draw = lambda keys: jax.random.key_data(jax.vmap(jax.random.split)(keys))
+    np.testing.assert_array_equal(draw(restored.key), draw(make_state(3).key))
+
+
+def test_nothing_saved_is_none_and_keep_is_checked(opened, tmp_path):
+    assert opened().restore(make_state(0)) is None
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_retention_keeps_the_newest(opened):
+    checkpointer = opened(keep=2)
+    for step in (1, 2, 10, 11):
+        checkpointer.save(step, make_state(step), {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [10, 11]
+    assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["10", "11"]
+
+
+def test_no_step_is_deleted_before_the_next_one_is_sealed(opened, monkeypatch):
+    checkpointer = opened(keep=1)
+    checkpointer.save(1, make_state(1), {})
+    checkpointer.wait()
+
+    def fail(folder, **_):
+        assert checkpointer.good_steps() == [1]
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checksums, "write", fail)
+    checkpointer.save(2, make_state(2), {})
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpointer.wait()
+    assert checkpointer.restore(make_state(0))[1] == 1
+    monkeypatch.undo()
+    checkpointer.save(2, make_state(2), {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [2]
+
+
+def test_saving_twice_is_once_and_a_foreign_step_is_not_overwritten(opened):
+    checkpointer = opened()
+    for _ in range(2):
+        checkpointer.save(1, make_state(1), {})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match="Restore from this folder"):
+        opened().save(1, make_state(2), {})
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(1))
+
+
+def test_meta_must_be_json(opened):
+    with pytest.raises(TypeError, match="JSON"):
+        opened().save(1, make_state(1), {"config": object()})
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, make_state(step), {})
+    checkpointer.close()
+    return folder
+
+
+@pytest.mark.parametrize("damage", [empty, truncate, flip_bit, Path.unlink])
+def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened, damage):
+    names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
+    assert len(names) >= 8
+    like, good = make_state(0), host(make_state(1))
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    checkpointer = opened(folder)
+    for name in names:
+        damage(folder / name)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            restored, step, _ = checkpointer.restore(like)
+        assert step == 1
+        assert host(restored) == good
+        said = caplog.text
+        assert "step 2" in said
+        assert "step 1 is used instead" in said
+        assert name.relative_to("2").as_posix() in said
+        (aside,) = folder.glob("2.damaged")
+        shutil.rmtree(aside)
+        shutil.copytree(two_steps / "2", folder / "2")
+    assert checkpointer.restore(like)[1] == 2
+
+
+def test_without_a_good_step_it_stops_and_changes_nothing(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    flip_bit(folder / "2" / "meta.json")
+    (folder / "1" / "checksums.json").unlink()
+    checkpointer = opened(folder)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.restore(make_state(0))
+        assert "step 2: meta.json is damaged" in str(error.value)
+        assert "step 1: checksums.json is missing" in str(error.value)
+        assert "move the folder away" in str(error.value)
+    assert checkpointer.good_steps() == [1, 2]
+
+
+def test_a_step_under_another_number_is_damaged(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps / "1", folder / "7")
+    with pytest.raises(CheckpointError, match="step 7: the folder holds step 1"):
+        opened(folder).restore(make_state(0))
+
+
+def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    checkpointer = opened(folder)
+    for _ in range(2):
+        flip_bit(folder / "2" / "meta.json")
+        assert checkpointer.restore(make_state(0))[1] == 1
+        checkpointer.save(2, make_state(5), {})
+        checkpointer.wait()
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(5))
+    assert {"2.damaged", "2.damaged-2"} <= {path.name for path in folder.iterdir()}
+
+
+def test_another_model_is_named_path_by_path(two_steps, opened):
+    like = make_state(0)
+    other = eqx.tree_at(
+        lambda s: (s.weights, s.moments[0], s.key),
+        like,
+        (
+            {"w": jnp.zeros((8, 5)), "extra": jnp.zeros(2)},
+            like.moments[0].astype(jnp.float32),
+            jax.random.split(jax.random.key(0, impl="rbg"), 2),
+        ),
+    )
+    with pytest.raises(CheckpointError) as error:
+        opened(two_steps).restore(other)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        "key: key<fry>[2] in the checkpoint, key<rbg>[2] in this run",
+        "moments.0: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this run",
+        "weights.b: float32[4] in the checkpoint, missing in this run",
+        "weights.extra: missing in the checkpoint, float32[2] in this run",
+        "weights.w: float32[8, 4] in the checkpoint, float32[8, 5] in this run",
+    ]
+
+
+@pytest.mark.parametrize("spec", ["", "fsdp=8"])
+def test_donation_does_not_reach_what_is_being_saved(opened, spec):
+    mesh = make_mesh(spec)
+    checkpointer = opened()
+    state = make_state(1, mesh, size=1 << 15)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(state, eqx.is_array))
+
+    def update(arrays):
+        change = lambda x: (
+            x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x + x.dtype.type(1)
+        )
+        return jax.tree.map(change, arrays)
+
+    step_fn = jax.jit(update, donate_argnums=0, out_shardings=shardings)
+    arrays, static = eqx.partition(state, eqx.is_array)
+    for step in range(1, 5):
+        expected = host(arrays)
+        checkpointer.save(step, eqx.combine(arrays, static), {})
+        for _ in range(20):
+            arrays = step_fn(arrays)
+        restored, _, _ = checkpointer.restore(state_like := make_state(0, mesh, size=1 << 15))
+        assert host(restored) == expected
+        # What was restored is donated as well.
+        again, _ = eqx.partition(restored, eqx.is_array)
+        for _ in range(3):
+            again = step_fn(again)
+        assert host(checkpointer.restore(state_like)[0]) == expected
+
+
+def test_saving_compiles_nothing(opened):
+    compiles = []
+    listen = lambda event, *_, **__: compiles.append(event) if "backend_compile" in event else None
+    state = make_state(1, make_mesh("data=2,fsdp=2,tensor=2"))
+    jax.block_until_ready(eqx.filter(state, eqx.is_array))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        checkpointer = opened()
+        for step in (1, 2):
+            checkpointer.save(step, state, {})
+        checkpointer.wait()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiles
+
+
+KILLED = """
+import sys
+import jax, jax.numpy as jnp
+from zoo.checkpoint import Checkpointer
+
+make = lambda step: {"w": jnp.arange(200_000.0) + step, "key": jax.random.key(step)}
+checkpointer = Checkpointer(sys.argv[1])
+restored = checkpointer.restore(make(0))
+start = 0
+if restored is not None:
+    state, start, _ = restored
+    assert (state["w"] == make(start)["w"]).all() and state["key"] == make(start)["key"]
+print("restored", start, flush=True)
+for step in range(start + 1, 10_000):
+    checkpointer.save(step, make(step), {})
+"""
+
+
+def test_a_save_killed_at_any_moment_leaves_a_good_step(tmp_path):
+    moments = np.random.default_rng().uniform(0, 0.3, size=3)
+    starts = []
+    for moment in moments:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            text=True,
+        )
+        line = process.stdout.readline()
+        before = newest(tmp_path)
+        while process.poll() is None and newest(tmp_path) <= before:
+            time.sleep(0.01)
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert line.startswith("restored"), errors
+        starts.append(int(line.split()[1]))
+    assert starts[0] == 0 < starts[1] < starts[2], f"{starts}, killed at {moments}"
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
+
+
+@pytest.mark.parametrize("stage", ["meta.json", "checksums.json.tmp", "checksums.json"])
+def test_a_kill_before_the_commit_is_no_step(two_steps, tmp_path, caplog, opened, stage):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    killed = (folder / "2").rename(folder / "2.tmp")
+    (killed / stage).touch()
+    checkpointer = opened(folder)
+    assert "2.tmp" in caplog.text
+    assert not killed.exists()
+    assert checkpointer.restore(make_state(0))[1] == 1
+
+
+def test_a_damaged_list_of_checksums_does_not_pass_for_a_shorter_one(tmp_path):
+    (tmp_path / "a").write_text("a")
+    checksums.write(tmp_path)
+    assert checksums.problems(tmp_path) == []
+    (tmp_path / "extra").write_text("x")
+    assert checksums.problems(tmp_path) == []
+    content = json.loads((tmp_path / checksums.NAME).read_text())
+    content["files"] = {}
+    (tmp_path / checksums.NAME).write_text(json.dumps(content))
+    assert checksums.problems(tmp_path) == ["checksums.json is damaged"]

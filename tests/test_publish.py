@@ -1,0 +1,308 @@
+import dataclasses
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jaxtyping import Array, Float, Int
+
+from zoo import publish, sharding, transformer
+from zoo.checkpoint import Checkpointer
+from zoo.sharding import make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    embed: int = 16
+    mlp: int = 8
+    scales: tuple[float, ...] = (1.0, 0.5)
+    kind: str | None = None
+
+    def __post_init__(self):
+        if self.embed < 1:
+            raise ValueError(f"embed={self.embed}: must be positive")
+
+
+class Block(eqx.Module):
+    w: Float[Array, "embed mlp"]
+    b: Float[Array, "mlp"] | None
+
+
+class Net(eqx.Module):
+    blocks: list[Block]
+    scale: Float[Array, ""]
+    counts: Int[Array, "embed"]
+    none: Float[Array, "embed"]
+    activation: object
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key):
+        keys = jax.random.split(key, 2)
+        shape = (config.embed, config.mlp)
+        self.blocks = [
+            Block(jax.random.normal(k, shape), b)
+            for k, b in zip(keys, [None, jnp.ones(config.mlp)], strict=True)
+        ]
+        self.scale = jnp.float32(config.scales[0])
+        self.counts = jnp.arange(config.embed, dtype=jnp.int32)
+        self.none = jnp.zeros(0)
+        self.activation = jax.nn.gelu
+        self.config = config
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch, tmp_path):
+    module = types.ModuleType("zoo_test_family")
+    module.Config, module.Net = Config, Net
+    monkeypatch.setitem(sys.modules, "zoo_test_family", module)
+    monkeypatch.setattr(Net, "__module__", "zoo_test_family")
+    monkeypatch.setattr(publish, "FAMILIES", ("zoo_test_family.Net",))
+    monkeypatch.setattr(publish, "_shelf", lambda: tmp_path / "shelf")
+
+
+def net(**fields) -> Net:
+    return Net(Config(**fields), key=jax.random.key(1))
+
+
+def assert_same(left, right) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        if eqx.is_array(a):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        else:
+            assert a == b
+
+
+class Tokenizer:
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text('{"type": "bytes"}')
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "net"
+    publish.save(folder, net(), tokenizer=Tokenizer(), card="A net. ✓", metrics={"loss": 0.5})
+    return folder
+
+
+def test_round_trip(folder):
+    model = publish.load(folder)
+    assert_same(model, net())
+    assert model.config == Config()
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        "checksums.json",
+        "config.json",
+        "metrics.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    readme = (folder / "README.md").read_text()
+    assert "A net." in readme
+    assert f"{2 * 16 * 8 + 8 + 1 + 16:,} parameters" in readme
+    names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
+    assert names == {"blocks.0.w", "blocks.1.b", "blocks.1.w", "counts", "none", "scale"}
+    assert not list(folder.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_saved_in_the_dtype_it_has_and_cast_on_request(tmp_path, dtype):
+    small = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, net())
+    publish.save(tmp_path / "small", small)
+    assert_same(publish.load(tmp_path / "small"), small)
+    publish.save(tmp_path / "full", net())
+    assert_same(publish.load(tmp_path / "full", dtype=dtype), small)
+    assert publish.load(tmp_path / "full", dtype="bfloat16").counts.dtype == jnp.int32
+    with pytest.raises(publish.PublishError, match="dtype=int8"):
+        publish.load(tmp_path / "full", dtype="int8")
+
+
+@pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2", "fsdp=8"])
+def test_sharded_save_and_load_read_only_the_slices(folder, tmp_path, spec, monkeypatch):
+    mesh = make_mesh(spec)
+    read = []
+    make = jax.make_array_from_callback
+
+    def spy(shape, where, callback):
+        return make(shape, where, lambda index: read.append(part := callback(index)) or part)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", spy)
+    model = publish.load(folder, mesh=mesh)
+    assert_same(model, net())
+    wanted = sharding.shardings(model, mesh)
+    w, where = model.blocks[0].w, wanted.blocks[0].w
+    assert w.sharding == where
+    assert not where.is_fully_replicated
+    matrices = [part.size for part in read if part.ndim == 2]
+    assert set(matrices) == {int(np.prod(where.shard_shape(w.shape)))}
+    publish.save(tmp_path / "again", model)
+    same = lambda name: (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert same("model.safetensors")
+
+
+def test_arrays_in_any_memory_order_are_written_right(tmp_path):
+    model = net()
+    layout = jax.experimental.layout
+    column_major = layout.Format(
+        layout.Layout(major_to_minor=(1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    w = jax.device_put(model.blocks[0].w, column_major)
+    assert not np.asarray(w).flags.c_contiguous
+    publish.save(tmp_path / "net", eqx.tree_at(lambda m: m.blocks[0].w, model, w))
+    assert_same(publish.load(tmp_path / "net"), model)
+
+
+def test_saving_again_replaces_and_spares_other_folders(folder, tmp_path):
+    publish.save(folder, net(embed=4))
+    assert publish.load(folder).config.embed == 4
+    assert not (folder / "metrics.json").exists()
+    assert not list(tmp_path.glob(".*"))
+    (tmp_path / "thesis").mkdir()
+    publish.save(tmp_path / "thesis", net())  # an empty folder is free
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(publish.PublishError, match=r"thesis\.tex\. Move"):
+        publish.save(tmp_path / "other", net())
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").touch()
+    with pytest.raises(publish.PublishError, match=r"notes/mine\.txt"):
+        publish.save(folder, net())
+    assert (folder / "notes" / "mine.txt").exists()
+    assert (tmp_path / "other" / "thesis.tex").exists()
+    with pytest.raises(publish.PublishError, match="is a file"):
+        publish.save(tmp_path / "other" / "thesis.tex", net())
+
+
+def test_a_save_that_fails_leaves_the_old_model(folder):
+    class Broken:
+        def save(self, folder):
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        publish.save(folder, net(embed=4), tokenizer=Broken())
+    assert_same(publish.load(folder), net())
+    assert not list(folder.parent.glob(".*"))
+
+
+FILES = ["config.json", "model.safetensors", "metrics.json", "tokenizer.json", "checksums.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_names_the_file(folder, name):
+    content = (folder / name).read_bytes()
+    flipped = bytearray(content)
+    flipped[len(flipped) // 2] ^= 4
+    for damaged in (bytes(flipped), content[:-3], b"", None):
+        (folder / name).unlink()
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        with pytest.raises(publish.PublishError, match=name):
+            publish.load(folder)
+        (folder / name).write_bytes(content)
+    (folder / "README.md").write_text("A card edited by hand.")
+    assert_same(publish.load(folder), net())
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Changes config.json and seals the folder again, as one of another version would be."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    publish.checksums.write(folder)
+
+
+def test_tensors_that_do_not_fit_are_named(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["blocks.0.extra"] = tensors.pop("counts")
+    tensors["blocks.1.b"] = tensors["blocks.1.b"][:3]
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    rewrite(folder)
+    with pytest.raises(publish.PublishError) as error:
+        publish.load(folder)
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
+        "blocks.0.extra: (16,) here, no such tensor by the configuration",
+        "blocks.1.b: (3,) here, (8,) by the configuration",
+        "counts: missing here, (16,) by the configuration",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "os.system"}, "'os.system' is unknown"),
+        ({"family": None}, "None is unknown"),
+        ({"config": {"width": 3}, "zoo": "9.9"}, "no field width .*embed.*version 9.9"),
+        ({"config": {"embed": 0}}, "embed=0: must be positive"),
+    ],
+)
+def test_configurations_that_are_not_ours_are_refused(folder, changes, message):
+    rewrite(folder, **changes)
+    with pytest.raises(publish.PublishError, match=message):
+        publish.load(folder)
+
+
+def test_a_field_that_is_newer_than_the_folder_takes_its_default(folder):
+    rewrite(folder, config={"embed": 16})
+    assert publish.load(folder).config == Config()
+
+
+def test_what_load_could_not_make_again_is_not_saved(tmp_path):
+    wide = eqx.tree_at(lambda m: m.blocks[0].w, net(), jnp.ones((16, 9)))
+    with pytest.raises(publish.PublishError, match=r"blocks\.0\.w: \(16, 9\) here"):
+        publish.save(tmp_path / "net", wide)
+    with pytest.raises(publish.PublishError, match=r"Config\.kind"):
+        publish.save(tmp_path / "net", net(kind=jnp.float32))
+    with pytest.raises(publish.PublishError, match="no family of the zoo"):
+        publish.save(tmp_path / "net", eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):
+    assert publish.published() == {}
+    with pytest.raises(publish.PublishError, match="shelf, which has: nothing"):
+        publish.load("tiny")
+    shutil.copytree(folder, tmp_path / "shelf" / "tiny")
+    card = publish.published()["tiny"]
+    assert (card.name, card.num_parameters, card.metrics) == ("tiny", 281, {"loss": 0.5})
+    assert card.family == "zoo_test_family.Net"
+    assert "A net. ✓" in card.text
+    assert_same(publish.load("tiny"), net())
+    with pytest.raises(publish.PublishError, match="shelf, which has: tiny"):
+        publish.load("tinny")
+    monkeypatch.chdir(tmp_path)
+    publish.save("tiny", net(embed=4))
+    assert publish.load("tiny").config.embed == 4  # a folder comes first
+
+
+def test_other_folders_are_named_as_such(tmp_path):
+    with pytest.raises(publish.PublishError, match="not a model of the zoo: it has no config"):
+        publish.load(tmp_path)
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(1, {"w": jnp.ones(3)}, {})
+    checkpointer.close()
+    with pytest.raises(publish.PublishError, match="not a model of the zoo: it has no config"):
+        publish.load(tmp_path / "run" / "1")
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"])
+def test_a_transformer(tmp_path, monkeypatch, mesh):
+    monkeypatch.undo()
+    config = transformer.Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2)
+    model = transformer.Transformer(config, key=jax.random.key(1))
+    publish.save(tmp_path / "model", model)
+    loaded = publish.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
+    assert_same(loaded, model)
+    tokens = jnp.arange(8, dtype=jnp.int32).reshape(1, 8)
+    np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_the_shelf_of_this_checkout(monkeypatch):
+    monkeypatch.undo()
+    assert publish._shelf() == Path(publish.__file__).parents[1] / "models"
