@@ -1,0 +1,326 @@
+"""The training loop of every recipe: it resumes, evaluates, records, saves, stops on a signal."""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from zoo import monitor
+from zoo.data import Plan, load
+from zoo.run import Run, RunError, as_json, versions
+from zoo.train import (
+    LossFunction,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
+
+
+def fit(
+    run: Run,
+    make_model: Callable[[Any], PyTree],
+    loss_fn: LossFunction,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    fingerprint: str = "",
+    evaluate: Callable[[PyTree, bool], dict[str, float]],
+    schedule: optax.Schedule | None = None,
+    flops_per_token: float | None = None,
+) -> tuple[TrainState, dict[str, float]]:
+    """Train up to `config.steps`, from the newest good checkpoint if there is one.
+
+    `evaluate(model, whole)` gives the held-out metrics, with `whole` on all of that part, as
+    at the end: those are returned beside the state. `fingerprint` says what data the plan is
+    of, and a run refuses to go on with other data.
+
+    Raises:
+        RunError: a loss that is not finite, or other data than the checkpoint's.
+        SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
+    """
+    config = run.config
+    state, start = _restore_or_init(run, make_model, optimizer, fingerprint, schedule)
+    if start >= config.steps:
+        run.say(f"{run.folder} has finished {start} steps; more --steps would continue it")
+        return state, evaluate(state.model, True)
+    step_fn = make_train_step(
+        loss_fn,
+        optimizer,
+        mesh=run.mesh,
+        rules=run.rules,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        clip_norm=config.clip_norm,
+    )
+    began = time.monotonic()
+    with monitor.CompileCounter() as counter:
+        step_fn.compile(state, *plan.shapes(run.mesh).values())
+    run.say(
+        f"compiled {len(plan.buckets)} bucket(s) {list(plan.buckets)} in "
+        f"{time.monotonic() - began:.1f} s ({counter.cache_hits} from the cache)"
+    )
+    meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
+    with (
+        _Signals() as signals,
+        _Recorder(run, start, schedule, flops_per_token) as recorder,
+        contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
+    ):
+        for k, batch in batches:
+            with recorder.step(k):
+                state, metrics = step_fn(state, batch)
+            step = k + 1
+            recorder.add(step, metrics)
+            stopped, last = signals.agreed(step), step == config.steps
+            if last or (step % config.eval_every == 0 and not stopped):
+                result = recorder.evaluation(step, evaluate, state.model, last)
+            if stopped or last or step % config.checkpoint_every == 0:
+                recorder.flush()
+                with recorder.pause():
+                    run.checkpointer.save(step, state, meta | {"data_position": step})
+            if stopped:
+                _leave(run, signals.received, step)
+    run.checkpointer.wait()
+    return state, result
+
+
+def evaluator(
+    run: Run, loss_fn: LossFunction, plan: Plan
+) -> Callable[[PyTree, bool], dict[str, float]]:
+    """A function `(model, whole) -> sums` of the loss over a plan's first epoch, or part of it."""
+    step_fn = make_eval_step(
+        loss_fn, mesh=run.mesh, rules=run.rules, precision=run.config.precision
+    )
+    compiled = False
+
+    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
+        nonlocal compiled
+        if not compiled:
+            step_fn.compile(model, *plan.shapes(run.mesh).values())
+            compiled = True
+        stop = plan.batches_per_epoch
+        if not whole:
+            stop = min(stop, run.config.eval_batches)
+        with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
+            sums = [step_fn(model, batch)[1] for _, batch in batches]
+        totals = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+        weight = totals.pop("tokens")
+        return {name: total / weight for name, total in totals.items()}
+
+    return evaluate
+
+
+def _restore_or_init(
+    run: Run, make_model: Any, optimizer: Any, fingerprint: str, schedule: optax.Schedule | None
+) -> tuple[TrainState, int]:
+    where: dict[str, Any] = {
+        "key": jax.random.key(run.config.seed),
+        "mesh": run.mesh,
+        "rules": run.rules,
+    }
+    restored = run.checkpointer.restore(abstract_state(make_model, optimizer, **where))
+    if restored is None:
+        return init_state(make_model, optimizer, **where), 0
+    state, step, meta = restored
+    if meta["fingerprint"] != fingerprint:
+        raise RunError(
+            f"the data of {run.folder} has changed since step {step}: the same batches can't "
+            "be made again. Put the files back, or start anew with another --run-dir."
+        )
+    run.say(f"resumed {run.folder} at step {step}")
+    steps_before = meta["config"]["steps"]
+    if steps_before != run.config.steps:
+        run.say(
+            f"--steps was {steps_before} and is {run.config.steps}: the schedule is laid out "
+            "anew over all of them" + _learning_rate_at(schedule, step)
+        )
+    return state, step
+
+
+def _leave(run: Run, received: int, step: int) -> None:
+    """End after a signal, with the checkpoint complete."""
+    run.checkpointer.wait()
+    code = 128 + received
+    run.say(
+        f"{signal.Signals(received).name}: saved step {step} in {run.folder}; the same command "
+        f"goes on from there (exit code {code})"
+    )
+    raise SystemExit(code)
+
+
+def _learning_rate_at(schedule: optax.Schedule | None, step: int) -> str:
+    return f", and the learning rate goes on at {float(schedule(step)):.2e}" if schedule else ""
+
+
+class _Recorder:
+    """What a training loop says of itself: progress, metrics.jsonl, curves, a trace."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: int,
+        schedule: optax.Schedule | None,
+        flops_per_token: float | None,
+    ):
+        self._run, self._start, self._schedule = run, start, schedule
+        self._pending: list[tuple[int, dict[str, Any]]] = []
+        self._skipped: float | None = None
+        self._logs: list[monitor.MetricsLog | monitor.TensorBoard] = []
+        self._stack = contextlib.ExitStack()
+        self._throughput = monitor.Throughput(
+            flops_per_token=flops_per_token,
+            peak=monitor.peak_flops(run.mesh.devices.flat[0], run.config.precision),
+            devices=run.mesh.size,
+        )
+        self.bar = monitor.ProgressBar(run.config.steps, start=start)
+        self._trace = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Recorder":
+        run = self._run
+        if jax.process_index() == 0:
+            path = run.folder / "metrics.jsonl"
+            self._logs.append(monitor.MetricsLog(path, resume_step=self._start))
+            if run.config.tensorboard:
+                folder = run.folder / "tensorboard"
+                self._logs.append(monitor.TensorBoard(folder, resume_step=self._start))
+        for log in self._logs:
+            self._stack.callback(log.close)
+        self._stack.enter_context(self.bar)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._trace.close()
+        self._stack.close()
+        self.plot()
+
+    @contextlib.contextmanager
+    def step(self, k: int) -> Iterator[None]:
+        """Around the dispatch of step k."""
+        if self._run.config.profile and k == self._start + 10:
+            folder = self._run.folder / "profile"
+            self._trace.enter_context(monitor.profile(folder, say=self.bar.print))
+        with monitor.step_annotation(k):
+            yield
+
+    def add(self, step: int, metrics: dict[str, Any]) -> None:
+        """Take the metrics of a step under way; they are read when the next one is under way."""
+        if self._pending:
+            jax.block_until_ready(self._pending[-1][1])
+            self.bar.update(self._pending[-1][0])
+            if self._pending[-1][0] == self._start + 15:
+                self._trace.close()
+        if self._pending and self._is_due(self._pending[-1][0]):
+            self._read()
+        self._pending.append((step, metrics))
+
+    def flush(self) -> None:
+        """Wait for the step under way, and write what is due."""
+        jax.block_until_ready([metrics for _, metrics in self._pending])
+        if self._pending and self._is_due(self._pending[-1][0]):
+            self._read()
+
+    def _is_due(self, step: int) -> bool:
+        config = self._run.config
+        return step == 1 or step % config.log_every == 0 or step == config.steps
+
+    def _read(self) -> None:
+        """Bring the pending metrics to the host, write the last step's, and check them all."""
+        steps = [step for step, _ in self._pending]
+        values = [
+            {name: float(x) for name, x in metrics.items()}
+            for metrics in jax.device_get([metrics for _, metrics in self._pending])
+        ]
+        self._pending.clear()
+        self._throughput.update(sum(v["tokens"] for v in values))
+        speed = {
+            name: value
+            for name in ("tokens_per_second", "mfu")
+            if (value := getattr(self._throughput, name)) is not None
+        }
+        if self._schedule is not None:
+            speed["learning_rate"] = float(self._schedule(steps[-1] - 1))
+        self._write(steps[-1], **values[-1], **speed)
+        self.bar.update(steps[-1], loss=values[-1]["loss"], **speed)
+        for step, value in zip(steps, values, strict=True):
+            self._check_finite(step, value)
+
+    def _check_finite(self, step: int, value: dict[str, float]) -> None:
+        before, self._skipped = self._skipped, value["skipped"]
+        new = before is not None and value["skipped"] > before
+        new |= not np.isfinite(value["loss"] + value["grad_norm"])
+        # In fp16 a skipped step is how the loss scale finds its level, until it is at the bottom.
+        if not new or self._run.config.on_nonfinite == "skip" or value.get("loss_scale", 1.0) > 1:
+            return
+        good = self._run.checkpointer.good_steps()
+        raise RunError(
+            f"step {step}: the loss is {value['loss']} and the gradient's norm "
+            f"{value['grad_norm']}. The step changed nothing; the last good checkpoint is "
+            f"{f'of step {good[-1]}' if good else 'none yet'}. Try a lower "
+            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, --precision fp32, or "
+            "--on-nonfinite skip to leave such steps out."
+        )
+
+    def evaluation(
+        self, step: int, evaluate: Callable[..., dict[str, float]], model: PyTree, whole: bool
+    ) -> dict[str, float]:
+        """Evaluate, and write, show and return the result."""
+        self.flush()
+        with self.pause():
+            values = evaluate(model, whole)
+            self._write(step, **values)
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.bar.print(f"step {step}: {shown}")
+            self.plot()
+        return values
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Leave the time within out of the tokens a second."""
+        return self._throughput.pause()
+
+    def plot(self) -> None:
+        """Draw curves.png."""
+        if jax.process_index() == 0:
+            monitor.plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
+
+    def _write(self, step: int, **values: Any) -> None:
+        for log in self._logs:
+            log.write(step, **values)
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the run after the step under way; a second SIGINT at once."""
+
+    received = 0
+
+    def __enter__(self) -> "_Signals":
+        self._previous = {s: signal.signal(s, self._take) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: object) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+        name = signal.Signals(number).name
+        print(f"\n{name}: saving after this step (Ctrl-C again: leave at once)", file=sys.stderr)
+
+    def agreed(self, step: int) -> bool:
+        """Whether to stop here: all processes at the same step, if any has a signal."""
+        if jax.process_count() == 1:
+            return bool(self.received)
+        if step % 10:  # asking is a collective
+            return False
+        self.received = int(multihost_utils.process_allgather(np.int32(self.received)).max())
+        return bool(self.received)

@@ -1,0 +1,247 @@
+"""A run: its folder, its configuration and its command line.
+
+A run folder holds `config.json`, `metrics.jsonl`, `curves.png`, `checkpoints/` and, at the end,
+`model/`. The same command on the same folder goes on where the run was, bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+from jax.experimental import multihost_utils
+
+from zoo import sharding
+from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.precision import Precision
+from zoo.publish import PublishError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every recipe's command line has."""
+
+    run_dir: Path
+    """Folder of the run; the same command on the same folder resumes it."""
+    steps: int
+    """Optimizer steps in all; more than before continues a finished run."""
+    mesh: str = ""
+    """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
+    precision: Precision = "bf16"
+    """Dtype of activations and products; master weights are fp32."""
+    accumulate: int = 1
+    """Microbatches that a batch is cut into, one after the other, to save memory."""
+    clip_norm: float = 1.0
+    """Global norm that gradients are clipped to."""
+    seed: int = 0
+    """Seed of the initialisation, dropout, and the order of the data."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: stop the run, or skip the step and go on."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int = 100
+    """Steps between evaluations on the held-out part."""
+    eval_batches: int = 16
+    """Batches of an evaluation on the way; the last one takes the whole held-out part."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 3
+    """Checkpoints kept, newest first."""
+    sequence_parallel: bool = False
+    """Split activations along the sequence between the tensor-parallel parts."""
+    distributed: bool = False
+    """One of several processes: see the README for the environment variables."""
+    tensorboard: bool = False
+    """Write TensorBoard events too (extra: tensorboard)."""
+    profile: bool = False
+    """Trace steps 10 to 15 of this start into the run folder."""
+    compilation_cache: Path | None = Path("~/.cache/zoo/jax")
+    """Folder that keeps compiled programs for the next start."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+# What does not change the maths may differ from one start of a run to the next.
+MAY_DIFFER = {
+    "run_dir",
+    "steps",
+    "mesh",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "sequence_parallel",
+    "distributed",
+    "tensorboard",
+    "profile",
+    "compilation_cache",
+    "on_nonfinite",
+    "data.cache",
+    "model.attention",
+    "model.remat",
+    "model.scan_layers",
+}
+
+
+class RunError(RuntimeError):
+    """A run that cannot start, or cannot go on, with what to do about it."""
+
+
+class Run:
+    """A run's folder, open: `with Run(config) as run: zoo.fit(run, …)`.
+
+    Raises:
+        RunError: another configuration in the folder (with the fields that differ), or another
+            process at work in it.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.folder = Path(config.run_dir)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        config = self.config
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        if config.distributed:
+            _join_processes()
+        if config.compilation_cache is not None:
+            folder = str(config.compilation_cache.expanduser())
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
+        self.mesh = sharding.make_mesh(config.mesh)
+        if jax.process_index() == 0:
+            self._stack.enter_context(_lock(self.folder))
+            self._check_config()
+        _barrier("run folder")
+        self.checkpointer = Checkpointer(self.folder / "checkpoints", keep=config.keep_checkpoints)
+        self._stack.callback(self.checkpointer.close)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def say(self, text: str) -> None:
+        """Print a line, on process 0 only."""
+        if jax.process_index() == 0:
+            print(text, flush=True)
+
+    def once(self, name: str, make: Callable[[Path], object]) -> Path:
+        """A folder of the run that `make` writes at the first start, and that stays."""
+        target = self.folder / name
+        if jax.process_index() == 0 and not target.exists():
+            partial = target.with_name(f"{name}.tmp")
+            make(partial)
+            partial.rename(target)
+        _barrier(name)
+        return target
+
+    def _check_config(self) -> None:
+        """Refuse another configuration in the folder; write this one."""
+        path = self.folder / "config.json"
+        wanted = as_json(self.config)
+        if path.exists():
+            try:
+                found = json.loads(path.read_text())
+            except ValueError as error:
+                raise RunError(
+                    f"{path} is damaged ({error}); put it back, or use another"
+                ) from error
+            old, new = _flatten(found), _flatten(wanted)
+            differing = [
+                f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
+                for name in sorted(old.keys() | new.keys())
+                if old.get(name) != new.get(name) and name not in MAY_DIFFER
+            ]
+            if differing:
+                raise RunError(
+                    f"{self.folder} holds a run of another configuration:\n"
+                    + "\n".join(differing)
+                    + "\nGive the same flags to resume it, or another --run-dir to start anew."
+                )
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
+        os.replace(temporary, path)
+
+
+def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
+    """Parse the command line of `python -m module` into a configuration, and run `main` with it.
+
+    What the user can mend is shown as its message alone; ZOO_TRACEBACK=1 shows where it came from.
+    """
+    try:
+        main(tyro.cli(config_class, prog=f"python -m {module}"))
+    except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
+        if os.environ.get("ZOO_TRACEBACK"):
+            raise
+        print(f"error: {error}\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _join_processes() -> None:
+    variables = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = [os.environ.get(name) for name in variables]
+    if jax.distributed.is_initialized():
+        return
+    if given[0] is None:  # a cluster that JAX knows: Slurm, TPU pods, …
+        jax.distributed.initialize()
+        return
+    missing = [name for name, value in zip(variables, given, strict=True) if value is None]
+    if missing:
+        raise RunError(f"--distributed: {', '.join(missing)} must be set in the environment")
+    jax.distributed.initialize(given[0], int(str(given[1])), int(str(given[2])))
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process is training in {folder}; use another --run-dir"
+            ) from None
+        yield
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run's numbers depend on."""
+    packages = ("zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration as what JSON gives back: paths as texts, tuples as lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= (
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
+    return flat
