@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from zoo import data
+from zoo import data, plans
 from zoo.corpus import Corpus
 from zoo.sharding import batch_sharding, make_mesh
 
@@ -30,12 +30,12 @@ LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
 
 
 def packed(lengths=LENGTHS, seq_len=16, batch_size=4, seed=0, **kwargs):
-    return data.PackedPlan(make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs)
+    return plans.PackedPlan(make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs)
 
 
 def bucketed(lengths=LENGTHS, buckets=(8, 16, 32), batch_size=4, seed=0, **kwargs):
     kwargs = {"too_long": "split"} | kwargs
-    return data.BucketPlan(make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs)
+    return plans.BucketPlan(make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs)
 
 
 def epoch_of(plan, epoch=0):
@@ -181,7 +181,7 @@ def test_arguments_that_make_no_plan(make_plan, arguments, message):
 
 def test_a_separator_outside_the_vocabulary():
     with pytest.raises(ValueError, match=r"separator_id=50 .* vocab_size=50"):
-        data.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
+        plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         packed(seq_len=0)
     with pytest.raises(IndexError, match="batch -1"):
@@ -193,7 +193,7 @@ def test_a_separator_outside_the_vocabulary():
 
 def test_packed_rows_in_order_by_hand():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = data.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
+    plan = plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
     first, second = epoch_of(plan)
     assert first["tokens"].tolist() == [[9, 1, 2, 3], [9, 4, 9, 5]]
     assert first["targets"].tolist() == [[1, 2, 3, 9], [4, 9, 5, 6]]
@@ -227,7 +227,7 @@ def test_packing_shuffles_documents_and_rows():
 
 def test_bucketed_rows_by_hand():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = data.BucketPlan(corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False)
+    plan = plans.BucketPlan(corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False)
     assert plan.buckets == (2, 4)  # no row needs 100
     assert [plan.bucket(k) for k in range(3)] == [2, 4, 4]
     small, long, short = epoch_of(plan)
@@ -322,7 +322,7 @@ def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
 def test_only_the_rows_of_this_process_are_built():
     asked = set()
 
-    class Watched(data.PackedPlan):
+    class Watched(plans.PackedPlan):
         def batch(self, k, rows=None):
             asked.add((rows.start, rows.stop))
             return super().batch(k, rows)
@@ -359,7 +359,7 @@ def test_load_has_no_end_without_stop():
 
 
 def test_an_error_in_the_plan_reaches_the_loop():
-    class Broken(data.PackedPlan):
+    class Broken(plans.PackedPlan):
         def batch(self, k, rows=None):
             if k == 3:
                 raise RuntimeError("the disk is gone")
@@ -407,10 +407,10 @@ def test_a_dropped_iterator_ends_its_threads():
 
 SCRIPT = """
 import numpy as np
-from zoo import data
+from zoo import data, plans
 from zoo.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
-stream = data.load(data.PackedPlan(corpus, 49, 8, 2, 0))
+stream = data.load(plans.PackedPlan(corpus, 49, 8, 2, 0))
 next(stream)
 print("done")
 """
@@ -429,21 +429,21 @@ import sys
 import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
-from zoo import data
+from zoo import data, plans
 from zoo.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
 devices = devices.T if {layout!r} == "tensor" else devices
 mesh = Mesh(devices.reshape(2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 asked = set()
-class Watched(data.PackedPlan):
+class Watched(plans.PackedPlan):
     def batch(self, k, rows=None):
         asked.add((rows.start, rows.stop))
         return super().batch(k, rows)
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
 plan = Watched(corpus, 49, 8, 4, 0)
 for k, batch in data.load(plan, mesh, stop=5):
-    whole = data.PackedPlan.batch(data.PackedPlan(corpus, 49, 8, 4, 0), k)
+    whole = plans.PackedPlan.batch(plans.PackedPlan(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
         for shard in array.addressable_shards:
@@ -473,3 +473,52 @@ def test_two_processes_build_their_own_rows(layout, rows):
     ]  # fmt: skip
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [out.strip() for out, _ in outputs] == rows, outputs
+
+
+# --- Arrays
+
+
+def array_plan(rows=10, batch_size=4, **kwargs):
+    arrays = {"x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows)}
+    return plans.ArrayPlan(arrays, batch_size, seed=3, **kwargs)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (8, 4), (1, 4), (5, 1)])
+def test_each_row_of_arrays_comes_once_an_epoch(rows, batch_size):
+    plan = array_plan(rows, batch_size)
+    for epoch in range(2):
+        first = epoch * plan.batches_per_epoch
+        batches = [plan.batch(first + k) for k in range(plan.batches_per_epoch)]
+        seen = np.concatenate([batch["y"][batch["weights"] > 0] for batch in batches])
+        assert sorted(seen) == list(range(rows))
+        for batch in batches:
+            assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])  # the arrays stay together
+    assert plan.padding_waste == 1 - rows / (plan.batches_per_epoch * batch_size)
+
+
+def test_batches_of_arrays_are_pure_and_shaped_as_announced():
+    plan = array_plan()
+    whole = plan.batch(4)
+    parts = [array_plan().batch(4, slice(start, start + 2)) for start in (0, 2)]
+    for name, struct in plan.shapes()[plan.bucket(4)].items():
+        assert np.array_equal(whole[name], np.concatenate([part[name] for part in parts]))
+        assert (struct.shape, struct.dtype) == (whole[name].shape, whole[name].dtype)
+    assert not np.array_equal(plan.batch(0)["y"], plan.batch(plan.batches_per_epoch)["y"])
+
+
+def test_arrays_load_onto_a_mesh_by_rank():
+    mesh = make_mesh("data=2,fsdp=2")
+    loaded = dict(data.load(array_plan(), mesh, stop=3))
+    for k, batch in loaded.items():
+        for name, array in batch.items():
+            assert np.array_equal(array, array_plan().batch(k)[name])
+            assert array.sharding.is_equivalent_to(
+                data.batch_sharding(mesh, array.ndim), array.ndim
+            )
+
+
+def test_arrays_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="'x': 2, 'y': 3"):
+        plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
+    with pytest.raises(ValueError, match="'weights' is taken"):
+        plans.ArrayPlan({"weights": np.zeros(2)}, 1, seed=0)

@@ -1,282 +1,21 @@
-"""Plans, which say what is in batch k, and `load`, which brings the batches to the devices.
+"""From a plan to the devices: batches read ahead, a process its own rows, by Grain's threads."""
 
-A plan is random access: batch k is a pure function of the corpus, the plan's arguments and k. So
-every process of a run agrees on it without a word, any number of processes makes the same batches,
-and resuming at step k is the integer k.
-"""
-
-import abc
-import functools
 import math
 import sys
 import weakref
-from collections.abc import Generator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Generator
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int64
+from jax.sharding import Mesh
+from jaxtyping import Array
 
-from zoo.corpus import Corpus
+from zoo.plans import HostBatch, Plan
 from zoo.sharding import batch_sharding
 
-HostBatch = dict[str, np.ndarray]
 Batch = dict[str, Array]
 Rows = tuple[int, int]
-
-BATCH_DTYPES = {
-    "tokens": np.int32,  # what the model reads
-    "targets": np.int32,  # the token after each of them
-    "weights": np.float32,  # 1 where the target counts, 0 for padding
-    "segment_ids": np.int32,  # 1, 2, ... within the row; 0 for padding
-    "positions": np.int32,  # from 0 in each segment
-}
-
-EMPTY_ROW = -1
-
-
-class Piece(NamedTuple):
-    """Tokens [start, stop) of a document; token 0 is the separator that stands before it."""
-
-    document: int
-    start: int
-    stop: int
-
-
-class Plan(abc.ABC):
-    """Which pieces of which documents are in each row of batch k; batches are built on demand.
-
-    `buckets` are the sequence lengths of its batches, ascending; in `batches_per_epoch` batches
-    every row comes once; `padding_waste` is the fraction of an epoch's positions that are padding.
-    """
-
-    buckets: tuple[int, ...]
-    batches_per_epoch: int
-    padding_waste: float
-
-    def __init__(
-        self, corpus: Corpus, separator_id: int, batch_size: int, seed: int, shuffle: bool
-    ):
-        if not 0 <= separator_id < corpus.vocab_size:
-            raise ValueError(
-                f"separator_id={separator_id} is outside the vocabulary: "
-                f"vocab_size={corpus.vocab_size}"
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        if seed < 0:
-            raise ValueError(f"the data's seed={seed} must not be negative")
-        self.corpus = corpus
-        self.separator_id = separator_id
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-
-    @abc.abstractmethod
-    def _pieces(self, k: int, row: int) -> list[Piece]:
-        """What stands in one row of batch k, left to right; nothing in a row that fills up."""
-
-    def bucket(self, k: int) -> int:
-        """The sequence length of batch k."""
-        return self.buckets[0]
-
-    def epoch(self, k: int) -> int:
-        """The epoch that batch k belongs to, from 0."""
-        return k // self.batches_per_epoch
-
-    def batch(self, k: int, rows: slice | None = None) -> HostBatch:
-        """Batch k as numpy arrays [batch, seq] (see `BATCH_DTYPES`), or only some of its rows."""
-        if k < 0:
-            raise IndexError(f"batch {k}: batches count from 0")
-        chosen = range(self.batch_size)[rows or slice(None)]
-        shape = (len(chosen), self.bucket(k))
-        batch = {name: np.zeros(shape, dtype) for name, dtype in BATCH_DTYPES.items()}
-        for i, row in enumerate(chosen):
-            self._fill({name: array[i] for name, array in batch.items()}, self._pieces(k, row))
-        return batch
-
-    def _fill(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
-        begin = 0
-        for segment, (document, start, stop) in enumerate(pieces, start=1):
-            # The document between its separator and the next one; the targets are one further on.
-            here = slice(begin, begin + stop - start)
-            text = self.corpus[document]
-            follow = text[start:stop]
-            row["targets"][here] = self.separator_id
-            row["targets"][begin : begin + len(follow)] = follow
-            first = int(start == 0)
-            row["tokens"][begin] = self.separator_id
-            row["tokens"][begin + first : here.stop] = text[start + first - 1 : stop - 1]
-            row["weights"][here] = 1
-            row["segment_ids"][here] = segment
-            row["positions"][here] = np.arange(stop - start)
-            begin = here.stop
-
-    def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
-        """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance."""
-        sharding = _sharding(self, mesh)
-        return {
-            length: {
-                name: jax.ShapeDtypeStruct((self.batch_size, length), dtype, sharding=sharding)
-                for name, dtype in BATCH_DTYPES.items()
-            }
-            for length in self.buckets
-        }
-
-    def _order(self, size: int, epoch: int, what: str) -> Int64[np.ndarray, "size"]:
-        """A permutation of `size` for this epoch and use, or no permutation without shuffling."""
-        if not self.shuffle:
-            return np.arange(size)
-        # Sorting raw bits: numpy keeps these streams from version to version, unlike permutation().
-        sequence = np.random.SeedSequence([self.seed, epoch, *what.encode()])
-        return np.argsort(np.random.PCG64(sequence).random_raw(size), kind="stable")
-
-
-class PackedPlan(Plan):
-    """Rows of `seq_len` tokens, cut from the documents end to end with nothing left out.
-
-    In each epoch the documents are permuted, each with a separator before it, and cut into rows,
-    which are permuted in turn. Each token of a document, and the separator after it, is a target
-    once an epoch. A row's documents are segments; a document that a cut splits goes on in another
-    row as a segment of its own. Only the last row is padded, and the last batch filled up with
-    empty rows. Memory: 16 bytes a document and 8 a row, for each of two epochs.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        separator_id: int,
-        seq_len: int,
-        batch_size: int,
-        seed: int,
-        shuffle: bool = True,
-    ):
-        super().__init__(corpus, separator_id, batch_size, seed, shuffle)
-        if seq_len < 1:
-            raise ValueError(f"seq_len={seq_len} must be at least 1")
-        self.seq_len = seq_len
-        self._num_tokens = len(corpus.tokens) + len(corpus)
-        self._num_rows = math.ceil(self._num_tokens / seq_len)
-        self.buckets = (seq_len,)
-        self.batches_per_epoch = math.ceil(self._num_rows / batch_size)
-        self.padding_waste = 1 - self._num_tokens / (self.batches_per_epoch * batch_size * seq_len)
-        # Two, because the threads that read ahead cross from one epoch into the next.
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
-
-    def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(documents in order, where each begins and the last ends, rows in order)."""
-        documents = self._order(len(self.corpus), epoch, "documents")
-        lengths = np.diff(self.corpus.offsets)[documents] + 1
-        begins = np.concatenate([[0], np.cumsum(lengths)])
-        return documents, begins, self._order(self._num_rows, epoch, "rows")
-
-    def _pieces(self, k: int, row: int) -> list[Piece]:
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        index = batch * self.batch_size + row
-        if index >= self._num_rows:
-            return []
-        documents, begins, rows = self._epoch_order(epoch)
-        begin = int(rows[index]) * self.seq_len
-        end = min(begin + self.seq_len, self._num_tokens)
-        first = int(np.searchsorted(begins, begin, side="right")) - 1
-        last = int(np.searchsorted(begins, end, side="left"))
-        return [
-            Piece(
-                int(documents[i]),
-                max(begin - int(begins[i]), 0),
-                min(end, int(begins[i + 1])) - int(begins[i]),
-            )
-            for i in range(first, last)
-        ]
-
-
-class BucketPlan(Plan):
-    """One document a row, padded to the smallest bucket that holds it and its separator.
-
-    In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
-    all buckets are permuted. The rows that are left over in a bucket fill the places that larger
-    buckets have left, if there are enough of them; else they get a batch with empty rows.
-
-    A row too long for the largest bucket is an error, is truncated, or is split into several rows.
-    Memory: 32 bytes a row, and 8 more for each of two epochs.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        separator_id: int,
-        buckets: Sequence[int] = (128, 256, 512),
-        batch_size: int = 8,
-        seed: int = 0,
-        too_long: Literal["error", "truncate", "split"] = "error",
-        shuffle: bool = True,
-    ):
-        super().__init__(corpus, separator_id, batch_size, seed, shuffle)
-        if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
-            raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-        if too_long not in ("error", "truncate", "split"):
-            raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
-        lengths = np.sort(np.asarray(buckets, np.int64))
-        self._rows = self._make_rows(int(lengths[-1]), too_long)
-        starts, stops = self._rows[:, 1], self._rows[:, 2]
-        self._row_bucket = lengths[np.searchsorted(lengths, stops - starts)]
-        self.buckets = tuple(int(n) for n in lengths if n in self._row_bucket)
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
-        batch_lengths, _ = self._epoch_order(0)  # as many of each length in every epoch
-        self.batches_per_epoch = len(batch_lengths)
-        self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
-
-    def _make_rows(self, longest: int, too_long: str) -> Int64[np.ndarray, "rows 3"]:
-        """The rows as (document, start, stop)."""
-        lengths = np.diff(self.corpus.offsets) + 1
-        if too_long == "error" and (lengths > longest).any():
-            row = int(np.argmax(lengths > longest))
-            raise ValueError(
-                f"document {self.corpus.name(row)} has {lengths[row]} tokens with its separator, "
-                f"and the largest bucket {longest}: add a larger bucket, or set too_long to "
-                f"'truncate' or 'split' (now 'error'); {(lengths > longest).sum()} of "
-                f"{len(lengths)} documents are too long"
-            )
-        if too_long == "truncate":
-            lengths = np.minimum(lengths, longest)
-        counts = -(-lengths // longest)
-        documents = np.repeat(np.arange(len(lengths)), counts)
-        number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = number * longest
-        return np.stack([documents, starts, np.minimum(starts + longest, lengths[documents])], 1)
-
-    def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the bucket of each batch, the rows of each batch), with `EMPTY_ROW` for no row."""
-        order = self._order(len(self._rows), epoch, "rows")
-        lengths, table = np.zeros(0, np.int64), np.zeros((0, self.batch_size), np.int64)
-        for length in reversed(self.buckets):
-            rows = order[self._row_bucket[order] == length]
-            places = np.flatnonzero(table.ravel() == EMPTY_ROW)  # in batches of larger buckets
-            left_over = len(rows) % self.batch_size
-            if left_over <= len(places):
-                table.ravel()[places[:left_over]] = rows[len(rows) - left_over :]
-                rows = rows[: len(rows) - left_over]
-            rows = np.pad(rows, (0, -len(rows) % self.batch_size), constant_values=EMPTY_ROW)
-            added = rows.reshape(-1, self.batch_size)
-            table = np.concatenate([added, table])
-            lengths = np.concatenate([np.full(len(added), length), lengths])
-        order = self._order(len(table), epoch, "batches")
-        return lengths[order], table[order]
-
-    def bucket(self, k: int) -> int:
-        """The sequence length of batch k."""
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        return int(self._epoch_order(epoch)[0][batch])
-
-    def _pieces(self, k: int, row: int) -> list[Piece]:
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        index = self._epoch_order(epoch)[1][batch, row]
-        return [] if index == EMPTY_ROW else [Piece(*map(int, self._rows[index]))]
-
-
-# --- Loading ----------------------------------------------------------------------------------
 
 
 def load(
@@ -294,7 +33,7 @@ def load(
     stop = sys.maxsize if stop is None else stop
     if not 0 <= start <= stop:
         raise ValueError(f"start={start} and stop={stop} must be 0 <= start <= stop")
-    batches = iter(_dataset(plan, _sharding(plan, mesh), range(start, stop)))
+    batches = iter(_dataset(plan, mesh, range(start, stop)))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
         yield from batches  # which also hands on close()
@@ -311,15 +50,15 @@ def load(
     return iterator
 
 
-def _dataset(plan: Plan, sharding: NamedSharding | None, indices: range) -> grain.IterDataset:
-    held = _held_rows(plan.batch_size, sharding)
+def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
+    held = _held_rows(plan.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
         return k, {rows: plan.batch(k, slice(*rows)) for rows in held}
 
     def put(item: tuple[int, dict[Rows, HostBatch]]) -> tuple[int, Batch]:
         k, parts = item
-        return k, _place(parts, (plan.batch_size, plan.bucket(k)), sharding)
+        return k, _place(parts, plan.batch_size, mesh)
 
     # Threads, because worker processes cost seconds to start and lose on few cores.
     read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
@@ -328,26 +67,20 @@ def _dataset(plan: Plan, sharding: NamedSharding | None, indices: range) -> grai
     return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
 
 
-def _sharding(plan: Plan, mesh: Mesh | None) -> NamedSharding | None:
+def _held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
+    """The rows of the global batch that this process's devices hold."""
     if mesh is None:
-        return None
-    sharding = batch_sharding(mesh, 2)
+        return [(0, batch_size)]
+    sharding = batch_sharding(mesh, 1)
     axes = sharding.spec[0] or ()
     axes = (axes,) if isinstance(axes, str) else axes
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    if plan.batch_size % parts:
+    if batch_size % parts:
         raise ValueError(
-            f"batch_size={plan.batch_size} is not divisible by {'*'.join(axes)}={parts}, the parts "
+            f"batch_size={batch_size} is not divisible by {'*'.join(axes)}={parts}, the parts "
             f"that the mesh cuts a batch into: make it a multiple of {parts}"
         )
-    return sharding
-
-
-def _held_rows(batch_size: int, sharding: NamedSharding | None) -> list[Rows]:
-    """The rows of the global batch that this process's devices hold."""
-    if sharding is None:
-        return [(0, batch_size)]
-    indices = sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
 
 
@@ -356,18 +89,18 @@ def _bounds(rows: slice, batch_size: int) -> Rows:
     return start, stop
 
 
-def _place(
-    parts: dict[Rows, HostBatch], shape: tuple[int, int], sharding: NamedSharding | None
-) -> Batch:
-    if sharding is None:
-        [batch] = parts.values()
-        return jax.device_put(batch)
+def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | None) -> Batch:
+    first = next(iter(parts.values()))
+    if mesh is None:
+        return jax.device_put(first)
 
     def place(name: str) -> Array:
+        shape = (batch_size, *first[name].shape[1:])
+
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # it is None only on devices of other processes
-            return parts[_bounds(index[0], shape[0])][name]
+            return parts[_bounds(index[0], batch_size)][name]
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+        return jax.make_array_from_callback(shape, batch_sharding(mesh, len(shape)), shard)
 
-    return {name: place(name) for name in BATCH_DTYPES}
+    return {name: place(name) for name in first}

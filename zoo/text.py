@@ -20,7 +20,7 @@ from zoo.corpus import (
     standard_library,
     tokenize,
 )
-from zoo.data import BucketPlan, PackedPlan, Plan
+from zoo.plans import BucketPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
 
@@ -58,8 +58,8 @@ class Text:
     """A tokenizer, the plans of the training and the held-out part, and the latter's documents."""
 
     tokenizer: Tokenizer
-    train: Plan
-    held_out: Plan
+    train: TokenPlan
+    held_out: TokenPlan
     held_out_documents: list[Document]
 
     @property
@@ -116,7 +116,7 @@ def load(config: Config, *, seed: int, tokenizer_folder: Callable[..., Path]) ->
     return Text(tokenizer, plans[0], plans[1], held_out)
 
 
-def _plan(config: Config, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> Plan:
+def _plan(config: Config, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> TokenPlan:
     separator, batch_size = tokenizer.separator_id, config.batch_size
     if config.rows == "packed":
         return PackedPlan(corpus, separator, config.seq_len, batch_size, seed)
