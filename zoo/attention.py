@@ -101,19 +101,22 @@ class _Mask(NamedTuple):
         reach = num_keys if self.window is None else self.window - 1
         return max(0, start - reach), min(num_keys, stop + (0 if self.causal else reach))
 
-    def apply(self, logits: Array, start: int, first_key: int) -> Array:
-        """Mask logits[..., T, S] of the queries from `start` and the keys from `first_key`."""
-        distance = (
-            jax.lax.broadcasted_iota(jnp.int32, logits.shape[-2:], 0)
-            - jax.lax.broadcasted_iota(jnp.int32, logits.shape[-2:], 1)
-            + (start - first_key)
-        )
-        seen = jnp.ones(logits.shape[-2:], bool)
+    def seen(self, chunk: "_Chunk", segment_ids: Array | None) -> Bool[Array, "b 1 1 t s"]:
+        """Which of a chunk's keys each of its queries sees."""
+        shape = (1, 1, 1, chunk.stop - chunk.start, chunk.last_key - chunk.first_key)
+        query = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + chunk.start
+        distance = query - jax.lax.broadcasted_iota(jnp.int32, shape, 4) - chunk.first_key
+        seen = jnp.ones(shape, bool)
         if self.causal:
             seen &= distance >= 0
         if self.window is not None:
             seen &= jnp.abs(distance) < self.window
-        return jnp.where(jnp.broadcast_to(seen, logits.shape), logits, _MASKED)
+        if segment_ids is not None:
+            queries = segment_ids[:, None, None, chunk.start : chunk.stop, None]
+            seen = seen & (
+                queries == segment_ids[:, None, None, None, chunk.first_key : chunk.last_key]
+            )
+        return seen
 
 
 class _Chunk(NamedTuple):
@@ -133,19 +136,15 @@ def _chunks(num_queries: int, num_keys: int, mask: _Mask) -> Iterator[_Chunk]:
         yield _Chunk(start, stop, *mask.keys_of(start, stop, num_keys))
 
 
-def _logits(q_BTKGH, k_BSKH, segment_ids, chunk, mask, scale, soft_cap):
+def _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap):
     """Masked logits of one chunk, fp32[B, K, G, T, S], and those before the mask."""
-    q = q_BTKGH[:, chunk.start : chunk.stop]
-    k = k_BSKH[:, chunk.first_key : chunk.last_key]
-    raw = _einsum32("btkgh,bskh->bkgts", q, k) * scale
+    q = q_BKGTH[:, :, :, chunk.start : chunk.stop]
+    k = k_BKSH[:, :, chunk.first_key : chunk.last_key]
+    raw = _einsum32("bkgth,bksh->bkgts", q, k) * scale
     if soft_cap is not None:
         raw = soft_cap * jnp.tanh(raw / soft_cap)
-    logits = mask.apply(raw, chunk.start, chunk.first_key)
-    if segment_ids is not None:
-        queries = segment_ids[:, chunk.start : chunk.stop, None]
-        keys = segment_ids[:, None, chunk.first_key : chunk.last_key]
-        same = (queries == keys)[:, None, None]
-        logits = jnp.where(jnp.broadcast_to(same, logits.shape), logits, _MASKED)
+    seen = jnp.broadcast_to(mask.seen(chunk, segment_ids), raw.shape)
+    logits = jnp.where(seen, raw, _MASKED)
     return logits, raw
 
 
@@ -153,58 +152,81 @@ def _einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
 
+def _contract_queries(
+    x_BKGTS: Array, y_BKGTH: Array
+) -> Float[Array, "batch kv_heads keys head_dim"]:
+    """The sum over G and T, with T as two axes where it is even.
+
+    For that XLA for CPU transposes x in memory, which its bf16 product needs.
+    """
+    halves = 2 if x_BKGTS.shape[3] % 2 == 0 else 1
+    x, y = (a.reshape(*a.shape[:3], halves, -1, a.shape[4]) for a in (x_BKGTS, y_BKGTH))
+    return _einsum32("bkgxts,bkgxth->bksh", x, y)
+
+
 # The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
 # products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
+# Heads come before time inside, the layout of the batched products.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
     return _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
 
 
-def _group(x_BTNH: Array, num_kv_heads: int) -> Array:
+def _group(x_BTNH: Array, num_kv_heads: int) -> Float[Array, "b k g t h"]:
     batch, queries, heads, size = x_BTNH.shape
-    return x_BTNH.reshape(batch, queries, num_kv_heads, heads // num_kv_heads, size)
+    x_BTKGH = x_BTNH.reshape(batch, queries, num_kv_heads, heads // num_kv_heads, size)
+    return x_BTKGH.transpose(0, 2, 3, 1, 4)
+
+
+def _ungroup(x_BKGTH: Array) -> Float[Array, "b t n h"]:
+    batch, kv_heads, groups, queries, size = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, queries, kv_heads * groups, size)
 
 
 def _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    q_BTKGH = _group(q_BTNH, k_BSKH.shape[2])
+    q_BKGTH = _group(q_BTNH, k_BSKH.shape[2])
+    k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
     outputs, log_sums = [], []
     for chunk in _chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
-        logits, _ = _logits(q_BTKGH, k_BSKH, segment_ids, chunk, mask, scale, soft_cap)
+        logits, _ = _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap)
         top = logits.max(-1, keepdims=True)
         exponentials = jnp.exp(logits - top)
         total = exponentials.sum(-1, keepdims=True)
         weights = (exponentials / total).astype(v_BSKH.dtype)
-        v = v_BSKH[:, chunk.first_key : chunk.last_key]
-        outputs.append(_einsum32("bkgts,bskh->btkgh", weights, v).astype(q_BTNH.dtype))
+        v = v_BKSH[:, :, chunk.first_key : chunk.last_key]
+        outputs.append(_einsum32("bkgts,bksh->bkgth", weights, v).astype(q_BTNH.dtype))
         log_sums.append(top + jnp.log(total))
-    out_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_ids, out_BTNH, log_sums)
+    out_BKGTH = jnp.concatenate(outputs, axis=3)
+    residuals = (q_BKGTH, k_BKSH, v_BKSH, segment_ids, out_BKGTH, log_sums)
+    return _ungroup(out_BKGTH), residuals
 
 
 def _chunked_backward(mask, scale, soft_cap, residuals, g_BTNH):
-    q_BTNH, k_BSKH, v_BSKH, segment_ids, out_BTNH, log_sums = residuals
-    q_BTKGH, g_BTKGH = (_group(x, k_BSKH.shape[2]) for x in (q_BTNH, g_BTNH))
-    dtype = q_BTNH.dtype
-    delta = (g_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1, keepdims=True)
-    delta = _group(delta, k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
-    dq, dk, dv = [], jnp.zeros(k_BSKH.shape, jnp.float32), jnp.zeros(v_BSKH.shape, jnp.float32)
-    chunks = _chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask)
+    q_BKGTH, k_BKSH, v_BKSH, segment_ids, out_BKGTH, log_sums = residuals
+    dtype, num_keys = q_BKGTH.dtype, k_BKSH.shape[2]
+    g_BKGTH = _group(g_BTNH, k_BKSH.shape[1])
+    delta = (g_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32)).sum(-1, keepdims=True)
+    dq, dk, dv = [], [], []
+    chunks = _chunks(g_BTNH.shape[1], num_keys, mask)
     for chunk, log_sum in zip(chunks, log_sums, strict=True):
         queries = slice(chunk.start, chunk.stop)
         keys = slice(chunk.first_key, chunk.last_key)
-        q, g = q_BTKGH[:, queries], g_BTKGH[:, queries]
-        logits, raw = _logits(q_BTKGH, k_BSKH, segment_ids, chunk, mask, scale, soft_cap)
+        q, g = q_BKGTH[:, :, :, queries], g_BKGTH[:, :, :, queries]
+        logits, raw = _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap)
         weights = jnp.exp(logits - log_sum)
-        dweights = _einsum32("btkgh,bskh->bkgts", g, v_BSKH[:, keys])
+        dweights = _einsum32("bkgth,bksh->bkgts", g, v_BKSH[:, :, keys])
         dlogits = weights * (dweights - delta[:, :, :, queries]) * scale
         if soft_cap is not None:
             dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
         dlogits = dlogits.astype(dtype)
-        dq.append(_einsum32("bkgts,bskh->btkgh", dlogits, k_BSKH[:, keys]).astype(dtype))
-        dk = dk.at[:, keys].add(_einsum32("bkgts,btkgh->bskh", dlogits, q))
-        dv = dv.at[:, keys].add(_einsum32("bkgts,btkgh->bskh", weights.astype(dtype), g))
-    dq_BTNH = jnp.concatenate(dq, axis=1).reshape(q_BTNH.shape)
-    return dq_BTNH, dk.astype(dtype), dv.astype(dtype), None
+        dq.append(_einsum32("bkgts,bksh->bkgth", dlogits, k_BKSH[:, :, keys]).astype(dtype))
+        unseen = ((0, 0), (0, 0), (chunk.first_key, num_keys - chunk.last_key), (0, 0))
+        dk.append(jnp.pad(_contract_queries(dlogits, q), unseen))
+        dv.append(jnp.pad(_contract_queries(weights.astype(dtype), g), unseen))
+    dk_BSKH, dv_BSKH = (
+        functools.reduce(jnp.add, x).transpose(0, 2, 1, 3).astype(dtype) for x in (dk, dv)
+    )
+    return _ungroup(jnp.concatenate(dq, axis=3)), dk_BSKH, dv_BSKH, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.precision import matmul
 
 Activation = Literal["gelu", "relu", "silu", "tanh"]
+Norm = Literal["none", "layer", "rms"]
 
 
 def normal(key: Key[Array, ""], shape: tuple[int, ...], fan_in: int) -> Float[Array, "..."]:
@@ -52,7 +53,11 @@ class Linear(eqx.Module):
 
 def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
     """Add a bias of the trailing shape of x; None adds nothing."""
-    return x if bias is None else x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    if bias is None:
+        return x
+    # In fp32, or its gradient would add up all positions in the compute dtype.
+    bias32 = bias.astype(jnp.float32).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    return (x.astype(jnp.float32) + bias32).astype(x.dtype)
 
 
 class Embedding(eqx.Module):
@@ -67,7 +72,8 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id out of range takes the nearest row."""
-        return self.weight.at[ids].get(mode="clip")
+        # In fp32, or the gradient of a frequent id would add up its rows in the compute dtype.
+        return self.weight.astype(jnp.float32).at[ids].get(mode="clip").astype(self.weight.dtype)
 
 
 class RMSNorm(eqx.Module):
@@ -104,6 +110,13 @@ class LayerNorm(eqx.Module):
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         """Normalise x, reducing in fp32."""
         return add_bias(_normalise(x, self.scale, self.eps, True), self.bias)
+
+
+def make_norm(kind: Norm, size: int, *, axis: str = "embed") -> RMSNorm | LayerNorm | None:
+    """The norm of that name over `size` features, or None."""
+    if kind == "none":
+        return None
+    return RMSNorm(size, axis=axis) if kind == "rms" else LayerNorm(size, axis=axis)
 
 
 def _last_axis(vector: Array, like: Array) -> Array:
@@ -184,21 +197,22 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
     return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros_like(x))
 
 
-def rotary_angles(
+def rotary_tables(
     positions: Int[Array, "batch seq"], head_dim: int, theta: float
-) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
-    """Cosines and sines of rotary positions (Su et al. 2021), float32[batch, seq, head_dim/2]."""
+) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
 def rotate(
     x_BTNH: Float[Array, "batch seq heads head_dim"],
-    angles: tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]],
+    tables: tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]],
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
-    cos, sin = (a[:, :, None, :] for a in angles)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    cos, sin = (table[:, :, None, :] for table in tables)
+    x32 = x_BTNH.astype(jnp.float32)
+    # A roll, not a split and a concatenation: one pass over x.
+    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)

@@ -30,7 +30,9 @@ def _token_losses_backward(residuals: tuple, g: Array) -> tuple[Array, None]:
     logits, targets, log_sum = residuals
     probabilities = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
     one_hot = _is_target(logits, targets).astype(jnp.float32)
-    return ((probabilities - one_hot) * g[..., None]).astype(logits.dtype), None
+    # Where nothing depends on the loss, logits that are not finite are no matter.
+    gradient = jnp.where(g[..., None] == 0, 0.0, (probabilities - one_hot) * g[..., None])
+    return gradient.astype(logits.dtype), None
 
 
 _token_losses.defvjp(_token_losses_forward, _token_losses_backward)

@@ -73,11 +73,12 @@ def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
         case "lion":
             return optax.lion(rate, **betas, **decay, mask=matrices)
         case "adafactor":
-            return optax.adafactor(
-                rate,
-                weight_decay_rate=config.weight_decay or None,
-                weight_decay_mask=matrices,
-                multiply_by_parameter_scale=False,
+            # `optax.adafactor` would decay by the whole weight_decay a step, whatever the rate.
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(config.weight_decay, matrices),
+                optax.scale_by_learning_rate(rate),
             )
         case "muon":
             return optax.contrib.muon(

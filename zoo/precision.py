@@ -4,7 +4,11 @@ Every matrix product of the zoo with a weight goes through `matmul`, the one pla
 a platform multiplies.
 """
 
+import contextlib
+import functools
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -35,53 +39,105 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-def _product(x: Array, y: Array, contract_x: tuple[int, ...], contract_y: tuple[int, ...]) -> Array:
-    """Contract axes of x with axes of y, in their common dtype.
+_compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
+
+
+@contextlib.contextmanager
+def computing_in(dtype: DTypeLike) -> Iterator[None]:
+    """Within, `cast_for_use` casts to `dtype`."""
+    token = _compute_dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _compute_dtype.reset(token)
+
+
+def cast_for_use(tree: Tree) -> Tree:
+    """Cast parameters to the compute dtype of the step around, if there is one.
+
+    A model that does so a layer at a time, in `zoo.sharding.gather`, says it by a class attribute
+    `casts_at_use = True`: then no copy of the whole model in the compute dtype is ever made.
+    """
+    dtype = _compute_dtype.get()
+    return tree if dtype is None else cast(tree, dtype)
+
+
+@contextlib.contextmanager
+def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
+    """The model as a step computes with it: cast as a whole, or within by itself, where it is used.
+
+    On GPU and TPU products of fp32 are of lower precision by default; in "fp32" they are not.
+    """
+    dtype = compute_dtype(precision)
+    exact = "highest" if precision == "fp32" else None
+    at_use = getattr(model, "casts_at_use", False)
+    with computing_in(dtype), jax.default_matmul_precision(exact):
+        yield model if at_use else cast(model, dtype)
+
+
+def _product(
+    x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
+) -> Array:
+    """Contract axes of x with axes of y, and return `dtype`.
 
     XLA for CPU uses the bf16 instructions only where a product of bf16 returns fp32; an
     accelerator accumulates in fp32 anyway, and writes half as much.
     """
-    on_cpu = x.dtype != jnp.float32 and jax.default_backend() == "cpu"
-    preferred = jnp.float32 if on_cpu else x.dtype
-    dimensions = ((contract_x, contract_y), ((), ()))
-    return lax.dot_general(x, y, dimensions, preferred_element_type=preferred).astype(x.dtype)
+    on_cpu = x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
+    preferred = jnp.float32 if on_cpu else dtype
+    product = lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=preferred)
+    return product.astype(dtype)
 
 
-# A custom gradient, or the product that returns fp32 would have fp32 inputs in its gradient.
-@jax.custom_vjp
-def _matmul(x: Float[Array, "b m k"], w: Float[Array, "k n"]) -> Float[Array, "b m n"]:
+# A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(
+    x: Float[Array, "b m k"], w: Float[Array, "k n"], dtype: DTypeLike
+) -> Float[Array, "b m n"]:
+    return _matmul_forward(x, w, dtype)[0]
+
+
+def _matmul_forward(x: Array, w: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+    # Not by way of `_matmul`: a remat policy does not see the products inside a custom gradient.
     b, m, k = x.shape
-    return _product(x.reshape(b * m, k), w, (1,), (0,)).reshape(b, m, -1)
+    return _product(x.reshape(b * m, k), w, ((1,), (0,)), dtype).reshape(b, m, -1), (x, w)
 
 
-def _matmul_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(x, w), (x, w)
-
-
-def _matmul_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _matmul_backward(
+    dtype: DTypeLike, residuals: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
     x, w = residuals
     b, m, n = g.shape
-    dx = _product(g.reshape(b * m, n), w, (1,), (1,)).reshape(x.shape)
+    g = g.astype(x.dtype)
+    dx = _product(g.reshape(b * m, n), w, ((1,), (1,)), x.dtype).reshape(x.shape)
     if x.dtype == jnp.float32:
-        return dx, _product(x.reshape(b * m, -1), g.reshape(b * m, n), (0,), (0,))
-    # Two contracted axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return dx, _product(x, g, (0, 1), (0, 1))
+        x, g = x.reshape(b * m, -1), g.reshape(b * m, n)
+        return dx, _product(x, g, ((0,), (0,)), w.dtype)
+    # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
+    return dx, _product(x, g, ((0, 1), (0, 1)), w.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def matmul(x: Float[Array, "..."], w: Float[Array, "..."], *, contract: int = 1) -> Array:
+def matmul(
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    *,
+    contract: int = 1,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
     """Contract the last `contract` axes of an activation with the first ones of a weight.
 
-    Both have the same dtype, which is also the result's; so have the products of the gradient.
-    `matmul(x_BTE, wq_ENH)` is [B, T, N, H], and `matmul(y_BTNH, wo_NHE, contract=2)` is [B, T, E].
+    Both have the same dtype, which is also the result's (or `dtype`, for fp32 logits) and that of
+    the gradient's products. `matmul(x_BTE, wq_ENH)` is [B, T, N, H], and
+    `matmul(y_BTNH, wo_NHE, contract=2)` is [B, T, E].
     """
     batch, out = x.shape[: x.ndim - contract], w.shape[contract:]
     inner = math.prod(w.shape[:contract])
-    first = batch[0] if batch else 1
-    rows = x.reshape(first, math.prod(batch[1:]), inner)
-    return _matmul(rows, w.reshape(inner, -1)).reshape(*batch, *out)
+    rows = x.reshape(batch[0] if batch else 1, math.prod(batch[1:]), inner)
+    y = _matmul(rows, w.reshape(inner, -1), x.dtype if dtype is None else dtype)
+    return y.reshape(*batch, *out)
 
 
 class LossScale(eqx.Module):

@@ -64,7 +64,9 @@ def scan_layers(
     body = checkpoint(body, policy, in_scan=scan)
     if scan:
         return lax.scan(body, carry, (arrays, jnp.arange(num_layers)))[0]
+    # Not by indexing, whose gradient would add up as many whole stacks as there are layers.
+    split = jax.tree.map(lambda x: lax.split(x, (1,) * num_layers), arrays)
     for index in range(num_layers):
-        layer = jax.tree.map(lambda x, index=index: x[index], arrays)
+        layer = jax.tree.map(lambda x, parts: parts[index][0], arrays, split)  # noqa: B023
         carry, _ = body(carry, (layer, jnp.asarray(index)))
     return carry

@@ -19,6 +19,8 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from zoo.precision import cast_for_use
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 # The axes that only store a parameter: where it is used, it is gathered over them.
@@ -38,8 +40,14 @@ RULES: Rules = types.MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "head_dim": None,
+        "hidden": "tensor",
         "vocab": "tensor",
+        "gates": None,
         "positions": None,
+        "features": None,  # what a model reads and gives that are no tokens: any number of them
+        "classes": None,
+        # the leading axis of an ensemble, which then leaves the tensor axis to no axis inside
+        "member": "tensor",
     }
 )
 
@@ -184,10 +192,12 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def gather(tree: Tree) -> Tree:
-    """Gather parameters over the axes that only store them, for use in the products that follow.
+    """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
-    Call it inside the scan over layers, on the layer in use, so that one layer at a time is whole.
+    Call it where they are used: inside the scan over layers, on the layer in use, so that one
+    layer at a time is whole, and what crosses the network is in the compute dtype.
     """
+    tree = cast_for_use(tree)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return tree
@@ -197,6 +207,27 @@ def gather(tree: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return _map_parameters(gather_leaf, tree)
+
+
+@contextlib.contextmanager
+def mapped(name: str) -> Iterator[tuple[str, ...] | None]:
+    """Within, `jax.vmap` over a logical axis has the mesh axes of that axis to itself.
+
+    Yields them for `spmd_axis_name`; None where nothing shards it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        yield None
+        return
+    [entry] = partition_spec([name], mesh)
+    taken = (entry,) if isinstance(entry, str) else entry or ()
+
+    def rest(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        return tuple(axis for axis in axes if axis not in taken)
+
+    with use(None, {axis: rest(axes) for axis, axes in _rules.get().items()}):
+        yield taken or None
 
 
 def keystr(path: tuple) -> str:
@@ -232,9 +263,13 @@ def _dim_str(hint: Any) -> str | None:
 
 
 def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
-    """The logical axes of one leaf; leading axes that the annotation does not name are None."""
-    owner, field, node = None, "", tree
+    """The logical axes of one leaf; leading axes that the annotation does not name are None.
+
+    But the first of them is what an enclosing module calls it by a static field `stacked_axis`.
+    """
+    owner, field, node, stacked = None, "", tree, None
     for entry in path:
+        stacked = getattr(node, "stacked_axis", stacked)
         if isinstance(entry, jtu.GetAttrKey):
             owner, field, node = node, entry.name, getattr(node, entry.name)
         else:
@@ -251,7 +286,8 @@ def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
         raise ShardingError(
             f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
         )
-    return (None,) * (leaf.ndim - len(names)) + names
+    unnamed = leaf.ndim - len(names)
+    return ((stacked, *(None,) * (unnamed - 1)) if unnamed else ()) + names
 
 
 def logical_axes(tree: PyTree) -> Any:
@@ -259,7 +295,8 @@ def logical_axes(tree: PyTree) -> Any:
 
     The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
     Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
-    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names.
+    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names;
+    a module that stacks others names their first leading axis by a static field `stacked_axis`.
 
     Raises:
         ShardingError: an array without an annotation, or of lower rank than its annotation.
@@ -271,9 +308,9 @@ def is_matrix(names: tuple[str | None, ...]) -> bool:
     """Whether logical axes name a matrix (what weight decay and Muon are for), not a vector.
 
     A head's axes count as one: ("heads", "head_dim") is a bias, ("embed", "heads", "head_dim") a
-    matrix. The unnamed leading axes of stacked layers do not count.
+    matrix; so do ("gates", "hidden"). The leading axes of what is stacked do not count.
     """
-    return sum(name is not None and name != "head_dim" for name in names) >= 2
+    return sum(name not in (None, "member", "gates", "head_dim") for name in names) >= 2
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, Key, PyTree
 
 from zoo import sharding
-from zoo.precision import LossScale, Precision, cast, compute_dtype
+from zoo.precision import LossScale, Precision, cast, compute_dtype, in_precision
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
 Metrics = dict[str, Array]
@@ -132,7 +132,7 @@ def make_train_step(
     Raises:
         ValueError: `accumulate` or `precision` out of range; at a call, rows that do not divide.
     """
-    dtype = compute_dtype(precision)
+    compute_dtype(precision)
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: must be at least 1")
 
@@ -140,8 +140,8 @@ def make_train_step(
         """The gradient of the summed loss times `scale`, and the sums."""
 
         def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
-            model = eqx.combine(cast(params, dtype), static)
-            total, weight, metrics = loss_fn(model, batch, key)
+            with in_precision(eqx.combine(params, static), precision) as model:
+                total, weight, metrics = loss_fn(model, batch, key)
             total, weight = total.astype(jnp.float32), weight.astype(jnp.float32)
             # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
             share = _nonzero(weight)
@@ -177,7 +177,7 @@ def make_train_step(
         scale = state.loss_scale.scale if precision == "fp16" else jnp.float32(1)
         grads, sums = accumulated(params, static, batch, key, scale)
         grads = jax.tree.map(lambda g: g / scale, grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
         if clip_norm is not None:
             factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
@@ -207,7 +207,6 @@ def make_train_step(
         train_step,
         mesh=mesh,
         rules=rules,
-        precision=precision,
         accumulate=accumulate,
         donate=True,
     )
@@ -225,14 +224,15 @@ def make_eval_step(
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
     function's own; add them over the batches, then divide.
     """
-    dtype = compute_dtype(precision)
+    compute_dtype(precision)
 
     def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
-        total, weight, metrics = loss_fn(cast(model, dtype), batch, None)
+        with in_precision(model, precision) as model:
+            total, weight, metrics = loss_fn(model, batch, None)
         sums = {"loss": total, "tokens": weight, **metrics}
         return None, {name: x.astype(jnp.float32) for name, x in sums.items()}
 
-    return CompiledStep(eval_step, mesh=mesh, rules=rules, precision=precision)
+    return CompiledStep(eval_step, mesh=mesh, rules=rules)
 
 
 @contextlib.contextmanager
@@ -276,7 +276,6 @@ class CompiledStep:
         *,
         mesh: Mesh | None,
         rules: sharding.Rules | None,
-        precision: Precision,
         accumulate: int = 1,
         donate: bool = False,
     ):
@@ -284,7 +283,7 @@ class CompiledStep:
             function, donate="all-except-first" if donate else "none"
         )
         self._mesh, self._rules = mesh, rules
-        self._precision, self._accumulate = precision, accumulate
+        self._accumulate = accumulate
         self._compiled: dict[tuple, Any] = {}
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
@@ -302,9 +301,7 @@ class CompiledStep:
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """The compiled program for one batch, for its `memory_analysis` or its text."""
         batch = self._place(batch)
-        # On GPU and TPU the default precision of fp32 products is less than fp32.
-        exact = "highest" if self._precision == "fp32" else None
-        with sharding.use(self._mesh, self._rules), jax.default_matmul_precision(exact):
+        with sharding.use(self._mesh, self._rules):
             return self._function.lower(batch, state).compile()
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:

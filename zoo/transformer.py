@@ -6,7 +6,7 @@ vocabulary. The axis names in the annotations of parameters are also how they ar
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -24,14 +24,14 @@ from zoo.layers import (
     dropout,
     gelu,
     normal,
-    rotary_angles,
+    rotary_tables,
     rotate,
 )
 from zoo.precision import matmul
 from zoo.remat import POLICIES, Policy, scan_layers
 from zoo.sharding import constrain, gather
 
-Angles = tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]
+Rotary = tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,16 @@ class Attention(eqx.Module):
         self,
         x_BTE: Float[Array, "batch seq embed"],
         segment_ids: Int[Array, "batch seq"] | None,
-        angles: Angles | None,
+        rotary: Rotary | None,
     ) -> Float[Array, "batch seq embed"]:
-        """Attend within each row's segments; `angles` are the rotary positions'."""
+        """Attend within each row's segments; `rotary` are the tables of its positions."""
         q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
         k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
         v_BTKH = add_bias(matmul(x_BTE, self.wv), self.bv)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        if angles is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
+        if rotary is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
         out_BTNH = attention(
             constrain(q_BTNH, "batch", None, "heads", "head_dim"),
             constrain(k_BTKH, "batch", None, "kv_heads", "head_dim"),
@@ -250,13 +250,13 @@ class Block(eqx.Module):
         self,
         x_BTE: Float[Array, "batch seq embed"],
         segment_ids: Int[Array, "batch seq"] | None,
-        angles: Angles | None,
+        rotary: Rotary | None,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "batch seq embed"]:
         """Apply the layer to the residual stream."""
         keys = (None, None) if key is None else jax.random.split(key)
         parts = (
-            (self.attention_norm, lambda x: self.attention(x, segment_ids, angles), keys[0]),
+            (self.attention_norm, lambda x: self.attention(x, segment_ids, rotary), keys[0]),
             (self.mlp_norm, self.mlp, keys[1]),
         )
         for norm, part, part_key in parts:
@@ -276,6 +276,7 @@ class Transformer(eqx.Module):
     final_norm: RMSNorm | LayerNorm
     head: Linear | None
     config: Config = eqx.field(static=True)
+    casts_at_use: ClassVar[bool] = True
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embedding_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
@@ -342,10 +343,10 @@ class Transformer(eqx.Module):
             )
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
-        angles = None
+        rotary = None
         x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
         if self.position_embedding is None:
-            angles = rotary_angles(positions, config.head_size, config.rope_theta)
+            rotary = rotary_tables(positions, config.head_size, config.rope_theta)
         else:
             _require(
                 tokens.shape[1] <= config.max_seq_len,
@@ -360,18 +361,15 @@ class Transformer(eqx.Module):
 
         def block(block: Block, x_BTE: Array, index: Array) -> Array:
             layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
-            return block(x_BTE, segment_ids, angles, layer_key)
+            return block(x_BTE, segment_ids, rotary, layer_key)
 
         x_BTE = scan_layers(block, self.blocks, x_BTE, policy=config.remat, scan=config.scan_layers)
         return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
 
     def logits(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """The output head's logits in fp32, with the embedding as the head where it is tied."""
-        if self.head is None:
-            logits = matmul(x_BTE, gather(self.embedding).weight.T)
-        else:
-            logits = gather(self.head)(x_BTE)
-        logits = constrain(logits, "batch", None, "vocab").astype(jnp.float32)
+        weight = gather(self.embedding).weight.T if self.head is None else gather(self.head).weight
+        logits = constrain(matmul(x_BTE, weight, dtype=jnp.float32), "batch", None, "vocab")
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
