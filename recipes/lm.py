@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import zoo
 from zoo import losses, optimizers, text, transformer
@@ -57,7 +58,7 @@ def main(config: Config) -> None:
             loss = mean_loss(model, whole)["loss"]
             return {
                 "eval_loss": loss,
-                "perplexity": float(jnp.exp(loss)),
+                "perplexity": float(np.exp(loss)),
                 "bits_per_byte": data.bits_per_byte(loss),
             }
 
@@ -78,18 +79,23 @@ def main(config: Config) -> None:
             run.folder / "model",
             state.model,
             tokenizer=data.tokenizer,
-            metrics={**result, "steps": config.steps, "compressors": data.compressors},
+            metrics={**result, "steps": int(state.step), "compressors": data.compressors},
         )
-        run.say(f"model: zoo.load({str(run.folder / 'model')!r}); a sample of it:\n")
-        prompt = jnp.full((1, 1), data.tokenizer.separator_id, jnp.int32)
-        sample = zoo.generate(
-            state.model,
-            prompt,
-            max_new_tokens=config.sample_tokens,
-            temperature=0.7,
-            key=jax.random.key(config.seed),
-        )
-        run.say(data.tokenizer.decode(sample[0].tolist()))
+        run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
+        if run.is_main:
+            print(sample(run.folder / "model", data.tokenizer, config))
+
+
+def sample(folder: Path, tokenizer: zoo.Tokenizer, config: Config) -> str:
+    """Text from the model as anyone would load it."""
+    tokens = zoo.generate(
+        zoo.load(folder),
+        jnp.full((1, 1), tokenizer.separator_id, jnp.int32),
+        max_new_tokens=config.sample_tokens,
+        temperature=0.7,
+        key=jax.random.key(config.seed),
+    )
+    return tokenizer.decode(tokens[0].tolist())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import monitor
-from zoo.data import Plan, load
+from zoo.data import load
+from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
     LossFunction,
@@ -138,7 +139,7 @@ def _restore_or_init(
         )
     run.say(f"resumed {run.folder} at step {step}")
     steps_before = meta["config"]["steps"]
-    if steps_before != run.config.steps:
+    if steps_before != run.config.steps and step < run.config.steps:
         run.say(
             f"--steps was {steps_before} and is {run.config.steps}: the schedule is laid out "
             "anew over all of them" + _learning_rate_at(schedule, step)
@@ -171,15 +172,18 @@ class _Recorder:
         schedule: optax.Schedule | None,
         flops_per_token: float | None,
     ):
-        self._run, self._start, self._schedule = run, start, schedule
+        self._run, self._start = run, start
         self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._skipped: float | None = None
         self._logs: list[monitor.MetricsLog | monitor.TensorBoard] = []
         self._stack = contextlib.ExitStack()
         self._throughput = monitor.Throughput(
             flops_per_token=flops_per_token,
             peak=monitor.peak_flops(run.mesh.devices.flat[0], run.config.precision),
             devices=run.mesh.size,
+        )
+        # All of them at once: eager operations would be compiled one by one, in the loop.
+        self._learning_rates = schedule and np.asarray(
+            jax.jit(jax.vmap(schedule))(np.arange(run.config.steps, dtype=np.float32))
         )
         self.bar = monitor.ProgressBar(run.config.steps, start=start)
         self._trace = contextlib.ExitStack()
@@ -214,26 +218,23 @@ class _Recorder:
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the metrics of a step under way; they are read when the next one is under way."""
         if self._pending:
-            jax.block_until_ready(self._pending[-1][1])
-            self.bar.update(self._pending[-1][0])
-            if self._pending[-1][0] == self._start + 15:
+            before, result = self._pending[-1]
+            jax.block_until_ready(result)
+            if self._is_due(before):
+                self.flush()
+            else:
+                self.bar.update(before)
+            if before == self._start + 15:
                 self._trace.close()
-        if self._pending and self._is_due(self._pending[-1][0]):
-            self._read()
         self._pending.append((step, metrics))
 
     def flush(self) -> None:
-        """Wait for the step under way, and write what is due."""
-        jax.block_until_ready([metrics for _, metrics in self._pending])
-        if self._pending and self._is_due(self._pending[-1][0]):
-            self._read()
+        """Wait for the steps under way, check them all, and write the last one if it is due.
 
-    def _is_due(self, step: int) -> bool:
-        config = self._run.config
-        return step == 1 or step % config.log_every == 0 or step == config.steps
-
-    def _read(self) -> None:
-        """Bring the pending metrics to the host, write the last step's, and check them all."""
+        Before a save too: a resumed run would not see again what is not finite.
+        """
+        if not self._pending:
+            return
         steps = [step for step, _ in self._pending]
         values = [
             {name: float(x) for name, x in metrics.items()}
@@ -241,32 +242,40 @@ class _Recorder:
         ]
         self._pending.clear()
         self._throughput.update(sum(v["tokens"] for v in values))
-        speed = {
-            name: value
-            for name in ("tokens_per_second", "mfu")
-            if (value := getattr(self._throughput, name)) is not None
-        }
-        if self._schedule is not None:
-            speed["learning_rate"] = float(self._schedule(steps[-1] - 1))
-        self._write(steps[-1], **values[-1], **speed)
-        self.bar.update(steps[-1], loss=values[-1]["loss"], **speed)
+        if self._is_due(steps[-1]):
+            self._show(steps[-1], values[-1])
         for step, value in zip(steps, values, strict=True):
             self._check_finite(step, value)
 
+    def _is_due(self, step: int) -> bool:
+        config = self._run.config
+        return step == 1 or step % config.log_every == 0 or step == config.steps
+
+    def _show(self, step: int, values: dict[str, float]) -> None:
+        for name in ("tokens_per_second", "mfu"):
+            if (speed := getattr(self._throughput, name)) is not None:
+                values[name] = speed
+        if self._learning_rates is not None:
+            values["learning_rate"] = float(self._learning_rates[step - 1])
+        self._write(step, **values)
+        self.bar.update(step, **values)
+
     def _check_finite(self, step: int, value: dict[str, float]) -> None:
-        before, self._skipped = self._skipped, value["skipped"]
-        new = before is not None and value["skipped"] > before
-        new |= not np.isfinite(value["loss"] + value["grad_norm"])
         # In fp16 a skipped step is how the loss scale finds its level, until it is at the bottom.
-        if not new or self._run.config.on_nonfinite == "skip" or value.get("loss_scale", 1.0) > 1:
+        if (
+            np.isfinite(value["loss"] + value["grad_norm"])
+            or self._run.config.on_nonfinite == "skip"
+            or value.get("loss_scale", 1.0) > 1
+        ):
             return
+        self._run.checkpointer.wait()
         good = self._run.checkpointer.good_steps()
         raise RunError(
             f"step {step}: the loss is {value['loss']} and the gradient's norm "
             f"{value['grad_norm']}. The step changed nothing; the last good checkpoint is "
-            f"{f'of step {good[-1]}' if good else 'none yet'}. Try a lower "
-            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, --precision fp32, or "
-            "--on-nonfinite skip to leave such steps out."
+            f"{f'of step {good[-1]}' if good else 'none yet'}. Try --on-nonfinite skip, which "
+            f"leaves such steps out, or{' in another --run-dir' if good else ''} a lower "
+            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
         )
 
     def evaluation(
@@ -279,7 +288,8 @@ class _Recorder:
             self._write(step, **values)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.bar.print(f"step {step}: {shown}")
-            self.plot()
+            if not whole:  # the end draws it once more
+                self.plot()
         return values
 
     def pause(self) -> contextlib.AbstractContextManager:

@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import logging
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,9 +71,21 @@ class Config:
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "log_every", "eval_every", "checkpoint_every"):
+        for name in (
+            "steps",
+            "accumulate",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.clip_norm <= 0:
+            raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}: must not be negative")
 
 
 # What does not change the maths may differ from one start of a run to the next.
@@ -90,6 +104,7 @@ MAY_DIFFER = {
     "profile",
     "compilation_cache",
     "on_nonfinite",
+    "sample_tokens",
     "data.cache",
     "model.attention",
     "model.remat",
@@ -112,7 +127,7 @@ class Run:
     def __init__(self, config: Config):
         self.config = config
         self.folder = Path(config.run_dir)
-        self._stack = contextlib.ExitStack()
+        self._written_once = [self.folder / "config.json"]
 
     def __enter__(self) -> "Run":
         config = self.config
@@ -125,26 +140,43 @@ class Run:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh(config.mesh)
-        if jax.process_index() == 0:
-            self._stack.enter_context(_lock(self.folder))
-            self._check_config()
-        _barrier("run folder")
-        self.checkpointer = Checkpointer(self.folder / "checkpoints", keep=config.keep_checkpoints)
-        self._stack.callback(self.checkpointer.close)
+        with contextlib.ExitStack() as stack:
+            if self.is_main:
+                stack.enter_context(_lock(self.folder))
+                self._check_config()
+            _barrier("run folder")
+            checkpoints = self.folder / "checkpoints"
+            self.checkpointer = Checkpointer(checkpoints, keep=config.keep_checkpoints)
+            stack.push(self._unbind)
+            stack.callback(self.checkpointer.close)
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def _unbind(self, error: type[BaseException] | None, *_: object) -> None:
+        """A run that failed with nothing saved leaves a folder that takes other flags."""
+        if error is None or not self.is_main or self.checkpointer.good_steps():
+            return
+        for path in self._written_once:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0, which writes the files and does the talking."""
+        return jax.process_index() == 0
 
     def say(self, text: str) -> None:
         """Print a line, on process 0 only."""
-        if jax.process_index() == 0:
+        if self.is_main:
             print(text, flush=True)
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
         """A folder of the run that `make` writes at the first start, and that stays."""
         target = self.folder / name
-        if jax.process_index() == 0 and not target.exists():
+        self._written_once.append(target)
+        if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
             make(partial)
             partial.rename(target)
@@ -158,9 +190,12 @@ class Run:
         if path.exists():
             try:
                 found = json.loads(path.read_text())
+                if not isinstance(found, dict):
+                    raise ValueError("it holds no JSON object")
             except ValueError as error:
                 raise RunError(
-                    f"{path} is damaged ({error}); put it back, or use another"
+                    f"{path} is damaged ({error}); put it back (meta.json of each checkpoint has "
+                    "a copy), or use another --run-dir"
                 ) from error
             old, new = _flatten(found), _flatten(wanted)
             differing = [
@@ -191,6 +226,9 @@ def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
             raise
         print(f"error: {error}\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("left at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def _join_processes() -> None:
@@ -198,9 +236,14 @@ def _join_processes() -> None:
     given = [os.environ.get(name) for name in variables]
     if jax.distributed.is_initialized():
         return
-    if given[0] is None:  # a cluster that JAX knows: Slurm, TPU pods, …
-        jax.distributed.initialize()
-        return
+    if not any(given):  # a cluster that JAX knows: Slurm, TPU pods, …
+        try:
+            return jax.distributed.initialize()
+        except ValueError as error:
+            raise RunError(
+                f"--distributed: this is no cluster that JAX knows ({error}); set "
+                f"{', '.join(variables)} in the environment of each process"
+            ) from error
     missing = [name for name, value in zip(variables, given, strict=True) if value is None]
     if missing:
         raise RunError(f"--distributed: {', '.join(missing)} must be set in the environment")
@@ -227,8 +270,9 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """The versions of what a run's numbers depend on."""
-    packages = ("zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
-    return {name: importlib.metadata.version(name) for name in packages}
+    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"}
+    installed = packages & {d.name for d in importlib.metadata.distributions()}
+    return {name: importlib.metadata.version(name) for name in sorted(installed)}
 
 
 def as_json(config: Any) -> dict[str, Any]:
