@@ -32,7 +32,7 @@ class Config(RunConfig):
     sample_tokens: int = 256
     """Tokens of the sample at the end."""
     model: transformer.Config = transformer.Config(
-        vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True
+        vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
     data: text.Config = text.Config(tokenizer="bpe")
     optimizer: optimizers.Config = optimizers.Config(name="muon", learning_rate=3e-3)
