@@ -148,26 +148,31 @@ def make_train_step(
             return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
 
         grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+        if mesh is not None:  # reduced to the devices that keep them, not to all
+            grads = eqx.filter_shard(grads, sharding.shardings(params, mesh, rules))
         return grads, share, sums
 
     def accumulated(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array):
         """The gradient of the mean loss times `scale`, and the sums, over all microbatches."""
-        microbatches = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
 
-        def one(index: Array, microbatch: PyTree) -> tuple[PyTree, dict[str, Array]]:
+        def one(index: Array, microbatch: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
             microbatch_key = jax.random.fold_in(key, index)
-            grads, share, sums = gradient(params, static, microbatch, microbatch_key, scale)
-            return jax.tree.map(lambda g: g * share, grads), sums
+            return gradient(params, static, microbatch, microbatch_key, scale)
+
+        if accumulate == 1:
+            grads, _, sums = one(jnp.int32(0), batch)
+            return grads, sums
 
         def add(carry: PyTree, inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, carry, one(*inputs)), None
+            grads, share, sums = one(*inputs)
+            weighted = jax.tree.map(lambda g: g * share, grads)
+            return jax.tree.map(jnp.add, carry, (weighted, sums)), None
 
-        first = jax.tree.map(lambda x: x[0], microbatches)
-        rest = jax.tree.map(lambda x: x[1:], microbatches)
-        carry = one(jnp.int32(0), first)
-        if accumulate > 1:
-            carry, _ = jax.lax.scan(add, carry, (jnp.arange(1, accumulate), rest))
-        grads, sums = carry
+        microbatches = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
+        inputs = (jnp.arange(accumulate), microbatches)
+        grads, _, sums = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], inputs))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+        (grads, sums), _ = jax.lax.scan(add, zeros, inputs)
         share = _nonzero(sums["tokens"])
         return jax.tree.map(lambda g: g / share, grads), sums
 
