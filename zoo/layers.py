@@ -209,7 +209,7 @@ def rotary_tables(
 
 def rotate(
     x_BTNH: Float[Array, "batch seq heads head_dim"],
-    tables: tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]],
+    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
     cos, sin = (table[:, :, None, :] for table in tables)

@@ -57,11 +57,14 @@ def next_token(
 ) -> tuple[Array, Array, dict[str, Array]]:
     """The loss of a language model on a token batch, as `make_train_step` takes it.
 
-    The batch holds `tokens`, `targets`, `segment_ids` and `positions`, int32[batch, seq], and
-    `weights`, float32[batch, seq].
+    The batch holds `tokens` and `targets`, int32[batch, seq], and `weights`, float32[batch, seq];
+    for packed rows also `segment_ids` and `positions`, int32[batch, seq].
     """
     logits = model(
-        batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"], key=key
+        batch["tokens"],
+        segment_ids=batch.get("segment_ids"),
+        positions=batch.get("positions"),
+        key=key,
     )
     total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
     return total, weight, {}

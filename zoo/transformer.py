@@ -31,7 +31,7 @@ from zoo.precision import matmul
 from zoo.remat import POLICIES, Policy, scan_layers
 from zoo.sharding import constrain, gather
 
-Rotary = tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]
+Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
 
 
 @dataclass(frozen=True)
@@ -338,9 +338,7 @@ class Transformer(eqx.Module):
         """What the output head reads: the normed residual stream, [batch, seq, d_model]."""
         config = self.config
         if positions is None:
-            positions = jnp.broadcast_to(
-                jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
-            )
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         rotary = None
