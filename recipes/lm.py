@@ -44,9 +44,7 @@ def main(config: Config) -> None:
         data = text.load(
             config.data, seed=config.seed, tokenizer_folder=lambda make: run.once("tokenizer", make)
         )
-        model_config = dataclasses.replace(
-            config.model, vocab_size=data.vocab_size(at_least=config.model.vocab_size)
-        )
+        model = model_config(config, data)
         run.say(
             f"{len(data.train.corpus.tokens):,} tokens to train on, "
             f"{len(data.held_out.corpus.tokens):,} held out; an epoch is "
@@ -64,14 +62,14 @@ def main(config: Config) -> None:
 
         state, result = zoo.fit(
             run,
-            lambda key: transformer.Transformer(model_config, key=key),
+            lambda key: transformer.Transformer(model, key=key),
             losses.next_token,
             optimizers.make_optimizer(config.optimizer, config.steps),
             data.train,
             fingerprint=data.fingerprint,
             evaluate=evaluate,
             schedule=optimizers.make_schedule(config.optimizer, config.steps),
-            flops_per_token=transformer.num_flops_per_token(model_config, max(data.train.buckets)),
+            flops_per_token=transformer.num_flops_per_token(model, max(data.train.buckets)),
         )
         rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
         run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
@@ -84,6 +82,12 @@ def main(config: Config) -> None:
         run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
         if run.is_main:
             print(sample(run.folder / "model", data.tokenizer, config))
+
+
+def model_config(config: Config, data: text.Text) -> transformer.Config:
+    """The model's configuration, with room for all ids of the tokenizer."""
+    vocab_size = data.vocab_size(at_least=config.model.vocab_size)
+    return dataclasses.replace(config.model, vocab_size=vocab_size)
 
 
 def sample(folder: Path, tokenizer: zoo.Tokenizer, config: Config) -> str:

@@ -13,7 +13,7 @@ import optax
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from zoo import monitor
+from zoo import monitor, sharding
 from zoo.data import load
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
@@ -54,6 +54,8 @@ def fit(
     if start >= config.steps:
         run.say(f"{run.folder} has finished {start} steps; more --steps would continue it")
         return state, evaluate(state.model, True)
+    if run.mesh.size > 1:
+        run.say(sharding.placement_table(state.model, run.mesh, run.rules))
     step_fn = make_train_step(
         loss_fn,
         optimizer,
