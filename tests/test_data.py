@@ -333,7 +333,7 @@ def test_only_the_rows_of_this_process_are_built():
 
 
 def test_a_batch_size_that_the_mesh_does_not_divide():
-    with pytest.raises(ValueError, match=r"batch_size=6 .* data\*fsdp=4.* a multiple of 4"):
+    with pytest.raises(ValueError, match=r"batch_size=6 .* divisible by 4.*fsdp.*a multiple of 4"):
         data.load(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
     data.load(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
 

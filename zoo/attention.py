@@ -7,7 +7,7 @@ key-value head, H head size.
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,97 +136,106 @@ def _chunks(num_queries: int, num_keys: int, mask: _Mask) -> Iterator[_Chunk]:
         yield _Chunk(start, stop, *mask.keys_of(start, stop, num_keys))
 
 
-def _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap):
-    """Masked logits of one chunk, fp32[B, K, G, T, S], and those before the mask."""
-    q = q_BKGTH[:, :, :, chunk.start : chunk.stop]
-    k = k_BKSH[:, :, chunk.first_key : chunk.last_key]
-    raw = _einsum32("bkgth,bksh->bkgts", q, k) * scale
-    if soft_cap is not None:
-        raw = soft_cap * jnp.tanh(raw / soft_cap)
-    seen = jnp.broadcast_to(mask.seen(chunk, segment_ids), raw.shape)
-    logits = jnp.where(seen, raw, _MASKED)
-    return logits, raw
+class _Layout(NamedTuple):
+    """The order of axes inside, as einsum letters: b batch, k, g heads, t, s time, h head size."""
+
+    queries: str
+    keys: str
+
+    def of_queries(self, x_BTNH: Array, num_kv_heads: int) -> Array:
+        batch, time, heads, size = x_BTNH.shape
+        x = x_BTNH.reshape(batch, time, num_kv_heads, heads // num_kv_heads, size)
+        return jnp.einsum(f"btkgh->{self.queries}", x)
+
+    def to_heads(self, x: Array, like_BTNH: Array) -> Array:
+        return jnp.einsum(f"{self.queries}->btkgh", x).reshape(like_BTNH.shape)
+
+    def slice_queries(self, x: Array, chunk: _Chunk) -> Array:
+        return jax.lax.slice_in_dim(x, chunk.start, chunk.stop, axis=self.queries.index("t"))
+
+    def slice_keys(self, x: Array, chunk: _Chunk) -> Array:
+        return jax.lax.slice_in_dim(x, chunk.first_key, chunk.last_key, axis=self.keys.index("s"))
+
+    def pad_keys(self, x: Array, chunk: _Chunk, num_keys: int) -> Array:
+        unseen = [(0, 0)] * 4
+        unseen[self.keys.index("s")] = (chunk.first_key, num_keys - chunk.last_key)
+        return jnp.pad(x, unseen)
+
+
+def _layout(dtype: Any) -> _Layout:
+    """The faster layout: on CPU in fp32 heads before time, as batched products want them."""
+    if dtype == jnp.float32 and jax.default_backend() == "cpu":
+        return _Layout("bkgth", "bksh")
+    return _Layout("btkgh", "bskh")
 
 
 def _einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
 
-def _contract_queries(
-    x_BKGTS: Array, y_BKGTH: Array
-) -> Float[Array, "batch kv_heads keys head_dim"]:
-    """The sum over G and T, with T as two axes where it is even.
-
-    For that XLA for CPU transposes x in memory, which its bf16 product needs.
-    """
-    halves = 2 if x_BKGTS.shape[3] % 2 == 0 else 1
-    x, y = (a.reshape(*a.shape[:3], halves, -1, a.shape[4]) for a in (x_BKGTS, y_BKGTH))
-    return _einsum32("bkgxts,bkgxth->bksh", x, y)
+def _logits(q, k, segment_ids, chunk, layout, mask, scale, soft_cap):
+    """Masked logits of one chunk's queries and keys, fp32[B, K, G, T, S], and before the mask."""
+    raw = _einsum32(f"{layout.queries},{layout.keys}->bkgts", q, k) * scale
+    if soft_cap is not None:
+        raw = soft_cap * jnp.tanh(raw / soft_cap)
+    seen = jnp.broadcast_to(mask.seen(chunk, segment_ids), raw.shape)
+    return jnp.where(seen, raw, _MASKED), raw
 
 
 # The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
 # products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
-# Heads come before time inside, the layout of the batched products.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
     return _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
 
 
-def _group(x_BTNH: Array, num_kv_heads: int) -> Float[Array, "b k g t h"]:
-    batch, queries, heads, size = x_BTNH.shape
-    x_BTKGH = x_BTNH.reshape(batch, queries, num_kv_heads, heads // num_kv_heads, size)
-    return x_BTKGH.transpose(0, 2, 3, 1, 4)
-
-
-def _ungroup(x_BKGTH: Array) -> Float[Array, "b t n h"]:
-    batch, kv_heads, groups, queries, size = x_BKGTH.shape
-    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, queries, kv_heads * groups, size)
-
-
 def _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    q_BKGTH = _group(q_BTNH, k_BSKH.shape[2])
-    k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
+    layout = _layout(q_BTNH.dtype)
+    q = layout.of_queries(q_BTNH, k_BSKH.shape[2])
+    k, v = (jnp.einsum(f"bskh->{layout.keys}", x) for x in (k_BSKH, v_BSKH))
     outputs, log_sums = [], []
     for chunk in _chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
-        logits, _ = _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap)
+        q_chunk, k_chunk = layout.slice_queries(q, chunk), layout.slice_keys(k, chunk)
+        logits, _ = _logits(q_chunk, k_chunk, segment_ids, chunk, layout, mask, scale, soft_cap)
         top = logits.max(-1, keepdims=True)
         exponentials = jnp.exp(logits - top)
         total = exponentials.sum(-1, keepdims=True)
-        weights = (exponentials / total).astype(v_BSKH.dtype)
-        v = v_BKSH[:, :, chunk.first_key : chunk.last_key]
-        outputs.append(_einsum32("bkgts,bksh->bkgth", weights, v).astype(q_BTNH.dtype))
+        weights = (exponentials / total).astype(v.dtype)
+        formula = f"bkgts,{layout.keys}->{layout.queries}"
+        outputs.append(_einsum32(formula, weights, layout.slice_keys(v, chunk)).astype(q.dtype))
         log_sums.append(top + jnp.log(total))
-    out_BKGTH = jnp.concatenate(outputs, axis=3)
-    residuals = (q_BKGTH, k_BKSH, v_BKSH, segment_ids, out_BKGTH, log_sums)
-    return _ungroup(out_BKGTH), residuals
+    out = jnp.concatenate(outputs, axis=layout.queries.index("t"))
+    return layout.to_heads(out, q_BTNH), (q, k, v, segment_ids, out, log_sums)
 
 
 def _chunked_backward(mask, scale, soft_cap, residuals, g_BTNH):
-    q_BKGTH, k_BKSH, v_BKSH, segment_ids, out_BKGTH, log_sums = residuals
-    dtype, num_keys = q_BKGTH.dtype, k_BKSH.shape[2]
-    g_BKGTH = _group(g_BTNH, k_BKSH.shape[1])
-    delta = (g_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32)).sum(-1, keepdims=True)
+    q, k, v, segment_ids, out, log_sums = residuals
+    layout = _layout(q.dtype)
+    queries, keys = layout
+    num_queries, num_keys = q.shape[queries.index("t")], k.shape[keys.index("s")]
+    g = layout.of_queries(g_BTNH, k.shape[keys.index("k")])
+    delta = jnp.einsum(f"{queries}->bkgth", g.astype(jnp.float32) * out.astype(jnp.float32))
+    delta = delta.sum(-1, keepdims=True)
     dq, dk, dv = [], [], []
-    chunks = _chunks(g_BTNH.shape[1], num_keys, mask)
-    for chunk, log_sum in zip(chunks, log_sums, strict=True):
-        queries = slice(chunk.start, chunk.stop)
-        keys = slice(chunk.first_key, chunk.last_key)
-        q, g = q_BKGTH[:, :, :, queries], g_BKGTH[:, :, :, queries]
-        logits, raw = _logits(q_BKGTH, k_BKSH, segment_ids, chunk, mask, scale, soft_cap)
+    for chunk, log_sum in zip(_chunks(num_queries, num_keys, mask), log_sums, strict=True):
+        q_chunk, g_chunk = layout.slice_queries(q, chunk), layout.slice_queries(g, chunk)
+        k_chunk, v_chunk = layout.slice_keys(k, chunk), layout.slice_keys(v, chunk)
+        logits, raw = _logits(q_chunk, k_chunk, segment_ids, chunk, layout, mask, scale, soft_cap)
         weights = jnp.exp(logits - log_sum)
-        dweights = _einsum32("bkgth,bksh->bkgts", g, v_BKSH[:, :, keys])
-        dlogits = weights * (dweights - delta[:, :, :, queries]) * scale
+        dweights = _einsum32(f"{queries},{keys}->bkgts", g_chunk, v_chunk)
+        dlogits = weights * (dweights - delta[:, :, :, chunk.start : chunk.stop]) * scale
         if soft_cap is not None:
             dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
-        dlogits = dlogits.astype(dtype)
-        dq.append(_einsum32("bkgts,bksh->bkgth", dlogits, k_BKSH[:, :, keys]).astype(dtype))
-        unseen = ((0, 0), (0, 0), (chunk.first_key, num_keys - chunk.last_key), (0, 0))
-        dk.append(jnp.pad(_contract_queries(dlogits, q), unseen))
-        dv.append(jnp.pad(_contract_queries(weights.astype(dtype), g), unseen))
+        dlogits, weights = dlogits.astype(q.dtype), weights.astype(q.dtype)
+        dq.append(_einsum32(f"bkgts,{keys}->{queries}", dlogits, k_chunk).astype(q.dtype))
+        of_keys = f"bkgts,{queries}->{keys}"
+        dk.append(layout.pad_keys(_einsum32(of_keys, dlogits, q_chunk), chunk, num_keys))
+        dv.append(layout.pad_keys(_einsum32(of_keys, weights, g_chunk), chunk, num_keys))
+    dq_BTNH = layout.to_heads(jnp.concatenate(dq, axis=queries.index("t")), g_BTNH)
     dk_BSKH, dv_BSKH = (
-        functools.reduce(jnp.add, x).transpose(0, 2, 1, 3).astype(dtype) for x in (dk, dv)
+        jnp.einsum(f"{keys}->bskh", functools.reduce(jnp.add, x)).astype(q.dtype) for x in (dk, dv)
     )
-    return _ungroup(jnp.concatenate(dq, axis=3)), dk_BSKH, dv_BSKH, None
+    return dq_BTNH, dk_BSKH, dv_BSKH, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

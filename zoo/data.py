@@ -1,6 +1,5 @@
 """From a plan to the devices: batches read ahead, a process its own rows, by Grain's threads."""
 
-import math
 import sys
 import weakref
 from collections.abc import Generator
@@ -51,6 +50,7 @@ def load(
 
 
 def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
+    plan.check_divides(mesh)
     held = _held_rows(plan.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
@@ -72,14 +72,6 @@ def _held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
     if mesh is None:
         return [(0, batch_size)]
     sharding = batch_sharding(mesh, 1)
-    axes = sharding.spec[0] or ()
-    axes = (axes,) if isinstance(axes, str) else axes
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    if batch_size % parts:
-        raise ValueError(
-            f"batch_size={batch_size} is not divisible by {'*'.join(axes)}={parts}, the parts "
-            f"that the mesh cuts a batch into: make it a multiple of {parts}"
-        )
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from zoo.corpus import Corpus
-from zoo.sharding import batch_sharding
+from zoo.sharding import batch_sharding, num_batch_parts
 
 HostBatch = dict[str, np.ndarray]
 
@@ -75,8 +75,21 @@ class Plan(abc.ABC):
             raise IndexError(f"batch {k}: batches count from 0")
         return self._build(k, range(self.batch_size)[rows or slice(None)])
 
+    def check_divides(self, mesh: Mesh | None) -> None:
+        """Raise a ValueError where the mesh cuts a batch into parts that do not divide it."""
+        if mesh is not None and self.batch_size % (parts := num_batch_parts(mesh)):
+            raise ValueError(
+                f"batch_size={self.batch_size} is not divisible by {parts}, the parts that the "
+                f"mesh {dict(mesh.shape)} cuts a batch into: make it a multiple of {parts}"
+            )
+
     def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
-        """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance."""
+        """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
+
+        Raises:
+            ValueError: the mesh cuts a batch into parts that do not divide it.
+        """
+        self.check_divides(mesh)
 
         def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
             placed = None if mesh is None else batch_sharding(mesh, 1 + len(shape))

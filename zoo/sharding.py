@@ -387,6 +387,14 @@ def canonical(placed: jax.sharding.Sharding) -> Any:
     return tuple(entries)
 
 
+def num_batch_parts(mesh: Mesh, rules: Rules | None = None) -> int:
+    """Into how many parts the mesh cuts a batch."""
+    [entry] = partition_spec(["batch"], mesh, rules)
+    return math.prod(
+        mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    )
+
+
 def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str:
     """A text table of where each parameter goes: path, shape, dtype, axes, spec, bytes a device."""
     rows = [("parameter", "shape", "dtype", "logical axes", "mesh axes", "bytes a device")]

@@ -328,15 +328,14 @@ class CompiledStep:
 
         def place(path: tuple, x: Any) -> Any:
             rows = np.shape(x)[0]
-            if self._mesh is None:
-                target, parts = None, 1
-            else:
-                target = sharding.batch_sharding(self._mesh, np.ndim(x), self._rules)
-                parts = rows // target.shard_shape((rows, *np.shape(x)[1:]))[0] if rows else 1
+            mesh = self._mesh
+            target = mesh and sharding.batch_sharding(mesh, np.ndim(x), self._rules)
+            parts = sharding.num_batch_parts(mesh, self._rules) if mesh else 1
             if rows % (parts * self._accumulate):
                 raise ValueError(
-                    f"batch{jtu.keystr(path)} has {rows} rows, which {parts} shards times "
-                    f"accumulate={self._accumulate} do not divide"
+                    f"batch{jtu.keystr(path)} has {rows} rows: make the batch size a multiple of "
+                    f"{parts} (parts that the mesh cuts it into) times accumulate="
+                    f"{self._accumulate}"
                 )
             placed = isinstance(x, jax.Array) and (target is None or x.sharding == target)
             return x if placed else jax.device_put(x, target)
