@@ -1,0 +1,157 @@
+"""Tiny runs of the recipes in processes of their own, for the tests of runs and of their faults."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from zoo.monitor import read_metrics
+
+TESTS = Path(__file__).parent
+STEPS = 40
+SPEEDS = {"tokens_per_second", "mfu"}
+
+# What each recipe takes to be small and quick; every run of the tests has these flags.
+CASES = {
+    "lm": (
+        "--data.tokenizer=bytes",
+        "--data.seq-len=32",
+        "--data.batch-size=8",
+        "--model.num-layers=1",
+        "--model.d-model=32",
+        "--model.num-heads=2",
+        "--model.dropout=0.1",
+        "--optimizer.name=adamw",
+        "--sample-tokens=8",
+    ),
+}
+COMMON = (
+    f"--steps={STEPS}",
+    "--log-every=1",
+    "--eval-every=20",
+    "--checkpoint-every=4",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's tiny run: `shared` holds the corpus, and caches that make the next start quick."""
+
+    name: str
+    shared: Path
+
+    def flags(self, run_dir: Path, *more: str) -> list[str]:
+        return [
+            f"--run-dir={run_dir}",
+            f"--data.files={self.shared}/corpus/*.txt",
+            f"--data.cache={self.shared}/tokens",
+            f"--compilation-cache={self.shared}/programs",
+            *COMMON,
+            *CASES[self.name],
+            *more,
+        ]
+
+    def start(
+        self, run_dir: Path, *more: str, devices: int = 1, record: Path | None = None, **env: str
+    ) -> subprocess.Popen:
+        """The process, with its output in one pipe; `record` takes a digest of each batch."""
+        module = f"recipes.{self.name}"
+        driver = ["-m", module] if record is None else [f"{TESTS}/record_batches.py", module]
+        process = subprocess.Popen(
+            [sys.executable, *driver, *([record] if record else []), *self.flags(run_dir, *more)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(TESTS.parent),
+                "JAX_PLATFORMS": "cpu",
+                # Without optimization, for half the time to compile.
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+                "--xla_backend_optimization_level=0",
+                **env,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        _started.append(process)
+        return process
+
+    def run(self, run_dir: Path, *more: str, code: int = 0, **options) -> str:
+        """The output of a run that ends with `code`."""
+        return finish(self.start(run_dir, *more, **options), code)
+
+
+_started: list[subprocess.Popen] = []
+TIMEOUT = 300  # seconds that no run takes, however busy the machine
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """The output of a process, which has to end with `code`."""
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Iterator[Path]:
+    """One folder for the whole session, whichever test modules import this fixture."""
+    folder = tmp_path_factory.getbasetemp() / "shared"
+    write_corpus(folder / "corpus")
+    yield folder
+    for process in _started:  # what a test that failed has left
+        process.kill()
+
+
+def wait_for(moment: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait for a moment in a process, or for its end."""
+    deadline = time.monotonic() + TIMEOUT
+    while process.poll() is None and not moment():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def write_corpus(folder: Path, num_documents: int = 24) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ("def", "return", "self", "for", "in", "if", "None", "import", "class", "lambda")
+    choose = random.Random(0)
+    for i in range(num_documents):
+        text = " ".join(choose.choices(words, k=choose.choice((3, 9, 16))))
+        (folder / f"{i:02}.txt").write_text(text)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl, without how fast it went."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(run_dir) if "loss" in line}
+
+
+def saved_arrays(run_dir: Path, step: int = STEPS) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by name: parameters, optimizer state, the key, the counters."""
+    folder = run_dir / "checkpoints" / str(step)
+    names = json.loads((folder / "meta.json").read_text())["arrays"]
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    return ocp.PyTreeCheckpointer().restore(folder / "arrays", restore_args=as_numpy)
+
+
+def assert_same_result(run_dir: Path, other: Path) -> None:
+    """Two finished runs are equal to the last bit: state, and what they wrote of every step."""
+    state, other_state = saved_arrays(run_dir), saved_arrays(other)
+    assert state.keys() == other_state.keys()
+    assert "key" in state
+    assert any(name.startswith("opt_state.") for name in state)
+    assert any(name.startswith("model.") for name in state)
+    differing = [k for k, v in state.items() if v.tobytes() != other_state[k].tobytes()]
+    assert not differing
+    assert metrics(run_dir) == metrics(other)

@@ -1,0 +1,39 @@
+"""Runs a recipe, and appends a digest of each batch that it takes to a file.
+
+python tests/record_batches.py recipes.lm FILE [the recipe's flags]
+"""
+
+import hashlib
+import importlib
+import json
+import sys
+
+import numpy as np
+
+import zoo.loop
+from zoo.run import cli
+
+
+def record_batches(path: str) -> None:
+    load = zoo.loop.load
+
+    def recorded(plan, *arguments, **named):
+        with open(path, "a") as file:
+            for k, batch in load(plan, *arguments, **named):
+                digest = hashlib.sha256()
+                for name in sorted(batch):
+                    digest.update(name.encode() + np.asarray(batch[name]).tobytes())
+                plan_and_k = f"{len(plan.corpus.tokens)} tokens, batch {k}"
+                file.write(json.dumps([plan_and_k, digest.hexdigest()]) + "\n")
+                file.flush()
+                yield k, batch
+
+    zoo.loop.load = recorded
+
+
+if __name__ == "__main__":
+    module, path = sys.argv[1:3]
+    del sys.argv[1:3]
+    record_batches(path)
+    recipe = importlib.import_module(module)
+    cli(recipe.Config, recipe.main, module)

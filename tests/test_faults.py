@@ -1,0 +1,159 @@
+"""Runs that are killed, told to stop, or find a damaged checkpoint, end as if nothing had been."""
+
+import functools
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from recipe_cases import CASES, STEPS, Recipe, assert_same_result, finish, metrics, shared, wait_for
+
+__all__ = ["shared"]
+
+MESHES = {"one device": ("", 1), "2x2x2": ("data=2,fsdp=2,tensor=2", 8)}
+
+
+@functools.cache
+def straight_run(name: str, shared: Path, mesh: str) -> Path:
+    """A run from start to end, which the others are compared with."""
+    flags, devices = MESHES[mesh]
+    folder = shared / f"straight {name} {mesh}"
+    Recipe(name, shared).run(
+        folder, f"--mesh={flags}", devices=devices, record=shared / f"{folder.name}.batches"
+    )
+    return folder
+
+
+def read_batches(path: Path) -> dict[str, str]:
+    """The digest of each batch; a batch that was taken again after a kill has to be the same."""
+    batches: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, digest = json.loads(line)
+        assert batches.setdefault(name, digest) == digest
+    return batches
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+
+def saving(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Random, where: str):
+    """Kill a run inside a save, between two steps or in its start; whether it was inside a save."""
+    behind = steps_done(run_dir)  # what was done after the last save is undone first
+    if where == "save":
+        wait_for(lambda: steps_done(run_dir) != behind, process)
+        wait_for(lambda: saving(run_dir), process)
+        time.sleep(choose.uniform(0, 0.01))
+    elif where == "steps":
+        at = behind + choose.randrange(12)
+        wait_for(lambda: steps_done(run_dir) > at, process)
+        time.sleep(choose.uniform(0, 0.05))
+    else:
+        time.sleep(choose.uniform(0, 4))
+    process.kill()
+    process.communicate()
+    return saving(run_dir)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(
+    name, mesh, kills, shared, tmp_path
+):
+    straight = straight_run(name, shared, mesh)
+    flags, devices = MESHES[mesh]
+    recipe, run_dir, batches = Recipe(name, shared), tmp_path / "run", tmp_path / "batches"
+    choose = random.Random(kills)
+    killed = killed_in_save = 0
+    for number in range(kills):
+        process = recipe.start(run_dir, f"--mesh={flags}", devices=devices, record=batches)
+        where = ("save", "steps", "start")[number % 3]
+        killed_in_save += kill_at_random(process, run_dir, choose, where)
+        killed += process.returncode == -signal.SIGKILL
+    assert killed >= 2
+    assert killed_in_save >= 1
+    recipe.run(run_dir, f"--mesh={flags}", devices=devices, record=batches)
+    assert_same_result(run_dir, straight)
+    assert read_batches(batches) == read_batches(shared / f"{straight.name}.batches")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_signal_saves_the_step_under_way_and_ends_with_its_code(name, shared, tmp_path):
+    recipe, run_dir = Recipe(name, shared), tmp_path / "run"
+    last = 0
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = recipe.start(run_dir, "--checkpoint-every=1000")
+        wait_for(lambda: steps_done(run_dir) > last + 2, process)  # noqa: B023
+        process.send_signal(number)
+        output = finish(process, code)
+        step = metrics(run_dir)[-1]["step"]
+        assert last < step < STEPS
+        assert f"{signal.Signals(number).name}: saved step {step} in {run_dir}" in output
+        assert f"(exit code {code})" in output
+        assert "Traceback" not in output
+        assert (run_dir / "checkpoints" / str(step)).is_dir()
+        last = step
+    output = recipe.run(run_dir, "--checkpoint-every=1000")
+    assert f"resumed {run_dir} at step {last}" in output
+    assert_same_result(run_dir, straight_run(name, shared, "one device"))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def data_file(step: Path) -> Path:
+    """The largest file of a checkpoint: parameters."""
+    return max(step.glob("arrays/**/d/*"), key=lambda path: path.stat().st_size)
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """All files of a run but its config.json, which names the folder that the run is in."""
+    files = (path for path in run_dir.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if path != run_dir / "config.json"}
+
+
+def finished_run(name: str, shared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(straight_run(name, shared, "one device"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_from_the_newest_good_step_and_says_so(name, shared, tmp_path):
+    run_dir = finished_run(name, shared, tmp_path)
+    checkpoints = run_dir / "checkpoints"
+    oldest, middle, newest = sorted(checkpoints.iterdir(), key=lambda path: int(path.name))
+    flip_a_bit(data_file(newest))
+    (middle / "arrays" / "manifest.ocdbt").unlink()
+    output = Recipe(name, shared).run(run_dir)
+    assert "is damaged: its SHA-256 is not the one written with it" in output
+    assert f"step {middle.name}: arrays/manifest.ocdbt is missing" in output
+    assert f"resumed {run_dir} at step {oldest.name}" in output
+    assert_same_result(run_dir, straight_run(name, shared, "one device"))
+
+
+def test_with_no_good_step_a_run_stops_and_touches_nothing(shared, tmp_path):
+    run_dir = finished_run("lm", shared, tmp_path)
+    for step in (run_dir / "checkpoints").iterdir():
+        truncate(data_file(step))
+    before = contents(run_dir)
+    output = Recipe("lm", shared).run(run_dir, code=1)
+    assert f"error: No checkpoint in {run_dir / 'checkpoints'} is undamaged" in output
+    assert output.count("instead of") == 3
+    assert "Traceback" not in output
+    assert contents(run_dir) == before

@@ -1,0 +1,350 @@
+import math
+import os
+import signal
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import Array, Float
+
+import zoo
+from zoo import losses
+from zoo.corpus import Corpus
+from zoo.monitor import CompileCounter, read_metrics
+from zoo.run import Config, RunError
+
+VOCAB, SEPARATOR, POISON = 16, 0, 15
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Most of these runs are of the same few programs."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """Drawing would take most of the time of these runs."""
+    monkeypatch.setattr(zoo.monitor, "plot_curves", lambda *paths: None)
+
+
+class Bigram(eqx.Module):
+    """The smallest language model there is: logits from the last token alone."""
+
+    table: Float[Array, "vocab embed"]
+    head: Float[Array, "embed vocab"]
+
+    def __init__(self, key):
+        self.table = jax.random.normal(key, (VOCAB, 4))
+        self.head = jax.random.normal(jax.random.fold_in(key, 1), (4, VOCAB))
+
+    def __call__(self, tokens, *, segment_ids, positions, key):
+        return jnp.take(self.table, tokens, axis=0) @ self.head
+
+
+def poisoned(model, batch, key):
+    """The loss, and nan in a batch with the token POISON."""
+    total, weight, metrics = losses.next_token(model, batch, key)
+    poison = (batch["tokens"] == POISON).any()
+    return jnp.where(poison, jnp.nan, 1.0) * total, weight, metrics
+
+
+def make_plan(num_documents=60, poison=None, lengths=(5, 12)):
+    choose = np.random.default_rng(0)
+    sizes = choose.integers(*lengths, num_documents)
+    documents = [choose.integers(1, POISON, size).astype(np.int32) for size in sizes]
+    if poison is not None:
+        documents[poison][0] = POISON
+    corpus = Corpus.from_arrays(documents, VOCAB, 100)
+    return zoo.PackedPlan(corpus, SEPARATOR, 8, 4, 0)
+
+
+def poisoned_steps(plan, steps):
+    return [k + 1 for k in range(steps) if (plan.batch(k)["tokens"] == POISON).any()]
+
+
+def poisoned_plan(first):
+    """A plan whose batches hold the token POISON for the first time in that step."""
+    plans = (make_plan(poison=document) for document in range(60))
+    return next(plan for plan in plans if poisoned_steps(plan, 30)[:1] == [first])
+
+
+def config(folder, **options):
+    defaults = {"steps": 30, "log_every": 10, "eval_every": 1000, "checkpoint_every": 4}
+    options = defaults | {"precision": "fp32", "compilation_cache": None} | options
+    return Config(run_dir=folder / "run", **options)
+
+
+def fit(config, plan=None, *, loss_fn=losses.next_token, evaluate=None, schedule=None, **options):
+    """(the state, the whole evaluation) of a run."""
+    evaluate = evaluate or (lambda model, whole: {"eval_loss": 1.0})
+    with zoo.Run(config) as run:
+        return zoo.fit(
+            run,
+            Bigram,
+            loss_fn,
+            optax.adam(schedule or 1e-2),
+            plan or make_plan(),
+            evaluate=evaluate,
+            schedule=schedule,
+            **options,
+        )
+
+
+def checkpoints(config):
+    return sorted(int(path.name) for path in (config.run_dir / "checkpoints").iterdir())
+
+
+def lines(config, name="loss"):
+    records = read_metrics(config.run_dir / "metrics.jsonl")
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def arrays(state):
+    leaves = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    return [
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    ]
+
+
+def assert_equal_states(state, other):
+    for x, y in zip(arrays(state), arrays(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# --- Steps, resume ----------------------------------------------------------------------------
+
+
+def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, capsys):
+    whole = config(tmp_path / "whole")
+    parts = config(tmp_path / "parts")
+    schedule = optax.linear_schedule(1e-2, 0.0, 30)
+    state, _ = fit(whole, schedule=schedule)
+
+    first = config(tmp_path / "parts", steps=14)
+    fit(first, schedule=schedule)
+    assert "resumed" not in capsys.readouterr().out
+    resumed, _ = fit(parts, schedule=schedule)
+    output = capsys.readouterr().out
+    assert f"resumed {parts.run_dir} at step 14" in output
+    assert "--steps was 14 and is 30: the schedule is laid out anew over all of them" in output
+    assert f"the learning rate goes on at {1e-2 * 16 / 30:.2e}" in output
+    assert_equal_states(resumed, state)
+    assert lines(parts)[30] == lines(whole)[30]
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+    state, _ = fit(config(tmp_path, steps=8))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for steps in (8, 5):  # fewer steps than it has behind it undo none
+        again, result = fit(config(tmp_path, steps=steps))
+        output = capsys.readouterr().out
+        assert "has finished 8 steps; more --steps would continue it" in output
+        assert "schedule" not in output
+        assert_equal_states(again, state)
+        assert result == {"eval_loss": 1.0}
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_data_is_refused_at_resume(tmp_path):
+    fit(config(tmp_path, steps=8), fingerprint="a")
+    with pytest.raises(RunError, match=r"has changed since step 8.*Put the files back"):
+        fit(config(tmp_path), fingerprint="b")
+    fit(config(tmp_path), fingerprint="a")
+
+
+def test_what_is_logged_is_of_its_step_and_nothing_is_logged_twice(tmp_path):
+    schedule = optax.cosine_decay_schedule(1e-2, 30)
+    every, some = config(tmp_path / "every", log_every=1), config(tmp_path / "some", eval_every=7)
+    fit(every, schedule=schedule)
+    fit(some, schedule=schedule)
+    assert list(lines(every)) == list(range(1, 31))
+    assert list(lines(some)) == [1, 10, 20, 30]
+    assert list(lines(some, "eval_loss")) == [7, 14, 21, 28, 30]
+    assert all(lines(every)[step] == loss for step, loss in lines(some).items())
+    rates = lines(some, "learning_rate")
+    assert rates == pytest.approx({step: float(schedule(step - 1)) for step in rates}, rel=1e-6)
+
+
+def test_checkpoints_come_at_their_cadence_and_at_the_end(tmp_path):
+    run = config(tmp_path, steps=10, keep_checkpoints=2)
+    fit(run)
+    assert checkpoints(run) == [8, 10]
+
+
+# --- A loss that is not finite ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 4, 6, 1000])
+def test_a_loss_that_is_not_finite_stops_at_its_step(checkpoint_every, tmp_path):
+    bad = 7  # between two lines of the log
+    plan = poisoned_plan(bad)
+    run = config(tmp_path, checkpoint_every=checkpoint_every)
+    last_good = (bad - 1) // checkpoint_every * checkpoint_every
+    of = f"of step {last_good}" if last_good else "none yet"
+    for _ in range(2):  # at resume it is the same step, not one that is passed over
+        with pytest.raises(
+            RunError, match=f"step {bad}: the loss is nan .*checkpoint is {of}"
+        ) as e:
+            fit(run, plan, loss_fn=poisoned)
+        assert "--optimizer.learning-rate" in str(e.value)
+        assert "--on-nonfinite skip" in str(e.value)
+        assert ("another --run-dir" in str(e.value)) == bool(last_good)
+    assert max(checkpoints(run), default=0) == last_good
+
+
+def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
+    plan = poisoned_plan(7)
+    bad = poisoned_steps(plan, 30)
+    assert len(bad) >= 2
+    state, _ = fit(config(tmp_path, on_nonfinite="skip"), plan, loss_fn=poisoned)
+    assert int(state.skipped) == len(bad)
+    assert int(state.step) == 30
+    assert all(np.isfinite(x).all() for x in arrays(state))
+    assert lines(config(tmp_path), "skipped")[30] == len(bad)
+
+
+def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
+    plan = poisoned_plan(7)
+    with pytest.raises(RunError):
+        fit(config(tmp_path), plan, loss_fn=poisoned)
+    state, _ = fit(config(tmp_path, on_nonfinite="skip"), plan, loss_fn=poisoned)
+    assert int(state.skipped) == len(poisoned_steps(plan, 30))
+
+
+def test_an_overflow_in_fp16_is_no_reason_to_stop(tmp_path):
+    def steep(model, batch, key):
+        total, weight, metrics = losses.next_token(model, batch, key)
+        return total * 30, weight, metrics
+
+    state, _ = fit(config(tmp_path, precision="fp16"), loss_fn=steep)
+    assert int(state.skipped) > 0
+    assert lines(config(tmp_path), "loss_scale")[30] < 2.0**15
+
+
+# --- Signals ----------------------------------------------------------------------------------
+
+
+def signals(*numbers):
+    """An evaluation that sends signals to this process."""
+
+    def evaluate(model, whole):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return {"eval_loss": 1.0}
+
+    return evaluate
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves(number, code, tmp_path, capsys):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    run = config(tmp_path, eval_every=5, checkpoint_every=1000)
+    with pytest.raises(SystemExit) as exit:
+        fit(run, evaluate=signals(number))
+    assert exit.value.code == code
+    assert checkpoints(run) == [6]  # the step after the evaluation
+    assert "saved step 6" in capsys.readouterr().out
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    resumed, _ = fit(run)
+    whole, _ = fit(config(tmp_path / "whole"))
+    assert_equal_states(resumed, whole)
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    run = config(tmp_path, eval_every=5, checkpoint_every=3, log_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        fit(run, evaluate=signals(signal.SIGINT, signal.SIGINT))
+    assert checkpoints(run) == [3]
+    fit(run)  # which takes steps 4 and 5 again
+    records = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 31))
+
+
+# --- Compiles ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
+    plan = make_plan(300, lengths=(2, 30))
+    plan = zoo.BucketPlan(plan.corpus, SEPARATOR, (8, 16, 32), 4)
+    assert len(plan.buckets) == 3
+    assert {plan.bucket(k) for k in range(200)} == {8, 16, 32}
+    counter, load = CompileCounter(), zoo.loop.load
+
+    def counting(*arguments, **options):
+        with counter:
+            yield from load(*arguments, **options)
+
+    monkeypatch.setattr(zoo.loop, "load", counting)
+    run = config(tmp_path, steps=200, checkpoint_every=50, eval_every=50)
+    fit(run, plan, schedule=optax.cosine_decay_schedule(1e-2, 200))
+    assert counter.compiles == 0
+
+
+def test_three_buckets_are_three_compiles(tmp_path, monkeypatch):
+    plan = zoo.BucketPlan(make_plan(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4)
+    compiles = []
+    compile = zoo.train.CompiledStep.compile
+
+    def counted(step, *arguments):
+        with CompileCounter() as counter:
+            compile(step, *arguments)
+        compiles.append(counter.compiles)
+
+    monkeypatch.setattr(zoo.train.CompiledStep, "compile", counted)
+    fit(config(tmp_path, steps=3), plan)
+    assert compiles == [3]
+
+
+# --- Evaluation -------------------------------------------------------------------------------
+
+
+def test_the_evaluation_is_the_mean_over_the_plan_or_its_first_batches(tmp_path):
+    plan, model = make_plan(), Bigram(jax.random.key(0))
+
+    def mean(batches):
+        sums = [losses.next_token(model, jax.device_put(plan.batch(k)), None) for k in batches]
+        return float(sum(total for total, _, _ in sums) / sum(weight for _, weight, _ in sums))
+
+    with zoo.Run(config(tmp_path, eval_batches=3)) as run:
+        evaluate = zoo.evaluator(run, losses.next_token, plan)
+        assert evaluate(model, True)["loss"] == pytest.approx(
+            mean(range(plan.batches_per_epoch)), rel=1e-6
+        )
+        assert evaluate(model, False)["loss"] == pytest.approx(mean(range(3)), rel=1e-6)
+        assert not math.isclose(mean(range(3)), mean(range(plan.batches_per_epoch)), rel_tol=1e-4)
+
+
+def test_the_evaluation_compiles_its_buckets_once(tmp_path):
+    corpus = make_plan(50, lengths=(2, 30)).corpus
+    plan, model = zoo.BucketPlan(corpus, SEPARATOR, (8, 16, 32), 4), Bigram(jax.random.key(0))
+    with zoo.Run(config(tmp_path)) as run:
+        evaluate = zoo.evaluator(run, losses.next_token, plan)
+        with CompileCounter() as first:
+            evaluate(model, False)
+        with CompileCounter() as later:
+            evaluate(model, True)
+    assert (first.compiles, later.compiles) == (3, 0)
+
+
+def test_no_thread_is_left(tmp_path):
+    before = set(threading.enumerate())
+    fit(config(tmp_path, steps=4))
+    left = [t for t in set(threading.enumerate()) - before if not t.daemon]
+    assert not left

@@ -1,0 +1,71 @@
+"""Runs of several processes on this machine, which find each other over the loopback."""
+
+import signal
+import socket
+import subprocess
+
+import pytest
+from recipe_cases import Recipe, finish, losses, metrics, saved_arrays, shared, wait_for
+
+__all__ = ["shared"]
+
+# With this schedule a run of more steps begins as one of fewer.
+FLAGS = (
+    "--precision=fp32",
+    "--checkpoint-every=6",
+    "--optimizer.schedule=constant",
+    "--optimizer.warmup-steps=0",
+)
+MESHES = ["data=2,fsdp=2"]
+MESHES += [pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp=2,tensor=2", "fsdp=4", "data=4")]
+
+
+def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        recipe.start(
+            run_dir,
+            *FLAGS,
+            "--distributed",
+            *flags,
+            devices=devices,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES=str(count),
+            JAX_PROCESS_ID=str(i),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_train_and_save_and_one_goes_on(mesh, shared, tmp_path):
+    recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
+    flags = (f"--mesh={mesh}", "--steps=12")
+    first, second = (finish(p) for p in start_processes(recipe, run_dir, *flags))
+    assert "step 12: eval_loss" in first
+    assert "a sample of it" in first
+    assert "Traceback" not in second
+    assert "eval_loss" not in second  # one of them speaks
+    assert (run_dir / "model" / "model.safetensors").is_file()
+
+    output = recipe.run(run_dir, *FLAGS, "--steps=18")
+    assert f"resumed {run_dir} at step 12" in output
+    recipe.run(alone, *FLAGS, "--steps=18")
+    assert list(losses(run_dir)) == list(range(1, 19))
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_signal_to_one_process_stops_both_at_one_step(shared, tmp_path):
+    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
+    flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")
+    processes = start_processes(recipe, run_dir, *flags)
+    log = run_dir / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.stat().st_size > 1000, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    first, _ = [finish(process, 143) for process in processes]
+    step = metrics(run_dir)[-1]["step"]
+    assert step < 2000
+    assert f"SIGTERM: saved step {step} in {run_dir}" in first
+    assert int(saved_arrays(run_dir, step)["step"]) == step

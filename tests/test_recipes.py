@@ -1,0 +1,194 @@
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from jax.experimental.compilation_cache import compilation_cache
+from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
+
+import zoo
+from zoo.run import RunError, as_json
+
+__all__ = ["shared"]
+
+FLAGS = Path(__file__).parent / "recipe_flags.txt"
+
+
+@pytest.fixture
+def train(shared, monkeypatch):
+    """`train(name, run_dir, *flags)` runs a recipe in this process, which has eight devices."""
+    before = jax.config.jax_compilation_cache_dir
+
+    def train(name, run_dir, *flags):
+        recipe = importlib.import_module(f"recipes.{name}")
+        recipe.main(tyro.cli(recipe.Config, args=Recipe(name, shared).flags(run_dir, *flags)))
+
+    yield train
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+# --- The command line -------------------------------------------------------------------------
+
+
+def flag_names(name: str) -> list[str]:
+    def walk(config, prefix):
+        for field, value in config.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{field}.")
+            else:
+                yield f"recipes.{name} --{prefix}{field}".replace("_", "-")
+
+    return list(walk(as_json(importlib.import_module(f"recipes.{name}").Config()), ""))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flags_are_frozen(name):
+    """Scripts have these names: after a change that is meant, write the new list to the file."""
+    frozen = [
+        line for line in FLAGS.read_text().splitlines() if line.startswith(f"recipes.{name} ")
+    ]
+    assert flag_names(name) == frozen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_help_explains_each_flag(name):
+    command = [sys.executable, "-m", f"recipes.{name}", "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = set(re.findall(r"--[\w.-]+", output))
+    assert {flag.split()[1] for flag in flag_names(name)} <= shown
+
+
+# --- From start to end ------------------------------------------------------------------------
+
+
+def test_a_run_leaves_all_that_it_promises(train, shared, tmp_path, monkeypatch, capsys):
+    states, fit = [], zoo.fit
+
+    def kept(*arguments, **options):
+        states.append(fit(*arguments, **options)[0])
+        return states[-1], {"bits_per_byte": 1.0}
+
+    monkeypatch.setattr(zoo, "fit", kept)
+    run_dir, corpus = tmp_path / "run", shutil.copytree(shared / "corpus", tmp_path / "corpus")
+    flags = (f"--data.files={corpus}/*.txt", "--mesh=data=2,fsdp=2,tensor=2")
+    train("lm", run_dir, *flags)
+    assert "a sample of it" in capsys.readouterr().out
+
+    stored = json.loads((run_dir / "config.json").read_text())
+    assert stored["steps"] == STEPS
+    assert stored["model"]["dropout"] == 0.1
+    assert {f"recipes.lm --{name}" for name in flatten(stored)} == set(flag_names("lm"))
+    assert list(losses(run_dir)) == list(range(1, STEPS + 1))
+    evaluations = [line for line in metrics(run_dir) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [20, 40]
+    assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
+    assert evaluations[-1]["perplexity"] == pytest.approx(np.exp(evaluations[-1]["eval_loss"]))
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"32", "36", "40"}
+
+    model = zoo.load(run_dir / "model")
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    trained = jax.tree.map(jnp.asarray, jax.device_get(states[0].model))  # off its mesh
+    np.testing.assert_array_equal(model(tokens), trained(tokens))
+    assert json.loads((run_dir / "model" / "metrics.json").read_text())["steps"] == STEPS
+    tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
+    assert tokenizer.decode(tokenizer.encode("def")) == "def"
+
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    train("lm", run_dir, *flags)
+    (corpus / "00.txt").write_text("something else")
+    with pytest.raises(RunError, match=r"the data of .* has changed since step 40"):
+        train("lm", run_dir, *flags)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def flatten(config, prefix=""):
+    for field, value in config.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{field}.")
+        else:
+            yield f"{prefix}{field}".replace("_", "-")
+
+
+def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
+    recipe, moved, stayed = Recipe("lm", shared), tmp_path / "moved", tmp_path / "stayed"
+    # With this schedule a run of more steps begins as one of fewer.
+    flags = ("--precision=fp32", "--optimizer.schedule=constant", "--optimizer.warmup-steps=0")
+    recipe.run(moved, *flags, "--steps=6", "--mesh=fsdp=2", devices=2)
+    output = recipe.run(moved, *flags, "--steps=12", "--mesh=data=4", devices=4)
+    assert f"resumed {moved} at step 6" in output
+    assert "--steps was 6 and is 12" in output
+    recipe.run(stayed, *flags, "--steps=12")
+    assert list(losses(moved)) == list(range(1, 13))
+    assert losses(moved) == pytest.approx(losses(stayed), rel=1e-5)
+
+
+def test_documents_in_rows_of_three_buckets(shared, tmp_path):
+    buckets = ("--data.rows=bucketed", "--data.buckets", "32", "64", "128")
+    output = Recipe("lm", shared).run(tmp_path / "run", *buckets)
+    assert "compiled 3 bucket(s) [32, 64, 128]" in output
+    assert losses(tmp_path / "run")[STEPS] < losses(tmp_path / "run")[1]
+
+
+def test_what_else_a_run_can_do(shared, tmp_path):
+    pytest.importorskip("tensorboardX")
+    run_dir = tmp_path / "run"
+    flags = ("--precision=fp16", "--accumulate=2", "--profile", "--tensorboard", "--steps=16")
+    output = Recipe("lm", shared).run(run_dir, *flags)
+    assert all("loss_scale" in line for line in metrics(run_dir) if "loss" in line)
+    assert list((run_dir / "profile").glob("plugins/profile/*/*.xplane.pb"))
+    assert "https://ui.perfetto.dev" in output
+    [events] = (run_dir / "tensorboard").glob("events.out.tfevents.*")
+    assert b"tokens_per_second" in events.read_bytes()
+
+
+# --- What goes wrong --------------------------------------------------------------------------
+
+MISTAKES = {
+    "no file": (["--data.files=nowhere/*.txt"], "no file matches 'nowhere/*.txt'"),
+    "no text": (["--data.files={tmp}/empty.txt"], "no text in"),
+    "no token file": (["--data.tokenizer=nowhere.json"], "no tokenizer at nowhere.json"),
+    "batch": (["--mesh=data=3"], "batch_size=8 is not divisible by 3"),
+    "devices": (["--mesh=data=16"], "needs 16 devices, and this run has 8"),
+    "axis": (["--mesh=model=2"], "no axis 'model'"),
+    "heads": (["--mesh=tensor=8"], "is not divisible by tensor=8 of the mesh"),
+    "long rows": (
+        ["--data.rows=bucketed", "--data.buckets", "16"],
+        "add a larger bucket, or set too_long",
+    ),
+    "microbatches": (["--accumulate=3"], "accumulate=3"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_before_any_step_and_binds_nothing(mistake, train, tmp_path):
+    flags, message = MISTAKES[mistake]
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises((ValueError, OSError)) as e:
+        train("lm", tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
+    assert message in str(e.value)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_mistake_is_a_message_and_a_code(shared, tmp_path):
+    recipe = Recipe("lm", shared)
+    wrong_values = recipe.start(tmp_path / "run", "--data.files=nowhere/*.txt")
+    wrong_flags = recipe.start(tmp_path / "run", "--model.d-model=33")
+    no_cluster = recipe.start(tmp_path / "run", "--distributed")
+    for process, code, message in (
+        (wrong_values, 1, "error: no file matches 'nowhere/*.txt'"),
+        (wrong_flags, 2, "num_heads=2 does not divide d_model=33"),
+        (no_cluster, 1, "error: --distributed: this is no cluster that JAX knows"),
+    ):
+        output = finish(process, code)
+        assert message in output
+        assert "Traceback" not in output

@@ -1,0 +1,288 @@
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from recipes import lm
+from zoo import sharding
+from zoo.checkpoint import Checkpointer
+from zoo.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int = 8
+    buckets: tuple[int, ...] = (1, 2)
+    remat: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig(Config):
+    run_dir: Path = Path("run")
+    steps: int = 10
+    compilation_cache: Path | None = None
+    model: Model = Model()
+
+
+def config(folder, **options):
+    return RecipeConfig(run_dir=folder / "run", **options)
+
+
+def begin(config):
+    """Make the folder of a run with one checkpoint, which binds it to its configuration."""
+    with Run(config) as run:
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+    return config.run_dir
+
+
+# --- The configuration ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("accumulate", 0),
+        ("log_every", 0),
+        ("eval_every", -1),
+        ("eval_batches", 0),
+        ("checkpoint_every", 0),
+        ("keep_checkpoints", 0),
+        ("clip_norm", 0.0),
+        ("seed", -1),
+    ],
+)
+def test_a_field_out_of_range_is_named(field, value, tmp_path):
+    with pytest.raises(ValueError, match=f"{field}={value}: must"):
+        config(tmp_path, **{field: value})
+
+
+def test_the_folder_holds_the_whole_configuration(tmp_path):
+    folder = begin(config(tmp_path, seed=3))
+    stored = json.loads((folder / "config.json").read_text())
+    assert stored == as_json(config(tmp_path, seed=3))
+    assert stored["seed"] == 3
+    assert stored["run_dir"] == str(folder)
+    assert stored["model"] == {"width": 8, "buckets": [1, 2], "remat": "none"}
+    assert stored.keys() == {field.name for field in dataclasses.fields(RecipeConfig)}
+
+
+def test_the_same_configuration_is_taken_again(tmp_path):
+    begin(config(tmp_path))
+    with Run(config(tmp_path)):
+        pass
+
+
+def test_another_configuration_is_refused_with_what_differs(tmp_path):
+    folder = begin(config(tmp_path))
+    before = (folder / "config.json").read_text()
+    other = config(tmp_path, seed=1, steps=20, model=Model(width=16, buckets=(1, 3)))
+    with pytest.raises(RunError) as e, Run(other):
+        pass
+    message = str(e.value)
+    assert "model.width: was 8, is 16\n" in message
+    assert "model.buckets: was [1, 2], is [1, 3]\n" in message
+    assert "seed: was 0, is 1\n" in message
+    assert message.count(": was ") == 3  # steps may differ
+    assert "another --run-dir" in message
+    assert (folder / "config.json").read_text() == before
+
+
+def test_what_may_differ_may(tmp_path):
+    folder = begin(config(tmp_path))
+    other = config(tmp_path, steps=5, mesh="data=2", eval_every=7, model=Model(remat="full"))
+    with Run(other) as run:
+        assert run.mesh.size == 2
+    assert json.loads((folder / "config.json").read_text()) == as_json(other)
+
+
+def test_what_may_differ_are_fields_of_a_recipe():
+    names = flat_names(as_json(lm.Config()))
+    assert names >= MAY_DIFFER
+    changes_the_maths = {"seed", "precision", "accumulate", "clip_norm", "optimizer.name"}
+    changes_the_maths |= {"model.dropout", "model.d_model", "data.batch_size", "data.seq_len"}
+    assert names >= changes_the_maths
+    assert not changes_the_maths & MAY_DIFFER
+
+
+def flat_names(config, prefix=""):
+    names = set()
+    for name, value in config.items():
+        names |= (
+            flat_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+        )
+    return names
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"steps": 1', b"[]", b"null", b"\xff\xfe"])
+def test_a_damaged_configuration_is_no_reason_to_begin_anew(damage, tmp_path):
+    folder = begin(config(tmp_path))
+    (folder / "config.json").write_bytes(damage)
+    with pytest.raises(RunError, match=r"config.json is damaged.*meta.json of each checkpoint"):
+        Run(config(tmp_path)).__enter__()
+    assert (folder / "config.json").read_bytes() == damage
+
+
+# --- The folder -------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    with Run(config(tmp_path)), pytest.raises(RunError, match="another process is training in"):
+        Run(config(tmp_path)).__enter__()
+    with Run(config(tmp_path)):
+        pass
+
+
+def test_a_run_of_another_process_is_seen_until_it_is_killed(tmp_path):
+    begin(config(tmp_path))
+    code = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX)"
+    other = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"{code}; print(flush=True); time.sleep(60)",
+            tmp_path / "run/.lock",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    other.stdout.readline()
+    with pytest.raises(RunError, match="another process"):
+        Run(config(tmp_path)).__enter__()
+    other.kill()
+    other.communicate()
+    with Run(config(tmp_path)):
+        pass
+
+
+def test_a_refused_start_leaves_the_folder_free(tmp_path):
+    begin(config(tmp_path))
+    with pytest.raises(RunError) as refused:
+        Run(config(tmp_path, seed=1)).__enter__()
+    with Run(config(tmp_path)):
+        assert refused.value  # while what was raised is still at hand, as in a notebook
+
+
+def test_what_is_made_once_stays(tmp_path):
+    def make(text):
+        def write(folder):
+            folder.mkdir()
+            (folder / "file").write_text(text)
+
+        return write
+
+    with Run(config(tmp_path)) as run:
+        assert run.once("thing", make("first")) == tmp_path / "run" / "thing"
+    with Run(config(tmp_path)) as run:
+        assert (run.once("thing", make("second")) / "file").read_text() == "first"
+
+
+def test_what_was_made_halfway_is_made_again(tmp_path):
+    def halfway(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "file").write_text("half")
+        raise KeyboardInterrupt
+
+    def whole(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "file").write_text("whole")
+
+    begin(config(tmp_path))
+    with pytest.raises(KeyboardInterrupt), Run(config(tmp_path)) as run:
+        run.once("thing", halfway)
+    with Run(config(tmp_path)) as run:
+        assert (run.once("thing", whole) / "file").read_text() == "whole"
+
+
+def test_a_start_that_fails_with_nothing_saved_binds_the_folder_to_nothing(tmp_path):
+    run = Run(config(tmp_path))
+    run.__enter__().once("thing", Path.mkdir)
+    run.__exit__(OSError, OSError("no such corpus"), None)
+    with Run(config(tmp_path, seed=1)) as run:
+        assert not (run.folder / "thing").exists()
+
+
+def test_a_run_that_fails_after_a_checkpoint_stays_bound(tmp_path):
+    run = Run(config(tmp_path))
+    run.__enter__().checkpointer.save(1, {"x": jnp.ones(2)}, {})
+    run.__exit__(OSError, OSError("disk full"), None)
+    with pytest.raises(RunError, match="seed: was 0, is 1"):
+        Run(config(tmp_path, seed=1)).__enter__()
+
+
+def test_leaving_waits_for_the_save_under_way(tmp_path):
+    begin(config(tmp_path))
+    restored = Checkpointer(tmp_path / "run" / "checkpoints").restore({"x": jnp.zeros(2)})
+    assert restored is not None
+    assert restored[0]["x"].tolist() == [1, 1]
+
+
+def test_sequence_parallel_is_a_table_of_rules(tmp_path):
+    with Run(config(tmp_path)) as run:
+        assert run.rules == sharding.RULES
+    with Run(config(tmp_path, sequence_parallel=True)) as run:
+        assert run.rules == sharding.SEQUENCE_PARALLEL
+
+
+# --- The command line -------------------------------------------------------------------------
+
+
+def call(main, monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["recipe", *flags])
+    cli(RecipeConfig, main, "recipes.some")
+
+
+def test_the_command_line_makes_the_configuration(monkeypatch):
+    made = []
+    call(made.append, monkeypatch, "--steps", "7", "--model.width", "4", "--mesh", "data=-1")
+    assert made == [RecipeConfig(steps=7, mesh="data=-1", model=Model(width=4))]
+
+
+@pytest.mark.parametrize("error", [RunError, ValueError, FileNotFoundError, ImportError])
+def test_what_the_user_can_mend_is_a_message(error, monkeypatch, capsys):
+    def main(config):
+        raise error("this is how")
+
+    with pytest.raises(SystemExit) as exit:
+        call(main, monkeypatch)
+    assert exit.value.code == 1
+    assert capsys.readouterr().err.startswith("error: this is how\n")
+    monkeypatch.setenv("ZOO_TRACEBACK", "1")
+    with pytest.raises(error):
+        call(main, monkeypatch)
+
+
+def test_what_only_we_can_mend_is_a_traceback(monkeypatch):
+    def main(config):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        call(main, monkeypatch)
+
+
+def test_an_interrupt_has_its_code_and_no_traceback(monkeypatch, capsys):
+    def main(config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as exit:
+        call(main, monkeypatch)
+    assert exit.value.code == 128 + signal.SIGINT
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_a_missing_variable_of_several_processes_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES must be set"):
+        Run(config(tmp_path, distributed=True)).__enter__()
+
+
+def test_versions_are_those_of_what_runs():
+    assert versions()["jax"] == jax.__version__

@@ -1,0 +1,147 @@
+import gzip
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from zoo import text
+from zoo.plans import BucketPlan, PackedPlan
+from zoo.tokenizer import ByteTokenizer
+
+WORDS = ("north", "east", "south", "west")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(
+            " ".join(WORDS[(i + j) % 4] for j in range(3 + i % 5)) + "é"
+        )
+    return folder
+
+
+def load(corpus, seed=0, **options):
+    """A corpus as a run loads it; the tokenizer is kept beside the corpus."""
+
+    def tokenizer_folder(make):
+        kept = corpus.parent / "tokenizer"
+        if not kept.exists():
+            make(kept)
+        return kept
+
+    options = {"seq_len": 16, "batch_size": 4, "cache": None} | options
+    config = text.Config(files=f"{corpus}/*.txt", **options)
+    return text.load(config, seed=seed, tokenizer_folder=tokenizer_folder)
+
+
+def test_both_parts_together_are_all_documents(corpus):
+    loaded = load(corpus, held_out=0.2)
+    sizes = [len(path.read_bytes()) for path in corpus.iterdir()]
+    assert loaded.train.corpus.num_bytes + loaded.held_out.corpus.num_bytes == sum(sizes)
+    assert len(loaded.held_out.corpus) == len(loaded.held_out_documents)
+    assert 4 <= len(loaded.held_out_documents) <= 14
+    held_out = {document.text for document in loaded.held_out_documents}
+    plan = loaded.held_out
+    decoded = {loaded.tokenizer.decode(plan.corpus[i]) for i in range(len(plan.corpus))}
+    assert decoded == held_out
+
+
+def test_rows_are_packed_or_bucketed(corpus):
+    packed = load(corpus).train
+    assert isinstance(packed, PackedPlan)
+    assert packed.batch(0)["tokens"].shape == (4, 16)
+    bucketed = load(corpus, rows="bucketed", buckets=(32, 64)).train
+    assert isinstance(bucketed, BucketPlan)
+    assert bucketed.buckets == (32, 64)
+    with pytest.raises(ValueError, match="too_long"):
+        load(corpus, rows="bucketed", buckets=(16,))
+    load(corpus, rows="bucketed", buckets=(16,), too_long="split")
+
+
+def test_the_seed_changes_the_order_and_not_the_data(corpus):
+    one, two = load(corpus, seed=1), load(corpus, seed=2)
+    assert (one.train.batch(0)["tokens"] != two.train.batch(0)["tokens"]).any()
+    assert one.fingerprint == two.fingerprint
+
+
+def test_the_fingerprint_tells_any_change_of_the_text(corpus):
+    before = load(corpus).fingerprint
+    assert load(corpus, cache=corpus.parent / "cache").fingerprint == before
+    assert load(corpus, cache=corpus.parent / "cache").fingerprint == before  # out of the cache
+    path = corpus / "7.txt"
+    original = path.read_text()
+    path.write_text(original.replace("e", "o", 1))
+    assert load(corpus).fingerprint != before
+    path.write_text(original)
+    assert load(corpus).fingerprint == before
+    # The same tokens in all, with a document's end elsewhere.
+    (corpus / "7.txt").write_text(original[:-3])
+    (corpus / "8.txt").write_text(original[-3:] + (corpus / "8.txt").read_text())
+    assert load(corpus).fingerprint != before
+
+
+def test_bits_per_byte_of_a_uniform_model(corpus):
+    loaded = load(corpus, held_out=0.2)
+    documents = loaded.held_out_documents
+    num_bytes = sum(len(document.text.encode()) for document in documents)
+    # A byte each, and the separator after each document.
+    bits = (num_bytes + len(documents)) * math.log2(257)
+    assert loaded.bits_per_byte(math.log(257)) == pytest.approx(bits / num_bytes)
+
+
+def test_the_weights_of_an_epoch_are_the_targets_of_bits_per_byte(corpus):
+    for options in ({}, {"rows": "bucketed", "buckets": (32, 64)}):
+        plan = load(corpus, **options).held_out
+        weight = sum(plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch))
+        assert weight == len(plan.corpus.tokens) + len(plan.corpus)
+
+
+def test_the_compressors_take_the_documents_one_by_one(corpus):
+    loaded = load(corpus, held_out=0.2)
+    texts = [document.text.encode() for document in loaded.held_out_documents]
+    bits = 8 * sum(len(gzip.compress(t, 9, mtime=0)) for t in texts) / sum(map(len, texts))
+    assert loaded.compressors["gzip -9"] == pytest.approx(bits)
+    assert loaded.compressors["xz -9"] > 0
+
+
+def test_the_vocabulary_is_a_multiple_that_can_be_sharded(corpus):
+    loaded = load(corpus)
+    assert loaded.vocab_size() == 320  # 257 and more
+    assert loaded.vocab_size(at_least=64) == 320
+    assert loaded.vocab_size(at_least=512) == 512
+
+
+def test_a_run_keeps_its_tokenizer_when_the_corpus_changes(corpus):
+    first = load(corpus, tokenizer="bpe", vocab_size=280)
+    for path in corpus.iterdir():
+        path.write_text("something else entirely " * 4)
+    second = load(corpus, tokenizer="bpe", vocab_size=280)
+    assert second.tokenizer.encode("north").tolist() == first.tokenizer.encode("north").tolist()
+    shutil.rmtree(corpus.parent / "tokenizer")
+    third = load(corpus, tokenizer="bpe", vocab_size=280)
+    assert third.tokenizer.encode("north").tolist() != first.tokenizer.encode("north").tolist()
+
+
+def test_byte_pairs_are_trained_on_the_training_part_alone(corpus):
+    loaded = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
+    name = Path(loaded.held_out_documents[0].name)
+    (corpus / name).write_text("qqqq " * 50)
+    shutil.rmtree(corpus.parent / "tokenizer")
+    again = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
+    assert again.tokenizer.encode("qqqq").size == 4
+
+
+def test_a_tokenizer_of_ones_own(corpus, tmp_path):
+    trained = load(corpus, tokenizer="bpe", vocab_size=280)
+    mine = shutil.move(corpus.parent / "tokenizer", tmp_path / "mine")
+    loaded = load(corpus, tokenizer=str(Path(mine) / "tokenizer.json"))
+    assert loaded.fingerprint == trained.fingerprint
+    assert not isinstance(loaded.tokenizer, ByteTokenizer)
+
+
+def test_a_missing_tokenizer_is_named(corpus):
+    with pytest.raises(FileNotFoundError, match="no tokenizer at nowhere"):
+        load(corpus, tokenizer="nowhere")
