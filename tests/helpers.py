@@ -1,0 +1,136 @@
+"""What several tests share: the families at their smallest, and comparisons of trees."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.extend import core
+
+from zoo import losses, transformer
+from zoo.sharding import keystr
+
+VOCAB = 64
+Batch = dict[str, np.ndarray]
+
+
+class Family(NamedTuple):
+    """A model family at its smallest, for the tests that hold for every one of them.
+
+    `make_model(dropout)` gives what `init_state` takes. `make_batch(rows, size, seed)` gives rows
+    of unequal weight, `size` being the length of a sequence. `pad` puts a batch into a larger
+    bucket. `is_sequence` families take token batches.
+    """
+
+    name: str
+    make_model: Callable[[float], Callable[[Any], Any]]
+    make_batch: Callable[..., Batch]
+    pad: Callable[[Batch], Batch]
+    loss: Callable[..., Any]
+    is_sequence: bool
+
+
+def small_config(**changes: Any) -> transformer.Config:
+    """A transformer of two layers, in which eight devices divide an axis of every kind."""
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 8, "head_dim": 4, "d_ff": 64}
+    return transformer.Config(**{"vocab_size": VOCAB, **sizes, **changes})
+
+
+def make_transformer(**changes: Any) -> Callable[[Any], transformer.Transformer]:
+    return lambda key: transformer.Transformer(small_config(**changes), key=key)
+
+
+def drawn_transformer(**changes: Any) -> transformer.Transformer:
+    """A transformer of numbers from numpy, none of which is zero or one by its start.
+
+    The model's own start takes longer to compile than what most tests do with it.
+    """
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple, x: Any) -> Any:
+        mean = 1.0 if path[-1].name == "scale" else 0.0
+        return jnp.asarray(mean + 0.2 * rng.normal(size=x.shape), x.dtype)
+
+    skeleton = eqx.filter_eval_shape(make_transformer(**changes), jax.random.key(0))
+    return jtu.tree_map_with_path(draw, skeleton)
+
+
+def token_batch(rows: int = 8, size: int = 16, seed: int = 0) -> Batch:
+    """Rows of one or two documents, and then padding of a length of its own in each row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (rows, size + 1)).astype(np.int32)
+    lengths = rng.integers(2, size + 1, (rows, 1))
+    first, index = size // 3, np.broadcast_to(np.arange(size), (rows, size))
+    segment_ids = np.where(index < lengths, 1 + (index >= first), 0)
+    return {
+        "tokens": np.where(segment_ids > 0, tokens[:, :-1], 0),
+        "targets": tokens[:, 1:],
+        "weights": (segment_ids > 0).astype(np.float32),
+        "segment_ids": segment_ids.astype(np.int32),
+        "positions": np.where(index < first, index, index - first).astype(np.int32),
+    }
+
+
+def pad_tokens(batch: Batch) -> Batch:
+    """The same documents in rows half as long again."""
+    more = batch["tokens"].shape[1] // 2
+    return {name: np.pad(x, ((0, 0), (0, more))) for name, x in batch.items()}
+
+
+FAMILIES = [
+    Family(
+        "transformer",
+        lambda dropout: make_transformer(dropout=dropout),
+        token_batch,
+        pad_tokens,
+        losses.next_token,
+        is_sequence=True,
+    ),
+]
+
+
+def arrays(tree: Any) -> dict[str, jax.Array]:
+    """The arrays of a tree by dotted path."""
+    leaves = jtu.tree_leaves_with_path(tree)
+    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, jax.Array)}
+
+
+def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
+    """The same arrays, each within `rtol` of the largest number in it."""
+    actual, expected = arrays(actual), arrays(expected)
+    assert actual.keys() == expected.keys()
+    for path, want in expected.items():
+        scale = np.abs(np.asarray(want)).max(initial=0)
+        np.testing.assert_allclose(actual[path], want, rtol=0, atol=rtol * scale, err_msg=path)
+
+
+def copy(tree: Any) -> Any:
+    """The tree with numpy arrays, which outlive a donation."""
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def value_and_gradients(function: Callable[..., Any], cotangent: Any, *arguments: Any) -> tuple:
+    """The value and the gradient for each argument, compiled as one: quicker than op by op."""
+
+    @jax.jit
+    def run(cotangent: Any, *arguments: Any) -> tuple:
+        value, vjp = jax.vjp(function, *arguments)
+        return (value, *vjp(cotangent))
+
+    return run(cotangent, *arguments)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, those of loops, branches and called functions included."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(parameter):
+                yield from equations(parameter)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)

@@ -1,0 +1,194 @@
+"""zoo.attention against softmax attention as the textbook has it, forward and backward."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import value_and_gradients
+from jaxtyping import Array
+
+from zoo import attention as attention_module
+from zoo.attention import attention
+
+
+def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
+    keys = jax.random.split(jax.random.key(length), 4)
+    shapes = [(2, length, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
+    return [1.5 * jax.random.normal(*pair).astype(dtype) for pair in zip(keys, shapes, strict=True)]
+
+
+def segments(length: int) -> Array:
+    """Two documents and padding in one row, one document in the other."""
+    index = np.arange(length)
+    packed = np.where(index < length // 3, 1, np.where(index < length - 3, 2, 0))
+    return jnp.asarray(np.stack([packed, np.ones(length)]), jnp.int32)
+
+
+def visible(length: int, causal: bool, window: int | None, segment_ids: Any) -> np.ndarray:
+    """Which keys a query sees, bool[batch, 1, queries, keys], position by position."""
+    seen = np.ones((2, 1, length, length), bool)
+    for row in range(2):
+        for q in range(length):
+            for k in range(length):
+                same = segment_ids is None or segment_ids[row, q] == segment_ids[row, k]
+                near = window is None or abs(q - k) < window
+                seen[row, 0, q, k] = same and near and (k <= q or not causal)
+    return seen
+
+
+def textbook(q: Any, k: Any, v: Any, seen: np.ndarray, soft_cap: float | None, np: Any) -> Any:
+    """Softmax attention with the whole matrix; `np` is numpy, or jax.numpy for its gradient."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
+    logits = np.einsum("bqnh,bknh->bnqk", q, k) / q.shape[-1] ** 0.5
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    exponentials = np.where(seen, np.exp(logits - logits.max(-1, keepdims=True)), 0.0)
+    weights = exponentials / exponentials.sum(-1, keepdims=True)
+    return np.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one": {"length": 1},
+    "two": {"length": 2, "causal": False},
+    "under a chunk": {"length": 15, "segments": True},
+    "over a chunk": {"length": 17, "kv_heads": 1},
+    "encoder": {"length": 33, "causal": False, "segments": True, "heads": 4, "xla": True},
+    "window": {"length": 33, "window": 5, "segments": True, "xla": True},
+    "window of one": {"length": 18, "window": 1},
+    "wide window": {"length": 33, "window": 23},
+    "encoder's window": {"length": 33, "window": 9, "causal": False, "xla": True},
+    "soft cap": {"length": 20, "soft_cap": 1.5, "segments": True, "kv_heads": 1},
+    "all": {"length": 33, "soft_cap": 2.0, "window": 20, "causal": False, "segments": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunked_attention_is_the_textbooks(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_module, "_CHUNK", 16)
+    case = {"causal": True, "window": None, "segments": False, "soft_cap": None, **CASES[name]}
+    length, soft_cap = case["length"], case["soft_cap"]
+    *qkv, g = inputs(length, case.get("heads", 2), case.get("kv_heads", 2))
+    segment_ids = segments(length) if case["segments"] else None
+    seen = visible(length, case["causal"], case["window"], segment_ids)
+    options = {k: case[k] for k in ("causal", "window")} | {"segment_ids": segment_ids}
+
+    def run(implementation: Any, soft_cap: Any = None) -> tuple:
+        call = lambda q, k, v: attention(
+            q, k, v, **options, soft_cap=soft_cap, implementation=implementation
+        )
+        return value_and_gradients(call, g, *qkv)
+
+    got = run("chunked", soft_cap)
+    exact = textbook(*(np.asarray(x, np.float64) for x in qkv), seen, soft_cap, np)
+    np.testing.assert_allclose(got[0], exact, atol=2e-6)
+    plain = lambda q, k, v: textbook(q, k, v, seen, soft_cap, jnp)
+    for x, want in zip(got, value_and_gradients(plain, g, *qkv), strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5)
+    if case.get("xla"):
+        for x, want in zip(got, run("xla"), strict=True):
+            np.testing.assert_allclose(x, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 130, 1100])
+def test_chunks_cover_each_query_once_and_every_key_it_sees(length: int):
+    for causal in (True, False):
+        for window in (None, 1, 7, 64, 200):
+            mask = attention_module._Mask(causal, window)
+            chunks = list(attention_module._chunks(length, length, mask))
+            queries = [q for chunk in chunks for q in range(chunk.start, chunk.stop)]
+            assert queries == list(range(length))
+            for chunk in chunks:
+                reach = length if window is None else window - 1
+                first = max(0, chunk.start - reach)
+                last = min(length, chunk.stop + (0 if causal else reach))
+                assert chunk.first_key <= first
+                assert chunk.last_key >= last
+            if length == 1100 and (causal or window):
+                # Nor are those that it does not see multiplied for nothing.
+                products = sum((c.stop - c.start) * (c.last_key - c.first_key) for c in chunks)
+                assert products <= 0.8 * length**2
+
+
+def test_a_length_beyond_the_default_chunks():
+    *qkv, g = inputs(130, heads=2, kv_heads=1)
+    run = lambda implementation: value_and_gradients(
+        lambda q, k, v: attention(q, k, v, causal=True, implementation=implementation), g, *qkv
+    )
+    for x, want in zip(run("chunked"), run("xla"), strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5)
+
+
+def test_bf16_is_as_near_as_its_rounding():
+    exact_inputs = inputs(40, kv_heads=1)
+    rounded = [x.astype(jnp.bfloat16) for x in exact_inputs]
+    run = lambda q, k, v, g: value_and_gradients(
+        lambda q, k, v: attention(q, k, v, causal=True, implementation="chunked"), g, q, k, v
+    )
+    got = run(*rounded)
+    assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
+    for x, want in zip(got, run(*(x.astype(jnp.float32) for x in rounded)), strict=True):
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(x.astype(jnp.float32), want, atol=0.02 * scale)
+
+
+def test_the_scale_may_be_given():
+    q, k, v, _ = inputs(5)
+    got = attention(q, k, v, causal=True, scale=0.5)
+    np.testing.assert_allclose(got, attention(q * 0.5 * 8**0.5, k, v, causal=True), atol=4e-6)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "xla"])
+def test_a_row_of_padding_gives_no_nan(implementation: Any):
+    *qkv, g = inputs(6)
+    segment_ids = jnp.zeros((2, 6), jnp.int32)
+    call = lambda q, k, v: attention(
+        q, k, v, causal=True, window=2, segment_ids=segment_ids, implementation=implementation
+    )
+    for x in value_and_gradients(call, g, *qkv):
+        assert np.isfinite(x).all()
+
+
+def test_large_logits_do_not_overflow():
+    *qkv, g = inputs(6)
+    call = lambda q, k, v: attention(1e4 * q, k, v, causal=True, implementation="chunked")
+    for x in value_and_gradients(call, g, *qkv):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "cudnn"}, "attention='cudnn' needs an NVIDIA GPU.*'cpu'.*'auto'"),
+        ({"implementation": "cudnn", "soft_cap": 5.0}, "no soft cap.*attention_soft_cap=5.0"),
+        ({"implementation": "xla", "soft_cap": 5.0}, "attention='xla' has no soft cap"),
+    ],
+)
+def test_a_backend_that_does_not_apply_is_an_error(options: dict, message: str):
+    q, k, v, _ = inputs(4)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, causal=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "message"),
+    [
+        (jnp.float32, 64, "bf16 or fp16.*float32"),
+        (jnp.bfloat16, 36, "multiple of 8.*head_dim=36"),
+        (jnp.bfloat16, 256, "up to 128.*head_dim=256"),
+        (jnp.bfloat16, 64, None),
+    ],
+)
+def test_what_cudnn_needs_on_a_gpu(
+    dtype: Any, head_dim: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q = jnp.zeros((1, 2, 1, head_dim), dtype)
+    refusal = attention_module._refusal("cudnn", q, None)
+    if message is None:
+        assert refusal is None
+    else:
+        with pytest.raises(ValueError, match=message):
+            attention(q, q, q, causal=True, implementation="cudnn")

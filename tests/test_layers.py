@@ -1,0 +1,168 @@
+"""zoo.layers: gradients written out by hand are those of the plain formulas."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import value_and_gradients
+from jaxtyping import Array
+
+from zoo import layers
+
+KEY = jax.random.key(0)
+X = 3 * jax.random.normal(KEY, (2, 5, 8)) + 1
+SCALE = jax.random.normal(jax.random.key(1), (8,))
+BIAS = jax.random.normal(jax.random.key(2), (8,))
+
+
+def rms_norm(x: Array, scale: Array) -> Array:
+    norm = eqx.tree_at(lambda n: n.scale, layers.RMSNorm(8, eps=1e-3), scale)
+    return norm(x)
+
+
+def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+    norm = layers.LayerNorm(8, eps=1e-3)
+    return eqx.tree_at(lambda n: (n.scale, n.bias), norm, (scale, bias))(x)
+
+
+def plain_rms_norm(x: Array, scale: Array) -> Array:
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-3) * scale[None, None]
+
+
+def plain_layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+    variance = jnp.square(x - x.mean(-1, keepdims=True)).mean(-1, keepdims=True)
+    centred = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(variance + 1e-3)
+    return centred * scale[None, None] + bias[None, None]
+
+
+def plain_gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
+
+
+FORMULAS: dict[str, tuple[Callable[..., Array], Callable[..., Array], tuple[Array, ...]]] = {
+    "rms_norm": (rms_norm, plain_rms_norm, (X, SCALE)),
+    "layer_norm": (layer_norm, plain_layer_norm, (X, SCALE, BIAS)),
+    "gelu": (layers.gelu, plain_gelu, (X,)),
+    "add_bias": (layers.add_bias, lambda x, bias: x + bias[None, None], (X, BIAS)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_and_gradients_are_the_plain_formula(name: str, dtype: str):
+    function, plain, arguments = FORMULAS[name]
+    rounded = tuple(a.astype(dtype) for a in arguments)
+    exact = tuple(a.astype(jnp.float32) for a in rounded)
+    g = jax.random.normal(jax.random.key(3), X.shape).astype(dtype)
+    expected = value_and_gradients(plain, g.astype(jnp.float32), *exact)
+    results = value_and_gradients(function, g, *rounded)
+    assert {y.dtype for y in results} == {jnp.dtype(dtype)}
+    for y, want in zip(results, expected, strict=True):
+        scale = np.abs(want).max()
+        # One rounding of the result: what is inside is fp32.
+        tolerance = 2e-6 if dtype == "float32" else 2**-8
+        np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=0, atol=tolerance * scale)
+
+
+def test_norms_of_large_numbers_do_not_overflow_in_fp16():
+    x = jnp.full((1, 8), 3e4, jnp.float16) * jnp.asarray([[1, -1] * 4], jnp.float16)
+    scale = jnp.ones(8, jnp.float16)
+    np.testing.assert_allclose(np.abs(rms_norm(x, scale)), 1, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_many_positions_add_up_in_fp32(dtype: str):
+    g = (jax.random.normal(KEY, (8, 512, 4)) + 0.3).astype(dtype)
+    ids = jax.random.randint(KEY, (8, 512), 0, 3)
+    table = layers.Embedding(3, 4, key=KEY).weight.astype(dtype)
+    look_up = lambda w: eqx.tree_at(lambda e: e.weight, layers.Embedding(3, 4, key=KEY), w)(ids)
+    exact = np.zeros((3, 4))
+    np.add.at(exact, np.asarray(ids), np.asarray(g, np.float64))
+    got = value_and_gradients(look_up, g, table)[1]
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
+    add = lambda bias: layers.add_bias(jnp.zeros_like(g), bias)
+    got = value_and_gradients(add, g, jnp.zeros(4, dtype))[1]
+    exact = np.asarray(g, np.float64).sum((0, 1))
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
+
+
+def test_linear_with_and_without_bias():
+    linear = layers.Linear(8, 3, in_axis="embed", out_axis="mlp", key=KEY)
+    assert linear.weight.std() == pytest.approx(8**-0.5, rel=0.4)
+    linear = eqx.tree_at(lambda m: m.bias, linear, jnp.arange(3.0))
+    np.testing.assert_allclose(
+        linear(X), np.asarray(X) @ np.asarray(linear.weight) + np.arange(3), rtol=1e-5, atol=1e-5
+    )
+    assert layers.Linear(8, 3, in_axis="embed", out_axis="mlp", bias=False, key=KEY).bias is None
+
+
+def test_an_id_beyond_the_table_takes_its_last_row():
+    table = layers.Embedding(5, 4, key=KEY)
+    got = table(jnp.array([4, 5, 99]))
+    np.testing.assert_array_equal(got, np.tile(table.weight[4], (3, 1)))
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_drops_its_rate_and_keeps_the_mean(rate: float):
+    x = jnp.full((100, 1000), 2.0)
+    y = np.asarray(layers.dropout(x, rate, KEY))
+    dropped = (y == 0).mean()
+    assert dropped == pytest.approx(rate, abs=5 * (rate * (1 - rate) / x.size) ** 0.5)
+    np.testing.assert_allclose(y[y != 0], 2 / (1 - rate), rtol=1e-6)
+    # Neither rows nor columns drop together.
+    assert 0 < (y == 0).mean(0).min() < (y == 0).mean(0).max() < 1
+
+
+def test_dropout_without_a_key_or_a_rate_is_the_identity():
+    assert layers.dropout(X, 0.5, None) is X
+    assert layers.dropout(X, 0.0, KEY) is X
+
+
+def test_dropout_keeps_the_dtype_and_does_not_spread_nan():
+    x = jnp.array([jnp.nan] * 64, jnp.bfloat16)
+    y = layers.dropout(x, 0.5, KEY)
+    assert y.dtype == jnp.bfloat16
+    assert 0 < np.isnan(y.astype(jnp.float32)).sum() < 64
+
+
+# Rotary positions
+
+
+@jax.jit
+def rotate(x: Array, positions: Any) -> Array:
+    positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
+    return layers.rotate(x, layers.rotary_tables(positions, x.shape[-1], 100.0))
+
+
+def test_rotary_positions_turn_complex_numbers():
+    x = np.asarray(jax.random.normal(KEY, (2, 6, 3, 8)), np.float64)
+    positions = np.array([[0, 1, 2, 0, 1, 7], [3, 1, 4, 1, 5, 900]])
+    frequencies = 100.0 ** (-np.arange(4) / 4)
+    turn = np.exp(1j * positions[:, :, None, None] * frequencies)
+    z = (x[..., :4] + 1j * x[..., 4:]) * turn
+    expected = np.concatenate([z.real, z.imag], -1)
+    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (1, 2))
+    product = lambda at_q, at_k: float((rotate(q, [[at_q]]) * rotate(k, [[at_k]])).sum())
+    assert product(9, 4) == pytest.approx(product(5, 0), rel=1e-5)
+    assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
+    assert product(9, 4) != pytest.approx(product(4, 9), rel=1e-2)
+    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
+
+
+def test_rotary_positions_keep_the_compute_dtype():
+    x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
+    # In bf16 the positions 1000 and 1001 would be the same.
+    y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
+    assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
+    assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1

@@ -1,0 +1,88 @@
+"""zoo.losses: exact sums in fp32, and padding that counts nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import token_batch
+from jaxtyping import Array
+
+from zoo import losses
+
+LOGITS = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
+TARGETS = jax.random.randint(jax.random.key(1), (3, 4), 0, 7)
+WEIGHTS = jax.random.uniform(jax.random.key(2), (3, 4))
+
+
+@jax.jit
+def total(logits: Array, weights: Array = WEIGHTS) -> Array:
+    return losses.cross_entropy(logits, TARGETS, weights)[0]
+
+
+@jax.jit
+def plain(logits: Array, weights: Array = WEIGHTS) -> Array:
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    each = -jnp.take_along_axis(log_probabilities, TARGETS[..., None], axis=-1)[..., 0]
+    return (each * weights).sum()
+
+
+def test_cross_entropy_and_its_gradient_are_the_plain_formula():
+    got, weight = losses.cross_entropy(LOGITS, TARGETS, WEIGHTS)
+    assert float(weight) == pytest.approx(float(WEIGHTS.sum()))
+    np.testing.assert_allclose(got, plain(LOGITS), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(total)(LOGITS), jax.grad(plain)(LOGITS), atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(total, argnums=1)(LOGITS, WEIGHTS),
+        jax.grad(plain, argnums=1)(LOGITS, WEIGHTS),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_bf16_logits_are_reduced_in_fp32():
+    logits = LOGITS.astype(jnp.bfloat16)
+    got = losses.cross_entropy(logits, TARGETS, WEIGHTS)[0]
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, plain(logits.astype(jnp.float32)), rtol=1e-6)
+    assert jax.grad(total)(logits).dtype == jnp.bfloat16
+
+
+def test_logits_far_out_do_not_overflow():
+    assert float(total(LOGITS + 1e4)) == pytest.approx(float(total(LOGITS)), rel=1e-2)
+    assert np.isfinite(jax.grad(total)(1e4 * LOGITS)).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_position_without_weight_counts_nothing(bad: float):
+    weights = WEIGHTS.at[1, 2].set(0.0)
+    logits = LOGITS.at[1, 2].set(bad)
+    clean = LOGITS.at[1, 2].set(0.0)
+    np.testing.assert_array_equal(total(logits, weights), total(clean, weights))
+    expected = np.array(jax.grad(plain)(clean, weights))
+    np.testing.assert_allclose(jax.grad(total)(logits, weights), expected, atol=1e-6)
+
+
+def test_not_a_number_at_a_position_with_weight_is_seen():
+    logits = LOGITS.at[1, 2, 0].set(np.nan)
+    assert np.isnan(total(logits))
+    assert np.isnan(jax.grad(total)(logits)[1, 2]).all()
+
+
+def test_next_token_hands_the_whole_batch_to_the_model():
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
+    seen: dict[str, Any] = {}
+
+    def model(tokens: Any, **options: Any) -> Array:
+        seen.update(options, tokens=tokens)
+        return jnp.zeros((2, 8, 4))
+
+    targets = jnp.zeros((2, 8), jnp.int32)
+    got, weight, metrics = losses.next_token(model, batch | {"targets": targets}, None)
+    assert seen["tokens"] is batch["tokens"]
+    assert seen["positions"] is batch["positions"]
+    assert seen["segment_ids"] is batch["segment_ids"]
+    assert float(weight) == float(batch["weights"].sum())
+    assert float(got) == pytest.approx(np.log(4) * float(weight), rel=1e-6)
+    assert metrics == {}

@@ -1,0 +1,252 @@
+"""zoo.optimizers: what decays, what muon turns, schedules, and state sharded as its parameters."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import arrays, assert_trees_close, make_transformer
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+import zoo
+from zoo import optimizers, sharding, train
+from zoo.optimizers import Config, make_optimizer, make_schedule
+
+NAMES = ["adam", "adamw", "lion", "adafactor", "muon"]
+KEY = jax.random.key(0)
+
+
+class Net(eqx.Module):
+    """A parameter of every kind, in two layers, small enough to compile in no time."""
+
+    embedding: Float[Array, "vocab embed"]
+    wq: Float[Array, "embed heads head_dim"]
+    wo: Float[Array, "heads head_dim embed"]
+    w_up: Float[Array, "embed mlp"]
+    bq: Float[Array, "heads head_dim"]
+    scale: Float[Array, "embed"]
+
+    def __init__(self) -> None:
+        self.embedding = wave(8, 4)
+        self.wq = wave(2, 4, 2, 3)
+        self.wo = wave(2, 2, 3, 4)
+        self.w_up = wave(2, 4, 6)
+        self.bq = wave(2, 2, 3)
+        self.scale = wave(2, 4)
+
+
+def wave(*shape: int, shift: float = 0.0) -> Array:
+    """Numbers that look random, of rank as full as the shape's."""
+    count = jnp.arange(np.prod(shape), dtype=jnp.float32)
+    return jnp.sin(count * count + shift).reshape(shape)
+
+
+class Nets(eqx.Module):
+    """A net for each optimizer, so that one program tests them all."""
+
+    nets: dict[str, Net]
+
+
+def nets_loss(model: Nets, batch: Any, key: Any) -> tuple[Array, Array, dict]:
+    """The distance of each parameter from numbers of its own."""
+    misses = [
+        jnp.square(x - wave(*x.shape, shift=1.0 + index)).sum()
+        for index, x in enumerate(jax.tree.leaves(model))
+    ]
+    weight = batch["weights"].sum()
+    return sum(misses[1:], misses[0]) * weight, weight, {}
+
+
+def chained() -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.masked(optax.add_decayed_weights(0.1), optimizers.matrices),
+        optax.adamw(1e-2),
+    )
+
+
+def partitioned() -> optax.GradientTransformation:
+    def labels(tree: Any) -> Any:
+        return jax.tree.map(lambda x: "matrix" if x else "vector", optimizers.matrices(tree))
+
+    return optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.lion(1e-3)}, labels)
+
+
+def factored() -> optax.GradientTransformation:
+    """Adafactor on matrices as small as these."""
+    return optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.scale(-0.01))
+
+
+OPTIMIZERS = {name: lambda name=name: make_optimizer(Config(name=name), 100) for name in NAMES}
+OPTIMIZERS |= {"chain": chained, "partition": partitioned, "factored": factored}
+
+
+@pytest.fixture(scope="module")
+def stepped() -> tuple[train.TrainState, train.TrainState]:
+    """The state after two steps of every optimizer on a mesh, and that on one device."""
+    optimizer = optax.multi_transform(
+        {name: make() for name, make in OPTIMIZERS.items()},
+        lambda tree: Nets({name: name for name in OPTIMIZERS}),
+    )
+    states = []
+    for spec in ("fsdp=2,tensor=2", ""):
+        mesh = zoo.make_mesh(spec)
+        make_model = lambda key: Nets({name: Net() for name in OPTIMIZERS})
+        state = zoo.init_state(make_model, optimizer, key=KEY, mesh=mesh)
+        step = zoo.make_train_step(nets_loss, optimizer, mesh=mesh, precision="fp32")
+        for _ in range(2):
+            state, _ = step(state, {"weights": np.ones(4, np.float32)})
+        states.append(state)
+    return states[0], states[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_on_a_mesh_are_those_on_one_device(name: str, stepped: Any):
+    state, expected = stepped
+    assert_trees_close(state.model.nets[name], expected.model.nets[name], rtol=1e-5)
+    for path, start in arrays(Net()).items():
+        assert (arrays(expected.model.nets[name])[path] != start).any()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_sharded_as_the_parameter_it_belongs_to(name: str, stepped: Any):
+    state, _ = stepped
+    parameters = arrays(state.model.nets[name])
+    moments = {k: x for k, x in arrays(state.opt_state.inner_states[name]).items() if x.ndim}
+    alike = set()
+    for path, x in moments.items():
+        field = path.rpartition(".")[2]
+        if field in parameters and x.shape == parameters[field].shape:
+            assert x.sharding.is_equivalent_to(parameters[field].sharding, x.ndim), path
+            alike.add(field)
+    if name == "factored":
+        placed = {(p.split(".")[-1], *x.shape): x.sharding.spec for p, x in moments.items()}
+        assert placed["embedding", 8] == P("tensor")
+        assert placed["embedding", 4] == P("fsdp")
+    else:
+        assert alike == parameters.keys()
+
+
+def first_update(optimizer: optax.GradientTransformation, grads: Any, model: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.jit(lambda g, m: optimizer.update(g, optimizer.init(m), m)[0])(grads, model)
+
+
+# Weight decay
+
+
+@pytest.mark.parametrize(
+    ("name", "decays"),
+    [
+        ("adamw", {"embedding", "wq", "wo", "w_up"}),
+        ("lion", {"embedding", "wq", "wo", "w_up"}),
+        ("adafactor", {"embedding", "wq", "wo", "w_up"}),
+        ("muon", {"wq", "wo", "w_up"}),  # which leaves the rest to adamw without decay
+        ("adam", set()),
+    ],
+)
+def test_matrices_decay_by_the_rate_times_the_decay(name: str, decays: set[str]):
+    config = Config(name=name, learning_rate=0.5, weight_decay=0.2, schedule="constant")
+    optimizer, model = make_optimizer(config, 5), Net()
+    nothing = jax.tree.map(jnp.zeros_like, model)
+    updates = first_update(optimizer, nothing, model)
+    for path, update in arrays(updates).items():
+        expected = -0.5 * 0.2 * np.asarray(getattr(model, path)) if path in decays else 0.0
+        np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+def test_matrices_by_their_logical_axes():
+    make_model = make_transformer(bias=True, norm="layer", qk_norm=True, positions="learned")
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    skeleton = eqx.filter(eqx.filter_eval_shape(make_model, KEY), sharding._is_parameter)
+    for path, matrix in jax.tree_util.tree_leaves_with_path(optimizers.matrices(skeleton)):
+        found[matrix].add(path[-1].name)
+    assert found[False] == {"scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down"}
+    assert found[True] == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "weight"}
+
+
+# Muon
+
+
+def test_muon_orthogonalises_each_layers_matrix():
+    dimensions = optimizers.muon_dimensions(Net())
+    numbers = lambda *axes: optax.contrib.MuonDimensionNumbers(*axes)
+    assert dimensions.wq == numbers((1,), (2, 3))  # [layers, embed, heads, head_dim]
+    assert dimensions.wo == numbers((1, 2), (3,))  # [layers, heads, head_dim, embed]
+    assert dimensions.w_up == numbers((1,), (2,))
+    assert [dimensions.embedding, dimensions.bq, dimensions.scale] == [None] * 3
+
+
+def test_muons_update_has_singular_values_of_one_size():
+    model = Net()
+    optimizer = make_optimizer(Config(name="muon", weight_decay=0.0, schedule="constant"), 5)
+    grads = jax.tree.map(lambda x: wave(*x.shape, shift=0.5), model)
+    updates = first_update(optimizer, grads, model)
+    for update in (updates.wq.reshape(2, 4, 6), updates.wo.reshape(2, 6, 4), updates.w_up):
+        values = np.linalg.svd(update, compute_uv=False)
+        # Five Newton-Schulz steps bring them near one; AdamW's size is 0.2 a number.
+        np.testing.assert_allclose(values, 1e-3 * 0.2 * 6**0.5, rtol=0.4)
+
+
+# Schedules
+
+
+def rates(steps: int, **options: Any) -> np.ndarray:
+    schedule = make_schedule(Config(learning_rate=2.0, **options), steps)
+    with jax.numpy_dtype_promotion("standard"):  # as optimizers run in the step
+        return np.asarray(jax.vmap(schedule)(jnp.arange(steps + 1)))
+
+
+def test_warm_up_is_linear_from_above_zero():
+    for name in ("cosine", "wsd", "constant"):
+        got = rates(200, schedule=name, warmup_steps=9)
+        np.testing.assert_allclose(got[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-5)
+
+
+def test_warm_up_is_at_most_a_tenth_of_the_run():
+    assert np.argmax(rates(50, warmup_steps=100)) == 5
+    np.testing.assert_allclose(rates(5, warmup_steps=100)[0], 2.0)
+
+
+def test_cosine_ends_at_the_final_fraction():
+    got = rates(110, warmup_steps=10, final_fraction=0.25)
+    np.testing.assert_allclose(got[[10, 60, 110]], [2.0, (2.0 + 0.5) / 2, 0.5], rtol=1e-5)
+    assert (np.diff(got[10:]) < 0).all()
+
+
+def test_wsd_is_stable_and_then_decays_in_a_line():
+    options = {"schedule": "wsd", "decay_fraction": 0.3, "final_fraction": 0.1}
+    got = rates(100, warmup_steps=10, **options)
+    np.testing.assert_allclose(got[10:71], 2.0, rtol=1e-6)
+    np.testing.assert_allclose(np.diff(got[70:]), -1.8 / 30, rtol=1e-3)
+    assert got[-1] == pytest.approx(0.2, rel=1e-4)
+
+
+def test_constant_is_constant():
+    np.testing.assert_allclose(rates(100, schedule="constant", warmup_steps=0), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -1.0}, "optimizer.learning_rate=-1.0"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps=-1"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),
+        ({"decay_fraction": 1.5}, r"optimizer.decay_fraction=1.5: must be in \[0, 1\]"),
+        ({"final_fraction": -0.5}, "optimizer.final_fraction=-0.5"),
+    ],
+)
+def test_a_configuration_out_of_range_names_its_field(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Config(**options)
+
+
+def test_an_unknown_optimizer_is_an_error():
+    config = Config()
+    object.__setattr__(config, "name", "sgd")
+    with pytest.raises(ValueError, match="name='sgd' is unknown"):
+        make_optimizer(config, 10)

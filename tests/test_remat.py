@@ -1,0 +1,86 @@
+"""zoo.remat: policies change what is kept, never the numbers."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_trees_close, drawn_transformer, token_batch
+
+from zoo import losses, remat
+
+
+class Outcome(NamedTuple):
+    loss: Any
+    grads: Any
+    temporaries: int
+
+
+def run(**options: Any) -> Outcome:
+    """The loss and gradient of one model with dropout, and the bytes that the program needs."""
+    options = {"num_layers": 3, "d_model": 64, "dropout": 0.2, **options}
+    model = drawn_transformer(**options)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def mean_loss(params: Any, batch: Any) -> Any:
+        total, weight, _ = losses.next_token(eqx.combine(params, static), batch, jax.random.key(1))
+        return total / weight
+
+    batch = jax.tree.map(jnp.asarray, token_batch(8, 32))
+    program = jax.jit(jax.value_and_grad(mean_loss)).lower(params, batch).compile()
+    loss, grads = program(params, batch)
+    return Outcome(loss, grads, program.memory_analysis().temp_size_in_bytes)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Outcome:
+    return run()
+
+
+@pytest.fixture(scope="module")
+def full() -> Outcome:
+    return run(remat="full")
+
+
+def assert_same(got: Outcome, want: Outcome) -> None:
+    assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-6)
+    assert_trees_close(got.grads, want.grads, rtol=1e-5)
+
+
+def test_full_recomputation_gives_the_same_gradient_in_less_memory(kept: Outcome, full: Outcome):
+    assert_same(full, kept)
+    assert full.temporaries < 0.6 * kept.temporaries
+
+
+@pytest.mark.parametrize("policy", ["dots", "dots_no_batch"])
+def test_policies_between_give_the_same_gradient(policy: str, kept: Outcome, full: Outcome):
+    got = run(remat=policy)
+    assert_same(got, kept)
+    assert full.temporaries < got.temporaries < kept.temporaries
+
+
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_unrolled_layers_give_the_same_gradient(policy: str, kept: Outcome):
+    assert_same(run(remat=policy, scan_layers=False), kept)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_run_in_order_with_their_index(scan: bool):
+    layers = {"by": jnp.array([2.0, 3.0, 5.0]), "name": "not an array"}
+    seen = []
+
+    def step(layer: Any, carry: Any, index: Any) -> Any:
+        seen.append(layer["name"])
+        return carry * 10 + layer["by"] * (index + 1).astype(jnp.float32)
+
+    got = remat.scan_layers(step, layers, jnp.float32(0), scan=scan)
+    assert float(got) == 2 * 100 + 6 * 10 + 15
+    assert set(seen) == {"not an array"}
+
+
+def test_an_unknown_policy_is_an_error():
+    # Past the run-time type checker, which has an error of its own.
+    checkpoint = getattr(remat.checkpoint, "__wrapped__", remat.checkpoint)
+    with pytest.raises(ValueError, match=r"remat='some'.*'dots', 'dots_no_batch', 'full', 'none'"):
+        checkpoint(lambda x: x, "some")

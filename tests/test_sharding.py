@@ -1,0 +1,298 @@
+"""zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import small_config
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from zoo import sharding, transformer
+from zoo.sharding import ShardingError, make_mesh
+
+CUBE = "data=2,fsdp=2,tensor=2"
+
+
+class Part(eqx.Module):
+    weight: Float[Array, "embed mlp"]
+    bias: Float[Array, "mlp"] | None
+    name: str = eqx.field(static=True, default="part")
+
+
+class Renamed(eqx.Module):
+    weight: Float[Array, "in out"]
+    axes: tuple = eqx.field(static=True, default=(("in", "mlp"), ("out", "embed")))
+
+
+class Model(eqx.Module):
+    parts: list[Part]
+    by_name: dict[str, Renamed]
+    scales: tuple[Float[Array, "embed"], ...]
+    rate: float = 0.1
+
+
+def part(shape: tuple[int, ...] = (8, 4)) -> Part:
+    return Part(jnp.zeros(shape), jnp.zeros(shape[-1]))
+
+
+def model() -> Model:
+    return Model([part(), part((3, 8, 4))], {"down": Renamed(jnp.zeros((4, 8)))}, (jnp.zeros(8),))
+
+
+# Meshes
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        ("", (1, 1, 1)),
+        ("data=8", (8, 1, 1)),
+        (" fsdp = 4 , tensor=2", (1, 4, 2)),
+        ("data=-1", (8, 1, 1)),
+        ("tensor=2,data=-1", (4, 1, 2)),
+        ("fsdp=3", (1, 3, 1)),
+        ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
+    ],
+)
+def test_make_mesh(spec: Any, sizes: tuple[int, ...]):
+    mesh = make_mesh(spec)
+    assert mesh.shape_tuple == tuple(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_make_mesh_of_given_devices():
+    assert list(make_mesh("data=-1", jax.devices()[2:5]).devices.flat) == jax.devices()[2:5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("foo=2", "no axis 'foo'.*data.*fsdp.*tensor"),
+        ({"model": 2}, "no axis 'model'"),
+        ("data=x", "'data=x': write it as axis=size"),
+        ("data", "'data': write it as axis=size"),
+        ("data=-1,fsdp=-1", "one at most is -1"),
+        ("data=0", "sizes are positive"),
+        ("data=-2", "sizes are positive"),
+        ("data=16", "needs 16 devices, and this run has 8.*device_count=16"),
+        ("fsdp=3,data=-1", "3 does not divide the 8 devices"),
+        ("fsdp=16,data=-1", "16 does not divide the 8 devices"),
+    ],
+)
+def test_a_bad_mesh_is_an_error(spec: Any, message: str):
+    with pytest.raises(ShardingError, match=message):
+        make_mesh(spec)
+
+
+# Annotations
+
+
+def test_the_annotation_names_the_axes():
+    axes = sharding.logical_axes(model())
+    assert axes.parts[0].weight == ("embed", "mlp")
+    assert axes.parts[0].bias == ("mlp",)  # inside a union
+    assert axes.parts[1].weight == (None, "embed", "mlp")  # stacked
+    assert axes.by_name["down"].weight == ("mlp", "embed")  # renamed, an instance at a time
+    assert axes.scales == (("embed",),)  # inside a container
+    assert axes.rate == 0.1
+
+
+def test_a_skeleton_is_placed_as_the_model_is():
+    mesh = make_mesh(CUBE)
+    skeleton = eqx.filter_eval_shape(model)
+    assert sharding.shardings(skeleton, mesh) == sharding.shardings(model(), mesh)
+
+
+def test_shardings_follow_the_rules():
+    mesh = make_mesh(CUBE)
+    placed = sharding.shardings(model(), mesh)
+    assert placed.parts[0].weight == NamedSharding(mesh, P("fsdp", "tensor"))
+    assert placed.parts[1].weight == NamedSharding(mesh, P(None, "fsdp", "tensor"))
+    assert placed.by_name["down"].weight == NamedSharding(mesh, P("tensor", "fsdp"))
+    rules = {**sharding.RULES, "embed": None, "mlp": ("tensor", "fsdp")}
+    placed = sharding.shardings(model(), mesh, rules)
+    assert placed.parts[0].weight == NamedSharding(mesh, P(None, ("tensor", "fsdp")))
+
+
+def test_a_mesh_axis_shards_one_dimension_only():
+    mesh = make_mesh(CUBE)
+    spec = sharding.partition_spec(("batch", "embed", "mlp", "heads"), mesh)
+    assert spec == P(("data", "fsdp"), None, "tensor", None)
+    assert sharding.partition_spec(("mlp", None), mesh, without=frozenset({"tensor"})) == P(
+        None, None
+    )
+
+
+class Bare(eqx.Module):
+    table: jax.Array
+
+
+class Unknown(eqx.Module):
+    table: Float[Array, "embed colour"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (Bare(jnp.zeros((8, 8))), r"table of shape \(8, 8\) has no jaxtyping annotation"),
+        ([jnp.zeros(8)], "0 of shape .* has no jaxtyping annotation"),
+        (Unknown(jnp.zeros((8, 8))), "table: the logical axis 'colour' is not in the .* rules"),
+        ({"a": part((8, 3))}, r"a\.weight of shape \(8, 3\): the size 3 .* tensor=2 of the mesh"),
+        (
+            eqx.tree_at(lambda p: p.weight, part(), jnp.zeros(8)),
+            r"weight has the shape \(8,\), of lower rank than its axes \('embed', 'mlp'\)",
+        ),
+    ],
+    ids=["no annotation", "no owner", "unknown axis", "does not divide", "lower rank"],
+)
+def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, message: str):
+    for place in (sharding.shardings, sharding.placement_table):
+        with pytest.raises(ShardingError, match=message):
+            place(tree, make_mesh(CUBE))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("embed", "mlp"), True),
+        ((None, "embed", "heads", "head_dim"), True),
+        ((None, "heads", "head_dim"), False),
+        ((None, "embed"), False),
+        ((), False),
+    ],
+)
+def test_is_matrix(names: tuple, expected: bool):
+    assert sharding.is_matrix(names) is expected
+
+
+def test_the_placement_table_adds_up():
+    mesh = make_mesh(CUBE)
+    config = small_config(num_kv_heads=2)
+    skeleton = eqx.filter_eval_shape(transformer.Transformer, config, key=jax.random.key(0))
+    lines = sharding.placement_table(skeleton, mesh).splitlines()
+    rows = {line.split()[0]: line.split() for line in lines}
+    # float32[2, 32, 2, 4], of which a device holds [2, 16, 1, 4]
+    path = "blocks.attention.wk"
+    axes, placed = ["·", "embed", "kv_heads", "head_dim"], ["·", "fsdp", "tensor", "·"]
+    assert rows[path] == [path, "2×32×2×4", "float32", *axes, *placed, "512"]
+    sizes = [int(row[-1].replace(",", "")) for name, row in rows.items() if "." in name]
+    assert rows["all"] == ["all", f"{sum(sizes):,}"]
+    assert len(sizes) == len(jax.tree.leaves(eqx.filter(skeleton, sharding._is_parameter)))
+    assert len({len(line) for line in lines}) == 1
+
+
+# Optimizer state and batches
+
+
+def test_optimizer_state_is_placed_as_its_parameter():
+    mesh, parameters = make_mesh(CUBE), model()
+    weight = jnp.zeros((3, 8, 4))
+    state = {
+        "mu": parameters,
+        "factored": eqx.tree_at(
+            lambda m: (m.parts[0].weight, m.parts[1].weight), parameters, (jnp.zeros(8), weight[0])
+        ),
+        "columns": eqx.tree_at(lambda m: m.parts[1].weight, parameters, weight[:, 0]),
+        "placeholder": eqx.tree_at(lambda m: m.parts[0].weight, parameters, jnp.zeros(1)),
+        "count": jnp.zeros((), jnp.int32),
+        "other": jnp.zeros((8, 4)),
+    }
+    placed = sharding.like_parameters(state, parameters, mesh)
+    assert jax.tree.leaves(placed["mu"]) == jax.tree.leaves(sharding.shardings(model(), mesh))
+    assert placed["factored"].parts[0].weight.spec == P("fsdp")
+    assert placed["factored"].parts[1].weight.spec == P("fsdp", "tensor")
+    assert placed["columns"].parts[1].weight.spec == P(None, "tensor")
+    for whole in (placed["placeholder"].parts[0].weight, placed["count"], placed["other"]):
+        assert whole.spec == P()
+
+
+def test_a_batch_lies_over_both_data_axes():
+    mesh = make_mesh(CUBE)
+    assert sharding.batch_sharding(mesh, 2).spec == P(("data", "fsdp"), None)
+    assert sharding.batch_sharding(mesh, 0).spec == P()
+
+
+def test_canonical_forms_are_equal_for_equal_placements():
+    mesh = make_mesh("data=2,tensor=2")
+    same = [P("tensor"), P("tensor", None), P(("tensor",), "fsdp"), P(("fsdp", "tensor"))]
+    assert len({sharding.canonical(NamedSharding(mesh, spec)) for spec in same}) == 1
+    apart = [*same[:1], P(None, "tensor"), P("data"), P(("data", "tensor")), P()]
+    assert len({sharding.canonical(NamedSharding(mesh, spec)) for spec in apart}) == 5
+
+
+# Activations and parameters in a program
+
+
+def inside(mesh: Any, function: Any, x: Any, rules: Any = None) -> Any:
+    """The sharding that a value has in a compiled program."""
+    found = []
+
+    def program(x: Any) -> Any:
+        jax.debug.inspect_array_sharding(function(x), callback=found.append)
+        return 0
+
+    with sharding.use(mesh, rules):
+        jax.jit(program).lower(x).compile()
+    return found[0]
+
+
+def test_constrain_without_a_mesh_is_the_identity():
+    x = jnp.zeros((2, 3))
+    assert sharding.constrain(x, "batch") is x  # nor is it checked
+    with sharding.use(make_mesh("")):
+        assert sharding.constrain(x, "batch", "embed") is x
+
+
+def test_constrain_shards_an_activation():
+    mesh, x = make_mesh(CUBE), jnp.zeros((8, 4, 6))
+    names = ("batch", "seq", "mlp")
+    constrain = lambda x: sharding.constrain(x * 2, *names)
+    expected = NamedSharding(mesh, P(("data", "fsdp"), None, "tensor"))
+    assert inside(mesh, constrain, x).is_equivalent_to(expected, 3)
+    expected = NamedSharding(mesh, P(("data", "fsdp"), "tensor", None))
+    found = inside(mesh, constrain, x, sharding.SEQUENCE_PARALLEL)
+    assert found.is_equivalent_to(expected, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        ((8, 4), ("batch",), r"shape \(8, 4\) is named \('batch',\)"),
+        ((8, 4), ("batch", "colour"), "logical axis 'colour'"),
+        ((6, 4), ("batch", "embed"), r"the size 6 is not divisible by data\*fsdp=4"),
+    ],
+)
+def test_a_constraint_that_does_not_fit_is_an_error(shape: Any, names: Any, message: str):
+    with sharding.use(make_mesh(CUBE)), pytest.raises(ShardingError, match=message):
+        sharding.constrain(jnp.zeros(shape), *names)
+
+
+def test_gather_undoes_fsdp_and_nothing_else():
+    mesh, tree = make_mesh(CUBE), part()
+    tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
+    assert tree.weight.sharding.spec == P("fsdp", "tensor")
+    found = inside(mesh, lambda tree: sharding.gather(tree).weight * 1, tree)
+    assert found.is_equivalent_to(NamedSharding(mesh, P(None, "tensor")), 2)
+    without = inside(mesh, lambda tree: tree.weight * 1, tree)
+    assert without.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
+
+
+def test_gather_without_a_mesh_is_the_identity():
+    tree = part()
+    assert sharding.gather(tree) is tree
+
+
+def test_rules_and_mesh_end_with_their_use():
+    mesh = make_mesh(CUBE)
+    with sharding.use(mesh, {"seq": "data"}):
+        assert sharding.partition_spec(("seq",), mesh) == P("data")
+        with sharding.use(None, {"seq": "fsdp"}):
+            assert sharding.partition_spec(("seq",), mesh) == P("fsdp")
+            assert not jax.sharding.get_abstract_mesh().empty
+        assert sharding.partition_spec(("seq",), mesh) == P("data")
+    assert sharding.partition_spec(("seq",), mesh) == P(None)
+    assert jax.sharding.get_abstract_mesh().empty

@@ -1,0 +1,468 @@
+"""zoo.train: one maths on every mesh, exact token weighting, precision, and no hidden compile."""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    FAMILIES,
+    Batch,
+    Family,
+    arrays,
+    assert_trees_close,
+    copy,
+    equations,
+    make_transformer,
+    token_batch,
+)
+from jaxtyping import Array, Float
+
+import zoo
+from zoo import losses, sharding, train
+from zoo.monitor import CompileCounter
+from zoo.precision import LossScale
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+KEY = jax.random.key(0)
+
+
+# The state of this one is the last gradient.
+KEEP_GRADIENT = optax.trace(decay=0.0)
+
+
+def state_and_step(make_model: Any, loss: Any, optimizer: Any = KEEP_GRADIENT, **options: Any):
+    """A state, and a step in fp32 without clipping unless told otherwise."""
+    mesh, rules = options.get("mesh"), options.get("rules")
+    state = zoo.init_state(make_model, optimizer, key=KEY, mesh=mesh, rules=rules)
+    options = {"precision": "fp32", "clip_norm": None, **options}
+    return state, zoo.make_train_step(loss, optimizer, **options)
+
+
+# Meshes
+
+
+class Trained(NamedTuple):
+    """Five steps with dropout on one mesh, and what is to be compared."""
+
+    losses: list[float]
+    masks: set[int]
+    initial: Any
+    placed: dict[str, Any]
+    first_state: Any
+    state: Any
+
+
+MESHES = {
+    "": ("", None),
+    "data": ("data=8", None),
+    "fsdp": ("fsdp=8", None),
+    "tensor": ("tensor=8", None),
+    "all": ("data=2,fsdp=2,tensor=2", None),
+    "sequence": ("data=2,fsdp=2,tensor=2", sharding.SEQUENCE_PARALLEL),
+}
+
+
+@functools.cache
+def train_five_steps(family: Family, mesh_name: str) -> Trained:
+    spec, rules = MESHES[mesh_name]
+    masks: set[int] = set()
+    draw = jax.random.bernoulli
+
+    def draw_and_note(key: Array, p: Any, shape: tuple[int, ...]) -> Array:
+        kept = draw(key, p, shape)
+        # Sums of integers are exact in any order.
+        factors = jnp.arange(kept.size, dtype=jnp.uint32).reshape(shape) * np.uint32(2654435761)
+        checksum = jnp.where(kept, factors, np.uint32(0)).sum(dtype=jnp.uint32)
+        jax.debug.callback(lambda x: masks.add(int(x)), checksum)
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "bernoulli", draw_and_note)
+        state, step = state_and_step(
+            family.make_model(0.1),
+            family.loss,
+            optimizer=optax.adamw(1e-2),
+            mesh=zoo.make_mesh(spec),
+            rules=rules,
+        )
+        initial, first_state = copy(state.model), state
+        placed = {path: x.sharding for path, x in arrays(state).items()}
+        values = []
+        for seed in range(5):
+            state, metrics = step(state, family.make_batch(8, 16, seed))
+            values.append(float(metrics["loss"]))
+        jax.effects_barrier()
+    return Trained(values, masks, initial, placed, first_state, state)
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def one_device(request: pytest.FixtureRequest) -> tuple[Family, Trained]:
+    return request.param, train_five_steps(request.param, "")
+
+
+@pytest.fixture(scope="module", params=[name for name in MESHES if name])
+def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) -> Trained:
+    return train_five_steps(one_device[0], request.param)
+
+
+def test_the_mesh_does_not_change_the_losses(one_device: Any, on_mesh: Trained):
+    np.testing.assert_allclose(on_mesh.losses, one_device[1].losses, rtol=1e-5)
+    assert len(set(on_mesh.losses)) == 5
+
+
+def test_the_mesh_does_not_change_the_dropout(one_device: Any, on_mesh: Trained):
+    masks = one_device[1].masks
+    assert len(masks) >= 2 * 5  # each layer and each step has its own
+    assert on_mesh.masks == masks
+
+
+def test_the_mesh_does_not_change_the_initialisation(one_device: Any, on_mesh: Trained):
+    assert_trees_close(on_mesh.initial, one_device[1].initial, rtol=1e-6)
+
+
+def test_a_step_keeps_the_shardings_and_donates_the_state(on_mesh: Trained):
+    for path, x in arrays(on_mesh.state).items():
+        assert x.sharding.is_equivalent_to(on_mesh.placed[path], x.ndim), path
+    old = arrays(on_mesh.first_state)
+    assert all(x.is_deleted() for path, x in old.items() if path != "key")
+
+
+@every_family
+def test_fsdp_divides_parameters_and_optimizer_state_by_eight(family: Family):
+    state = train_five_steps(family, "fsdp").state
+    stored = arrays((state.model, state.opt_state)).values()
+    whole = sum(x.nbytes for x in stored)
+    for device in jax.devices():
+        shards = (s.data.nbytes for x in stored for s in x.addressable_shards if s.device == device)
+        assert sum(shards) == pytest.approx(whole / 8, rel=0.05)
+
+
+@every_family
+def test_the_abstract_state_is_the_state_without_its_numbers(family: Family):
+    state = train_five_steps(family, "all").state
+    mesh, make_model = zoo.make_mesh(MESHES["all"][0]), family.make_model(0.1)
+    abstract = train.abstract_state(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh)
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for want, got in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+
+
+# Invariance of the gradient
+
+
+class Gradients:
+    """The gradient of a family's model, which is the same model at every call."""
+
+    def __init__(self, family: Family):
+        self.family = family
+        self._state = zoo.init_state(family.make_model(0.0), KEEP_GRADIENT, key=KEY)
+        self.batch = family.make_batch(8, 12, 1)
+        self.whole = self(self.batch)
+
+    def __call__(self, batch: Batch, **options: Any) -> tuple[Any, dict]:
+        """The gradient and the metrics."""
+        options = {"precision": "fp32", "clip_norm": None, **options}
+        step = zoo.make_train_step(self.family.loss, KEEP_GRADIENT, **options)
+        state = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, self._state)
+        if mesh := options.get("mesh"):
+            state = eqx.filter_shard(state, train.state_shardings(state, mesh))
+        state, metrics = step(state, batch)
+        return state.opt_state.trace, metrics
+
+    def assert_equal(self, gradient_and_metrics: tuple[Any, dict]) -> None:
+        assert_trees_close(gradient_and_metrics, self.whole, rtol=1e-5)
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def gradients(request: pytest.FixtureRequest) -> Gradients:
+    return Gradients(request.param)
+
+
+@pytest.mark.parametrize(("accumulate", "mesh"), [(2, "data=2,fsdp=2,tensor=2"), (4, "")])
+def test_microbatches_do_not_change_the_gradient(gradients: Gradients, accumulate: int, mesh: str):
+    batch = gradients.batch
+    weights = batch["weights"].reshape(-1, accumulate, *batch["weights"].shape[1:])
+    assert len({part.sum() for part in weights.swapaxes(0, 1)}) == accumulate
+    gradients.assert_equal(gradients(batch, accumulate=accumulate, mesh=zoo.make_mesh(mesh)))
+
+
+def test_a_larger_bucket_does_not_change_the_gradient(gradients: Gradients):
+    gradients.assert_equal(gradients(gradients.family.pad(gradients.batch)))
+
+
+def test_packed_documents_have_the_gradient_of_separate_rows(gradients: Gradients):
+    if not gradients.family.is_sequence:
+        pytest.skip("only sequences are packed")
+    gradients.assert_equal(gradients(separate(gradients.batch)))
+
+
+def separate(batch: Batch) -> Batch:
+    """Each document of a packed batch in a row of its own."""
+    rows, size = batch["tokens"].shape
+    apart = {name: np.zeros((2 * rows, size), x.dtype) for name, x in batch.items()}
+    for row in range(rows):
+        for document in (1, 2):
+            where = batch["segment_ids"][row] == document
+            for name, x in batch.items():
+                apart[name][2 * row + document - 1, : where.sum()] = x[row, where]
+    apart["segment_ids"] = np.minimum(apart["segment_ids"], 1)
+    return apart
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tie_embeddings": True, "remat": "full"},
+        {"bias": True, "norm": "layer", "qk_norm": True, "positions": "learned", "mlp": "gelu"},
+    ],
+    ids=["tied", "biased"],
+)
+def test_bf16_multiplies_in_bf16_and_reduces_in_fp32(options: dict):
+    make_model = make_transformer(attention="chunked", dropout=0.1, **options)
+    optimizer = optax.adamw(1e-3)
+    step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", accumulate=2)
+    state = train.abstract_state(make_model, optimizer, key=KEY)
+    jaxpr = eqx.filter_make_jaxpr(step._function)(token_batch(8, 16), state)[0]
+    found: dict[str, list] = {}
+    for equation in equations(jaxpr):
+        dtypes = [x.aval.dtype for x in equation.invars if hasattr(x.aval, "dtype")]
+        if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes[:1]):
+            found.setdefault(equation.primitive.name, []).append(dtypes)
+    # Six products with a weight and the head's, each forward and twice backward, and
+    # attention's, two forward and five backward.
+    assert len(found["dot_general"]) >= 3 * (6 + 1) + 7
+    assert all(set(dtypes) == {jnp.dtype("bfloat16")} for dtypes in found["dot_general"])
+    # The softmax, the norms, the loss, and the sums over positions that biases and embeddings get.
+    for name in ("reduce_sum", "reduce_max", "exp", "log", "rsqrt", "scatter-add"):
+        assert {dtypes[0] for dtypes in found[name]} == {jnp.dtype("float32")}, name
+
+
+def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():
+    state, step = state_and_step(Line, line_loss, optimizer=optax.adamw(1e-4), precision="bf16")
+    before = copy(state.model)
+    for _ in range(3):
+        state, metrics = step(state, line_batch())
+    floats = jax.tree.leaves(eqx.filter((state.model, state.opt_state), eqx.is_inexact_array))
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+    assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
+    # Less than bf16 could tell from the weight that there was.
+    change = np.abs(np.asarray(state.model.weight) - before.weight)
+    assert 0 < change.max() < 2**-9 * np.abs(before.weight).min()
+
+
+def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LossScale, "PERIOD", 3)
+    state, step = state_and_step(Line, line_loss, optimizer=optax.adamw(1e-3), precision="fp16")
+    scales, skips = [], []
+    for number in range(6):
+        factor = 1e6 if number == 1 else 1.0
+        before = copy((state.model, state.opt_state))
+        state, metrics = step(state, line_batch(factor))
+        assert bool(eqx.tree_equal(before, copy((state.model, state.opt_state)))) == (number == 1)
+        scales.append(float(metrics["loss_scale"]))
+        skips.append(int(metrics["skipped"]))
+    assert skips == [0, 1, 1, 1, 1, 1]
+    assert scales == [2.0**15, 2.0**15, 2.0**14, 2.0**14, 2.0**14, 2.0**15]
+    assert int(state.step) == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradient_that_is_not_finite_changes_nothing(precision: Any):
+    state, step = state_and_step(Line, line_loss, precision=precision)
+    before = copy(state.model.weight)
+    state, metrics = step(state, line_batch(np.nan))
+    assert np.array_equal(state.model.weight, before)
+    assert int(metrics["skipped"]) == int(state.skipped) == 1
+    assert np.isnan(float(metrics["loss"]))
+    state, metrics = step(state, line_batch())
+    assert int(metrics["skipped"]) == 1
+    assert np.isfinite(float(metrics["loss"]))
+
+
+# The step's own maths, on the smallest model
+
+
+class Line(eqx.Module):
+    """A linear map, with dropout on its input when there is a key."""
+
+    weight: Float[Array, "embed mlp"]
+
+    def __init__(self, key: Array):
+        self.weight = 1.5 + 0.5 * jax.random.uniform(key, (8, 8))
+
+
+def line_loss(model: Line, batch: Any, key: Array | None) -> tuple[Array, Array, dict]:
+    x = batch["x"].astype(model.weight.dtype)
+    noise = jnp.float32(0) if key is None else jax.random.uniform(key)
+    losses = jnp.square((x @ model.weight).astype(jnp.float32)).sum(-1) * batch["factor"]
+    weights = batch["weights"]
+    metrics = {"noise": noise * weights.sum(), "twice": 2 * (losses * weights).sum()}
+    return (losses * weights).sum(), weights.sum(), metrics
+
+
+def line_batch(factor: float = 1.0, rows: int = 8) -> Batch:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(rows, 8)).astype(np.float32) / 8,
+        "weights": np.arange(rows, dtype=np.float32),
+        "factor": np.full(rows, factor, np.float32),
+    }
+
+
+def test_the_gradient_is_clipped_to_the_global_norm():
+    state, step = state_and_step(Line, line_loss, clip_norm=0.5)
+    weight, batch = np.array(state.model.weight, np.float64), line_batch()
+    x, shares = batch["x"].astype(np.float64), batch["weights"] / batch["weights"].sum()
+    expected = 2 * x.T @ (shares[:, None] * (x @ weight))
+    norm = np.linalg.norm(expected)
+    assert norm > 0.5
+    state, metrics = step(state, batch)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    np.testing.assert_allclose(state.opt_state.trace.weight, expected * 0.5 / norm, rtol=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(shares @ np.square(x @ weight).sum(1), rel=1e-5)
+    assert float(metrics["tokens"]) == batch["weights"].sum()
+    assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))
+
+
+def test_each_step_and_microbatch_has_a_key_of_its_own():
+    noise = {}
+    for accumulate in (1, 2):
+        state, step = state_and_step(Line, line_loss, accumulate=accumulate)
+        root = jax.random.clone(state.key)
+        for number in range(3):
+            state, metrics = step(state, line_batch())
+            noise[accumulate, number] = float(metrics["noise"])
+            keys = [jax.random.fold_in(jax.random.fold_in(root, number), m) for m in (0, 1)]
+            parts = [float(jax.random.uniform(key)) for key in keys[:accumulate]]
+            # Microbatch m holds the rows m, m + accumulate, …
+            shares = [line_batch()["weights"][m::accumulate].sum() / 28 for m in range(accumulate)]
+            assert noise[accumulate, number] == pytest.approx(np.dot(parts, shares), rel=1e-5)
+    assert len(set(noise.values())) == 6
+
+
+def test_a_batch_without_weight_gives_no_gradient():
+    state, step = state_and_step(Line, line_loss, accumulate=2)
+    batch = line_batch() | {"weights": np.zeros(8, np.float32)}
+    state, metrics = step(state, batch)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["skipped"]) == 0
+
+
+def test_evaluation_sums_without_dropout_and_keeps_the_model():
+    mesh = zoo.make_mesh("data=4")
+    state = zoo.init_state(Line, optax.sgd(0.1), key=KEY, mesh=mesh)
+    step = zoo.make_eval_step(line_loss, mesh=mesh, precision="fp32")
+    sums = [step(state.model, line_batch())[1] for _ in range(2)]
+    losses = np.square(line_batch()["x"] @ np.asarray(state.model.weight)).sum(1)
+    assert float(sums[1]["loss"]) == pytest.approx(losses @ line_batch()["weights"], rel=1e-5)
+    assert float(sums[1]["tokens"]) == 28
+    assert float(sums[1]["noise"]) == 0
+    assert not state.model.weight.is_deleted()
+
+
+def test_a_number_of_microbatches_below_one_is_an_error():
+    with pytest.raises(ValueError, match="accumulate=0"):
+        zoo.make_train_step(line_loss, KEEP_GRADIENT, accumulate=0)
+
+
+def test_rows_that_do_not_divide_are_an_error_before_any_compile():
+    mesh = zoo.make_mesh("data=2,fsdp=2")
+    state, step = state_and_step(Line, line_loss, mesh=mesh, accumulate=2)
+    with CompileCounter() as counter:
+        for call in (step, step.compile):
+            with pytest.raises(ValueError, match=r"12 rows.* multiple of 4 .*accumulate=2"):
+                call(state, line_batch(rows=12))
+    assert counter.compiles == 0
+
+
+# Compiles
+
+
+class Buckets(NamedTuple):
+    family: Family
+    step: train.CompiledStep
+    state: Any
+    batches: list[Batch]
+    compiles: list[int]  # at the announcement, and in 200 steps
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def buckets(request: pytest.FixtureRequest) -> Buckets:
+    """A step that has been through 200 batches of three announced sizes."""
+    family = request.param
+    mesh = zoo.make_mesh("fsdp=2")
+    state, step = state_and_step(
+        family.make_model(0.1), family.loss, optimizer=optax.adamw(1e-3), mesh=mesh
+    )
+    batches = [family.make_batch(4 * k, 8 * k) for k in (1, 2, 3)]
+    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), b) for b in batches]
+    with CompileCounter() as announced:
+        step.compile(state, *shapes)
+        step.compile(state, *shapes)
+    with CompileCounter() as running:
+        for number in range(200):
+            state, metrics = step(state, batches[number % 3])
+        jax.block_until_ready(metrics)
+    return Buckets(family, step, state, batches, [announced.compiles, running.compiles])
+
+
+def test_three_buckets_are_three_compiles(buckets: Buckets):
+    assert buckets.compiles == [3, 0]
+
+
+def refused(buckets: Buckets, state: Any, batch: Any) -> str:
+    """The text of the error, which comes before any compile or donation."""
+    with CompileCounter() as counter, pytest.raises(zoo.RecompilationError) as error:
+        buckets.step(state, batch)
+    assert counter.compiles == 0
+    assert not any(x.is_deleted() for x in arrays(buckets.state).values())
+    return str(error.value)
+
+
+def test_a_fourth_shape_is_refused_by_name(buckets: Buckets):
+    batch = buckets.family.make_batch(8, 16)
+    name = "weights"
+    fourth = batch | {name: np.concatenate([batch[name]] * 2)}
+    text = refused(buckets, buckets.state, fourth)
+    old, new = list(batch[name].shape), list(fourth[name].shape)
+    assert f"batch['{name}']: was float32{old}" in text
+    assert f"is float32{new}" in text
+    assert text.count("batch[") == 1
+    assert "step.compile" in text
+    assert "3 bucket(s)" in text
+
+
+def test_another_dtype_is_refused_by_name(buckets: Buckets):
+    batch = buckets.family.make_batch(8, 16)
+    text = refused(buckets, buckets.state, batch | {"weights": batch["weights"].astype(np.int32)})
+    assert "batch['weights']: was float32[8" in text
+    assert "is int32[8" in text
+
+
+def test_another_sharding_of_the_state_is_refused_by_name(buckets: Buckets):
+    path = next(p for p, x in arrays(buckets.state).items() if "fsdp" in str(x.sharding))
+
+    def gather_one(at: Any, x: Any) -> Any:
+        mesh = buckets.step._mesh
+        return jax.device_put(x, sharding.replicated(mesh)) if sharding.keystr(at) == path else x
+
+    state = jtu.tree_map_with_path(gather_one, buckets.state)
+    text = refused(buckets, state, buckets.batches[0])
+    assert f"state.{path}: was" in text
+    assert "fsdp" in text.partition("was")[2].partition(", is")[0]
+    assert "fsdp" not in text.partition(", is")[2].partition("\n")[0]
+
+
+def test_another_structure_is_refused(buckets: Buckets):
+    text = refused(buckets, buckets.state, buckets.batches[0] | {"more": np.zeros(4, np.float32)})
+    assert "another structure" in text
+    assert "more" in text

@@ -1,0 +1,288 @@
+"""zoo.transformer: numbers from an independent forward pass, causality, and every option."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    VOCAB,
+    arrays,
+    drawn_transformer,
+    make_transformer,
+    small_config,
+    token_batch,
+)
+from jaxtyping import Array
+
+from zoo import losses, transformer
+
+KEY = jax.random.key(0)
+
+
+# An independent forward pass
+
+
+def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """One row of a causal RMSNorm, rotary, grouped-query, SwiGLU transformer, head by head."""
+    w = {path: np.asarray(x, np.float64) for path, x in arrays(model).items()}
+    config, length = model.config, len(tokens)
+    size, groups = config.head_size, config.num_heads // config.kv_heads
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        angles = np.arange(length)[:, None] * config.rope_theta ** (
+            -np.arange(size // 2) * 2 / size
+        )
+        z = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * angles)
+        return np.concatenate([z.real, z.imag], -1)
+
+    x = w["embedding.weight"][tokens]
+    for layer in range(config.num_layers):
+        b = {k.removeprefix("blocks."): v[layer] for k, v in w.items() if k.startswith("blocks.")}
+        normed, added = norm(x, b["attention_norm.scale"]), np.zeros_like(x)
+        for head in range(config.num_heads):
+            q = turn(normed @ b["attention.wq"][:, head])
+            k = turn(normed @ b["attention.wk"][:, head // groups])
+            scores = q @ k.T / np.sqrt(size)
+            scores[np.triu_indices(length, 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            mixed = weights @ (normed @ b["attention.wv"][:, head // groups])
+            added += mixed @ b["attention.wo"][head]
+        x = x + added
+        normed = norm(x, b["mlp_norm.scale"])
+        gate = normed @ b["mlp.w_gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (normed @ b["mlp.w_up"])) @ b["mlp.w_down"]
+    return norm(x, w["final_norm.scale"]) @ w["head.weight"]
+
+
+def test_logits_are_those_of_an_independent_forward_pass():
+    # Dropout needs a key, and so is off.
+    options = {"norm_eps": 0.1, "rope_theta": 100.0, "dropout": 0.5}
+    model = drawn_transformer(num_heads=4, num_kv_heads=2, head_dim=6, **options)
+    tokens = token_batch(2, 16)["tokens"]
+    got = eqx.filter_jit(model)(jnp.asarray(tokens))
+    assert got.dtype == jnp.float32
+    for row in range(2):
+        want = numpy_forward(model, tokens[row])
+        np.testing.assert_allclose(got[row], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+# What a position sees
+
+
+def influence(options: dict, **inputs: Any) -> np.ndarray:
+    """How far the logits at t depend on the token at s: float[t, s], of twelve unlike tokens."""
+    model = drawn_transformer(**options)
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    direction = jax.random.normal(KEY, (VOCAB,))
+
+    def outputs(table: Array) -> Array:
+        moved = eqx.tree_at(lambda m: m.embedding.weight, model, table)
+        return (moved(tokens, **inputs)[0] * direction[None]).sum(-1)
+
+    jacobian = jax.jit(jax.jacrev(outputs))(model.embedding.weight)
+    return np.abs(jacobian).max(-1)[:, :12]
+
+
+T, S = np.mgrid[:12, :12]
+SEGMENTS = np.array([1] * 5 + [2] * 4 + [0] * 3)
+SAME = SEGMENTS[T] == SEGMENTS[S]
+
+
+@pytest.mark.parametrize(
+    ("options", "packed", "seen"),
+    [
+        ({}, False, S <= T),
+        ({"positions": "learned", "scan_layers": False}, False, S <= T),
+        ({"causal": False}, False, S >= 0),
+        ({"num_layers": 1, "window": 4}, False, (S <= T) & (T - S < 4)),
+        # Each layer sees three positions further.
+        ({"num_layers": 2, "window": 4}, False, (S <= T) & (T - S < 7)),
+        ({"num_layers": 1, "window": 4, "causal": False}, False, abs(T - S) < 4),
+        ({}, True, (S <= T) & SAME),
+        ({"causal": False}, True, SAME),
+    ],
+    ids=[
+        "decoder",
+        "learned",
+        "encoder",
+        "window",
+        "windows",
+        "two ways",
+        "packed",
+        "bidirectional",
+    ],
+)
+def test_logits_depend_on_the_tokens_they_may_see(options: dict, packed: bool, seen: np.ndarray):
+    inputs = {"segment_ids": jnp.asarray(SEGMENTS, jnp.int32)[None]} if packed else {}
+    found = influence(options, **inputs)
+    assert (found[~seen] == 0).all()
+    assert (found[seen] > 1e-7).all()
+
+
+def test_the_mask_hides_padding():
+    model = drawn_transformer(causal=False)
+    call = eqx.filter_jit(lambda tokens, mask: model(tokens, mask=mask))
+    mask = jnp.arange(8)[None] < 5
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    other = tokens.at[0, 6].set(40)
+    np.testing.assert_array_equal(call(tokens, mask)[:, :5], call(other, mask)[:, :5])
+    assert (call(tokens, mask | True)[:, :5] != call(other, mask | True)[:, :5]).any()
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_positions_restart_where_they_are_told_to(positions: Any):
+    model = drawn_transformer(positions=positions)
+    tokens = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2)[None]
+    segment_ids = jnp.repeat(jnp.array([1, 2], jnp.int32), 6)[None]
+    restarted = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2)[None]
+    call = eqx.filter_jit(model)
+    packed = call(tokens, segment_ids=segment_ids, positions=restarted)
+    np.testing.assert_allclose(packed[:, 6:], packed[:, :6], atol=1e-5)
+    running = call(tokens, segment_ids=segment_ids)
+    # Rotary positions tell distances alone.
+    assert np.allclose(running[:, 6:], packed[:, 6:], atol=1e-4) == (positions == "rotary")
+    assert np.allclose(running[:, :6], packed[:, :6], atol=1e-5)
+
+
+# Options
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "grouped": {"num_kv_heads": 2, "head_dim": 6, "tie_embeddings": True, "qk_norm": True},
+    "biased": {"bias": True, "norm": "layer", "mlp": "gelu", "window": 5, "scan_layers": False},
+    "learned": {"positions": "learned", "max_seq_len": 12, "mlp": "geglu", "norm": "layer"},
+    "capped": {"attention_soft_cap": 5.0, "logit_soft_cap": 3.0, "d_ff": None, "head_dim": None},
+    "encoder": {"causal": False, "bias": True, "attention": "xla", "mlp": "swiglu"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_parameter_learns(name: str):
+    model = drawn_transformer(**OPTIONS[name])
+    batch = jax.tree.map(jnp.asarray, token_batch(4, 12))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    loss = lambda params: losses.next_token(eqx.combine(params, static), batch, None)[0]
+    grads = arrays(jax.jit(jax.grad(loss))(params))
+    assert grads.keys() == arrays(model).keys()
+    for path, grad in grads.items():
+        assert np.isfinite(grad).all(), path
+        layers = np.abs(grad if path.startswith("blocks.") else grad[None])
+        assert (layers.reshape(len(layers), -1).max(1) > 1e-4).all(), path
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_flops_are_six_a_weight_and_those_of_attention(name: str):
+    config = small_config(**OPTIONS[name])
+    shapes = {path: x.shape for path, x in arrays(drawn_transformer(**OPTIONS[name])).items()}
+    weights = [
+        shape
+        for path, shape in shapes.items()
+        if path.rpartition(".")[2] in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+        or path == ("embedding.weight" if config.tie_embeddings else "head.weight")
+    ]
+    # A window of five; or all twelve keys, of which a causal query sees half.
+    keys = {"biased": 5, "encoder": 12}.get(name, 6)
+    attention = 12 * 2 * config.num_heads * config.head_size * keys
+    expected = 6 * sum(map(math.prod, weights)) + attention
+    assert transformer.num_flops_per_token(config, 12) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_first_loss_is_about_the_log_of_the_vocabulary(tied: bool):
+    model = make_transformer(tie_embeddings=tied)(KEY)
+    batch = jax.tree.map(jnp.asarray, token_batch())
+    total, weight, _ = eqx.filter_jit(losses.next_token)(model, batch, None)
+    # Untied logits have a variance of one, which costs half a nat.
+    expected = np.log(VOCAB) + (0 if tied else 0.5)
+    assert float(total / weight) == pytest.approx(expected, abs=0.25)
+
+
+def test_sizes_that_are_not_given():
+    config = transformer.Config(vocab_size=8, d_model=48, num_heads=4)
+    assert (config.head_size, config.kv_heads, config.hidden_size) == (12, 4, 128)
+    assert transformer.Config(vocab_size=8, d_model=48, num_heads=4, mlp="gelu").hidden_size == 192
+
+
+def test_tied_embeddings_are_one_leaf():
+    tied, untied = (arrays(drawn_transformer(tie_embeddings=tied)) for tied in (True, False))
+    assert untied.keys() - tied.keys() == {"head.weight"}
+    assert tied.keys() < untied.keys()
+
+
+def test_each_layer_starts_with_weights_of_its_own():
+    for path, x in arrays(make_transformer()(KEY).blocks).items():
+        if "norm" not in path:
+            assert (x[0] != x[1]).mean() > 0.99, path
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    model = drawn_transformer(dropout=0.3)
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    call = eqx.filter_jit(lambda key: model(tokens, key=key))
+    plain, first, again, other = map(call, (None, *map(jax.random.key, (1, 1, 2))))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).mean() > 0.9
+    assert (first != plain).mean() > 0.9
+
+
+def test_the_logit_cap_bounds_the_logits():
+    x = jax.random.normal(KEY, (1, 3, 32))
+    free, capped = (drawn_transformer(logit_soft_cap=cap).logits(x) for cap in (None, 0.5))
+    assert np.abs(free).max() > 1
+    np.testing.assert_allclose(capped, 0.5 * np.tanh(np.asarray(free) / 0.5), atol=1e-5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "cudnn"}, "attention='cudnn' needs an NVIDIA GPU"),
+        ({"attention": "xla", "attention_soft_cap": 5.0}, "attention_soft_cap=5.0"),
+    ],
+    ids=str,
+)
+def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        drawn_transformer(**options)(jnp.zeros((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0: must be positive"),
+        ({"num_layers": -1}, "num_layers=-1"),
+        ({"num_heads": 5, "head_dim": None}, "num_heads=5 does not divide d_model=32.*head_dim"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
+        ({"head_dim": 5}, "head_dim=5 is odd"),
+        ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"window": 0}, "window=0: must be positive"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_names_its_field(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        small_config(**options)
+
+
+def test_an_unknown_policy_names_its_field():
+    config = small_config()
+    object.__setattr__(config, "remat", "some")  # past the run-time type checker
+    with pytest.raises(ValueError, match=r"remat='some': choose one of .*dots_no_batch"):
+        config.__post_init__()
+
+
+def test_a_sequence_longer_than_learned_positions_is_an_error():
+    model = drawn_transformer(positions="learned", max_seq_len=8)
+    with pytest.raises(ValueError, match="a sequence of 9 is longer than max_seq_len=8"):
+        model(jnp.zeros((1, 9), jnp.int32))
