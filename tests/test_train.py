@@ -51,7 +51,7 @@ class Trained(NamedTuple):
     """Five steps with dropout on one mesh, and what is to be compared."""
 
     losses: list[float]
-    masks: set[int]
+    masks: list[int]
     initial: Any
     placed: dict[str, Any]
     first_state: Any
@@ -71,7 +71,7 @@ MESHES = {
 @functools.cache
 def train_five_steps(family: Family, mesh_name: str) -> Trained:
     spec, rules = MESHES[mesh_name]
-    masks: set[int] = set()
+    masks: list[int] = []
     draw = jax.random.bernoulli
 
     def draw_and_note(key: Array, p: Any, shape: tuple[int, ...]) -> Array:
@@ -79,7 +79,7 @@ def train_five_steps(family: Family, mesh_name: str) -> Trained:
         # Sums of integers are exact in any order.
         factors = jnp.arange(kept.size, dtype=jnp.uint32).reshape(shape) * np.uint32(2654435761)
         checksum = jnp.where(kept, factors, np.uint32(0)).sum(dtype=jnp.uint32)
-        jax.debug.callback(lambda x: masks.add(int(x)), checksum)
+        jax.debug.callback(lambda x: masks.append(int(x)), checksum)
         return kept
 
     with pytest.MonkeyPatch.context() as patch:
@@ -118,8 +118,8 @@ def test_the_mesh_does_not_change_the_losses(one_device: Any, on_mesh: Trained):
 
 def test_the_mesh_does_not_change_the_dropout(one_device: Any, on_mesh: Trained):
     masks = one_device[1].masks
-    assert len(masks) >= 2 * 5  # each layer and each step has its own
-    assert on_mesh.masks == masks
+    assert len(set(masks)) == len(masks) >= 2 * 5  # each layer and each step has its own
+    assert set(on_mesh.masks) == set(masks)
 
 
 def test_the_mesh_does_not_change_the_initialisation(one_device: Any, on_mesh: Trained):
@@ -247,6 +247,27 @@ def test_bf16_multiplies_in_bf16_and_reduces_in_fp32(options: dict):
         assert {dtypes[0] for dtypes in found[name]} == {jnp.dtype("float32")}, name
 
 
+@pytest.mark.parametrize(("precision", "mesh"), [("bf16", "all"), ("fp16", "")])
+def test_training_in_half_precision_follows_fp32(one_device: Any, precision: Any, mesh: str):
+    family, exact = one_device
+    state, step = state_and_step(
+        family.make_model(0.1),
+        family.loss,
+        optimizer=optax.adamw(1e-2),
+        mesh=zoo.make_mesh(MESHES[mesh][0]),
+        precision=precision,
+    )
+    values = []
+    for seed in range(5):
+        state, metrics = step(state, family.make_batch(8, 16, seed))
+        values.append(float(metrics["loss"]))
+    assert int(state.skipped) == 0
+    np.testing.assert_allclose(values, exact.losses, rtol=0.01)
+    assert values != exact.losses
+    stored = arrays((state.model, state.opt_state)).values()
+    assert {x.dtype for x in stored} <= {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
 def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():
     state, step = state_and_step(Line, line_loss, optimizer=optax.adamw(1e-4), precision="bf16")
     before = copy(state.model)
@@ -255,6 +276,7 @@ def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():
     floats = jax.tree.leaves(eqx.filter((state.model, state.opt_state), eqx.is_inexact_array))
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
     assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
+    assert float(metrics["bytes"]) == 2  # a number of the weight that the loss saw
     # Less than bf16 could tell from the weight that there was.
     change = np.abs(np.asarray(state.model.weight) - before.weight)
     assert 0 < change.max() < 2**-9 * np.abs(before.weight).min()
@@ -306,7 +328,11 @@ def line_loss(model: Line, batch: Any, key: Array | None) -> tuple[Array, Array,
     noise = jnp.float32(0) if key is None else jax.random.uniform(key)
     losses = jnp.square((x @ model.weight).astype(jnp.float32)).sum(-1) * batch["factor"]
     weights = batch["weights"]
-    metrics = {"noise": noise * weights.sum(), "twice": 2 * (losses * weights).sum()}
+    metrics = {
+        "noise": noise * weights.sum(),
+        "twice": 2 * (losses * weights).sum(),
+        "bytes": model.weight.dtype.itemsize * weights.sum(),
+    }
     return (losses * weights).sum(), weights.sum(), metrics
 
 
@@ -319,17 +345,19 @@ def line_batch(factor: float = 1.0, rows: int = 8) -> Batch:
     }
 
 
-def test_the_gradient_is_clipped_to_the_global_norm():
-    state, step = state_and_step(Line, line_loss, clip_norm=0.5)
+@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.03), ("fp16", 5e-3)])
+def test_the_gradient_is_clipped_to_the_global_norm(precision: Any, rtol: float):
+    state, step = state_and_step(Line, line_loss, clip_norm=0.5, precision=precision)
     weight, batch = np.array(state.model.weight, np.float64), line_batch()
     x, shares = batch["x"].astype(np.float64), batch["weights"] / batch["weights"].sum()
     expected = 2 * x.T @ (shares[:, None] * (x @ weight))
     norm = np.linalg.norm(expected)
     assert norm > 0.5
     state, metrics = step(state, batch)
-    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
-    np.testing.assert_allclose(state.opt_state.trace.weight, expected * 0.5 / norm, rtol=1e-5)
-    assert float(metrics["loss"]) == pytest.approx(shares @ np.square(x @ weight).sum(1), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=rtol)
+    clipped = expected * 0.5 / norm
+    np.testing.assert_allclose(state.opt_state.trace.weight, clipped, atol=rtol * clipped.max())
+    assert float(metrics["loss"]) == pytest.approx(shares @ np.square(x @ weight).sum(1), rel=rtol)
     assert float(metrics["tokens"]) == batch["weights"].sum()
     assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))
 
@@ -465,4 +493,4 @@ def test_another_sharding_of_the_state_is_refused_by_name(buckets: Buckets):
 def test_another_structure_is_refused(buckets: Buckets):
     text = refused(buckets, buckets.state, buckets.batches[0] | {"more": np.zeros(4, np.float32)})
     assert "another structure" in text
-    assert "more" in text
+    assert "with [\"batch['more']\"] and without []" in text

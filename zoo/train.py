@@ -363,15 +363,17 @@ class CompiledStep:
 
         same_structure = [c for c in self._compiled if c[0] == signature[0]]
         compiled_for = f"compiled for {len(self._compiled)} bucket(s)"
+        paths = _argument_paths(signature[0])
         if not same_structure:
-            [old, *_] = self._compiled
-            return f"{compiled_for}, all of another structure: was {old[0]}, is {signature[0]}"
+            [[old, *_], *_] = self._compiled
+            was, now = set(_argument_paths(old)), set(paths)
+            if was == now:  # what differs is no array
+                return f"{compiled_for}, all of another structure: was {old}, is {signature[0]}"
+            return (
+                f"{compiled_for}, all of another structure: "
+                f"unlike the first, with {sorted(now - was)} and without {sorted(was - now)}"
+            )
         nearest = min(map(changes, same_structure), key=len)
-        names = jax.tree.unflatten(signature[0], range(len(signature) - 1))
-        paths = [
-            ("state", "batch")[p[0].idx] + jtu.keystr(p[1:])
-            for p, _ in jtu.tree_leaves_with_path(names)
-        ]
         lines = [
             f"  {paths[i]}: was {describe(old)}, is {describe(new)}" for i, old, new in nearest
         ]
@@ -381,3 +383,12 @@ class CompiledStep:
             + [f"  … and {len(lines) - 8} more"] * (len(lines) > 8)
             + ["Pad to a bucket, or announce the shape first: step.compile(state, batch)"]
         )
+
+
+def _argument_paths(structure: Any) -> list[str]:
+    """The name of each leaf of a step's arguments, such as batch['tokens']."""
+    names = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [
+        ("state", "batch")[path[0].idx] + jtu.keystr(path[1:])
+        for path, _ in jtu.tree_leaves_with_path(names)
+    ]

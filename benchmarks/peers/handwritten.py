@@ -1,0 +1,239 @@
+"""The same maths in plain jax.numpy, without any model library, tuned as well as we can.
+
+What makes it fast on CPU, each measured alone (README.md has the numbers):
+layers unrolled, products of 2-D operands in fp32, products in bf16 that return fp32, custom
+gradients for attention, norm and GELU, attention in two chunks of queries with its probabilities
+recomputed, rotary positions by a roll, donation. On GPU: cuDNN's attention, plain bf16 products.
+
+Legend of suffixes: B batch, T queries, S keys, N heads, H head size, D features.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from benchmarks.peers import common, xla
+from benchmarks.peers.common import Built, Precision, Remat, Shape
+
+NUM_CHUNKS = 2
+Tables = tuple[Array, Array]
+
+
+def _einsum32(formula: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
+
+
+def product(x_BTD: Array, w: Array) -> Array:
+    """x @ w over fp32 master weights, in x's dtype."""
+    if x_BTD.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        return _cpu_bf16_product(x_BTD, w)
+    # Without the reshape, autodiff's weight gradient comes out transposed: 1.35 times the step.
+    y = x_BTD.reshape(-1, x_BTD.shape[-1]) @ w.astype(x_BTD.dtype)
+    return y.reshape(*x_BTD.shape[:-1], -1)
+
+
+# XLA for CPU uses the bf16 instructions only in products of bf16 that return fp32, and in a
+# weight gradient only where two contracted axes force a transpose in memory.
+@jax.custom_vjp
+def _cpu_bf16_product(x: Array, w: Array) -> Array:
+    return _cpu_bf16_product_forward(x, w)[0]
+
+
+def _cpu_bf16_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    w16 = w.astype(x.dtype)
+    return _einsum32("btk,km->btm", x, w16).astype(x.dtype), (x, w16)
+
+
+def _cpu_bf16_product_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, w16 = residuals
+    dx = _einsum32("btm,km->btk", g, w16).astype(x.dtype)
+    return dx, _einsum32("btk,btm->km", x, g)
+
+
+_cpu_bf16_product.defvjp(_cpu_bf16_product_forward, _cpu_bf16_product_backward)
+
+
+@jax.custom_vjp
+def norm(x: Array, scale: Array) -> Array:
+    """RMSNorm, reduced in fp32."""
+    return _norm_forward(x, scale)[0]
+
+
+def _norm_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + common.NORM_EPS)
+    return (x32 * inverse * scale).astype(x.dtype), (x, scale, inverse)
+
+
+def _norm_backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array]:
+    x, scale, inverse = residuals
+    g32, normed = g.astype(jnp.float32), x.astype(jnp.float32) * inverse
+    scaled = g32 * scale
+    dx = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdims=True))
+    return dx.astype(x.dtype), (g32 * normed).sum((0, 1))
+
+
+norm.defvjp(_norm_forward, _norm_backward)
+
+
+@jax.custom_vjp
+def gelu(x: Array) -> Array:
+    """GELU by the tanh approximation."""
+    return _gelu_forward(x)[0]
+
+
+def _gelu_tanh(x32: Array) -> Array:
+    return jnp.tanh(math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32 * x32 * x32))
+
+
+def _gelu_forward(x: Array) -> tuple[Array, Array]:
+    x32 = x.astype(jnp.float32)
+    return (0.5 * x32 * (1 + _gelu_tanh(x32))).astype(x.dtype), x
+
+
+def _gelu_backward(x: Array, g: Array) -> tuple[Array]:
+    x32 = x.astype(jnp.float32)
+    tanh = _gelu_tanh(x32)
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x32 * x32)
+    derivative = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * slope
+    return ((g.astype(jnp.float32) * derivative).astype(x.dtype),)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def rotary_tables(shape: Shape) -> Tables:
+    """Cosines and signed sines, fp32[seq, 1, head_dim], for `rotate`."""
+    frequency = common.ROPE_THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
+    angles = jnp.arange(shape.seq_len)[:, None, None] * frequency
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+
+
+def rotate(x_BTNH: Array, tables: Tables) -> Array:
+    cos, sin = tables
+    x32 = x_BTNH.astype(jnp.float32)
+    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, -1) * sin).astype(x_BTNH.dtype)
+
+
+def _logits(q: Array, k: Array, start: int, heads: str) -> Array:
+    """Masked logits of the queries from `start`, fp32[B, N, T, S]."""
+    logits = _einsum32(f"{heads},{_keys(heads)}->bnts", q, k) * q.shape[-1] ** -0.5
+    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, logits.shape[2:], axis) for axis in (0, 1))
+    return jnp.where(queries + start >= keys, logits, -1e30)
+
+
+def _keys(heads: str) -> str:
+    return heads.replace("t", "s")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attend(q: Array, k: Array, v: Array, start: int, heads: str) -> Array:
+    """Causal attention of the queries from `start`; `heads` is the axes' order, bnth or btnh."""
+    return _attend_forward(q, k, v, start, heads)[0]
+
+
+def _attend_forward(q: Array, k: Array, v: Array, start: int, heads: str) -> tuple[Array, tuple]:
+    logits = _logits(q, k, start, heads)
+    top = logits.max(-1, keepdims=True)
+    exponentials = jnp.exp(logits - top)
+    total = exponentials.sum(-1, keepdims=True)
+    weights = (exponentials / total).astype(v.dtype)
+    out = _einsum32(f"bnts,{_keys(heads)}->{heads}", weights, v).astype(q.dtype)
+    return out, (q, k, v, out, top + jnp.log(total))
+
+
+def _attend_backward(start: int, heads: str, residuals: tuple, g: Array) -> tuple:
+    q, k, v, out, log_total = residuals
+    weights = jnp.exp(_logits(q, k, start, heads) - log_total)
+    dweights = _einsum32(f"{heads},{_keys(heads)}->bnts", g, v)
+    # The sum over keys of weights times their gradients, from the smaller arrays.
+    mean = jnp.einsum(f"{heads},{heads}->bnt", g.astype(jnp.float32), out.astype(jnp.float32))
+    dlogits = (weights * (dweights - mean[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+    dq = _einsum32(f"bnts,{_keys(heads)}->{heads}", dlogits, k)
+    dk = _einsum32(f"bnts,{heads}->{_keys(heads)}", dlogits, q)
+    dv = _einsum32(f"bnts,{heads}->{_keys(heads)}", weights.astype(q.dtype), g)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attention(q_BTD: Array, k_BTD: Array, v_BTD: Array, tables: Tables, shape: Shape) -> Array:
+    """Causal self-attention with rotary positions, [batch, seq, d_model]."""
+    split = (*q_BTD.shape[:2], shape.num_heads, shape.head_dim)
+    q, k, v = (x.reshape(split) for x in (q_BTD, k_BTD, v_BTD))
+    q, k = rotate(q, tables), rotate(k, tables)
+    if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16:
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    elif q.dtype == jnp.float32:  # whose products are faster with the heads outside
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+        out = _chunked(q, k, v, "bnth").transpose(0, 2, 1, 3)
+    else:
+        out = _chunked(q, k, v, "btnh")
+    return out.reshape(q_BTD.shape)
+
+
+def _chunked(q: Array, k: Array, v: Array, heads: str) -> Array:
+    """A chunk of queries sees only the keys up to its end; the chunks run side by side."""
+    axis = heads.index("t")
+    size = q.shape[axis] // NUM_CHUNKS
+    outs = []
+    for start in range(0, q.shape[axis], size):
+        queries = jax.lax.slice_in_dim(q, start, start + size, axis=axis)
+        seen = (jax.lax.slice_in_dim(x, 0, start + size, axis=axis) for x in (k, v))
+        outs.append(_attend(queries, *seen, start, heads))
+    return jnp.concatenate(outs, axis)
+
+
+def block(x: Array, layer: dict[str, Array], tables: Tables, shape: Shape) -> Array:
+    normed = norm(x, layer["attention_norm"])
+    q, k, v = (product(normed, layer[name]) for name in ("wq", "wk", "wv"))
+    x = x + product(attention(q, k, v, tables, shape), layer["wo"])
+    hidden = gelu(product(norm(x, layer["mlp_norm"]), layer["w_up"]))
+    return x + product(hidden, layer["w_down"])
+
+
+def mean_loss(params: dict, batch: tuple[Array, Array], shape: Shape, dtype: type) -> Array:
+    tokens, targets = batch
+    x = params["embedding"][tokens].astype(dtype)
+    tables = rotary_tables(shape)
+    run = functools.partial(block, tables=tables, shape=shape)
+    if isinstance(params["layers"], dict):  # stacked, for remat: unrolled, XLA undoes it
+        body = jax.checkpoint(run, prevent_cse=False)
+        x, _ = jax.lax.scan(lambda x, layer: (body(x, layer), None), x, params["layers"])
+    else:
+        for layer in params["layers"]:
+            x = run(x, layer)
+    logits = product(norm(x, params["final_norm"]), params["head"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def init(shape: Shape, remat: Remat) -> dict:
+    given = {name: jnp.asarray(w) for name, w in common.weights(shape).items()}
+    outer = {name: given.pop(name) for name in ("embedding", "head")}
+    ones = jnp.ones((shape.num_layers, shape.d_model))
+    stacked = {**given, "attention_norm": ones, "mlp_norm": ones.copy()}
+    unstacked = [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(shape.num_layers)]
+    layers = stacked if remat == "full" else unstacked
+    return {**outer, "layers": layers, "final_norm": jnp.ones(shape.d_model)}
+
+
+def build(shape: Shape, precision: Precision, remat: Remat) -> Built:
+    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
+    optimizer = xla.clipped_optimizer()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: tuple, batch: tuple) -> tuple[tuple, Array]:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(mean_loss)(params, batch, shape, dtype)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    params = init(shape, remat)
+    state, batch = (params, optimizer.init(params)), jax.device_put(common.token_batch(shape))
+    return xla.compiled(lambda: step.lower(state, batch), state, batch, precision)

@@ -1,0 +1,87 @@
+"""Tables of measurements: on the terminal, as markdown, and with where they come from."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+Value = str | float | int | None
+LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "torch", "numpy")
+
+
+@dataclass
+class Table:
+    """Rows of the same columns; `notes` say what was skipped, and `failures` what is wrong."""
+
+    title: str
+    rows: list[dict[str, Value]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def print(self) -> None:
+        grid = RichTable(title=self.title, title_justify="left")
+        for column in self._columns():
+            grid.add_column(column, justify="left" if column == "peer" else "right")
+        for row in self.rows:
+            grid.add_row(*map(_format, row.values()))
+        console = Console(width=120)
+        console.print(grid, *self.notes, *(f"[red]{failure}[/]" for failure in self.failures))
+
+    def markdown(self) -> str:
+        columns = self._columns()
+        lines = [columns, [":--", *["--:"] * (len(columns) - 1)]]
+        lines += [[*map(_format, row.values())] for row in self.rows]
+        grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([f"## {self.title}", grid, *self.notes, *self.failures]) + "\n"
+
+    def _columns(self) -> list[str]:
+        return list(self.rows[0]) if self.rows else []
+
+
+def _format(value: Value) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def provenance() -> dict[str, str]:
+    """The hardware and the versions that a measurement was made with."""
+    versions = {}
+    for library in LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            versions[library] = "not installed"
+    return {
+        "hardware": hardware(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def hardware() -> str:
+    """The GPUs if there are any, and the processor with its number of usable cores."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError):
+        gpus = []
+    return ", ".join([*filter(None, gpus), f"{_processor()}, {os.cpu_count()} cores"])
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    name = fields.get("model name", platform.machine())
+    wanted = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
+    features = sorted(wanted & set(fields.get("flags", "").split()))
+    return f"{name} ({', '.join(features)})" if features else name

@@ -1,0 +1,75 @@
+"""Time the zoo side by side with its peers, and keep the results.
+
+python -m benchmarks.run transformer
+
+Without names, all of the benchmarks run. The tables are printed, and saved as JSON and markdown
+under benchmarks/results/.
+"""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+import benchmarks.recipe
+import benchmarks.transformer
+from benchmarks.report import Table, provenance
+from benchmarks.timing import Timing
+
+
+@dataclass(frozen=True)
+class Config:
+    """Time the zoo side by side with its peers, and keep the results."""
+
+    names: Annotated[
+        tuple[Literal["transformer", "startup", "pipeline"], ...], tyro.conf.Positional
+    ] = ("transformer", "startup", "pipeline")
+    """Benchmarks to run."""
+    results: Path = Path(__file__).parent / "results"
+    """Folder of the results."""
+    timing: Timing = field(default_factory=Timing)
+    transformer: benchmarks.transformer.Options = field(
+        default_factory=benchmarks.transformer.Options
+    )
+
+
+BENCHMARKS: dict[str, Callable[[Config], list[Table]]] = {
+    "transformer": lambda config: benchmarks.transformer.measure(config.transformer, config.timing),
+    "startup": lambda config: benchmarks.recipe.measure_startup(),
+    "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
+}
+
+
+def main(config: Config) -> None:
+    """Run, print, save; exit with 1 if peers that should agree do not."""
+    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
+    source = {"command": command, "date": date.today().isoformat(), **provenance()}
+    failed = False
+    for name in config.names:
+        tables = BENCHMARKS[name](config)
+        save(name, tables, source, config.results)
+        failed |= any(table.failures for table in tables)
+    sys.exit(failed)
+
+
+def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> None:
+    """Write <date>-<name>-<hardware>.json and .md."""
+    hardware = re.sub(r"\W+", "-", re.sub(r"\(.*?\)", "", source["hardware"])).strip("-").lower()
+    stem = folder / f"{source['date']}-{name}-{hardware}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**source, "tables": [asdict(table) for table in tables]}
+    stem.with_name(stem.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
+    header = "\n".join(f"- {key}: {value}" for key, value in source.items())
+    body = "\n".join(table.markdown() for table in tables)
+    stem.with_name(stem.name + ".md").write_text(f"# {name}\n\n{header}\n\n{body}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

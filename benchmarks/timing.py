@@ -1,0 +1,132 @@
+"""Peers in processes of their own, timed in turn."""
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from benchmarks.peers.common import Precision, Remat, Shape
+
+PAUSE_SECONDS = 0.2  # in which the thread pool of the peer before falls asleep
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A module of benchmarks.peers, with what its `build` takes beyond shape and precision."""
+
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How peers are timed in turn."""
+
+    rounds: int = 7
+    """Rounds; in each, every peer has one turn."""
+    turn_seconds: float = 2.0
+    """Length of a turn, in whole steps."""
+    huge_pages: bool = True
+    """Let malloc use transparent huge pages, for all peers alike (Linux)."""
+
+
+class SkippedError(Exception):
+    """A peer cannot run here; the message says why."""
+
+
+class Worker:
+    """The process of a peer: built and warmed up when it is made.
+
+    Raises:
+        SkippedError: the peer's library is missing, or it failed; with its error's last line.
+    """
+
+    def __init__(
+        self, peer: Peer, shape: Shape, precision: Precision, remat: Remat, timing: Timing
+    ):
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # peers share a GPU
+        if timing.huge_pages:
+            environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed on exit
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker"],
+            cwd=Path(__file__).parents[1],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        request = {"shape": asdict(shape), "precision": precision, "remat": remat, **asdict(peer)}
+        try:
+            self.setup = self._ask(request)
+        except SkippedError:
+            self.__exit__(None, None, None)
+            raise
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Seconds a step, and seconds of all its threads' processor time, over that many steps."""
+        answer = self._ask({"num_steps": num_steps})
+        return answer["seconds"] / num_steps, answer["cpu_seconds"] / num_steps
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        raise SkippedError(lines[-1] if lines else f"exit code {self._process.returncode}")
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # the end of its requests ends it
+        self._process.wait()
+        self._errors.close()
+
+
+class Turns(NamedTuple):
+    """A peer's seconds a step, one for each round."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+
+
+def interleave(workers: Mapping[str, Worker], timing: Timing) -> dict[str, Turns]:
+    """Time each worker once a round, in turn."""
+    turns = {name: Turns([], []) for name in workers}
+    for _ in range(timing.rounds):
+        for name, worker in workers.items():
+            time.sleep(PAUSE_SECONDS)
+            num_steps = max(1, round(timing.turn_seconds / worker.setup["step_seconds"]))
+            seconds, cpu_seconds = worker.run(num_steps)
+            turns[name].seconds.append(seconds)
+            turns[name].cpu_seconds.append(cpu_seconds)
+    return turns
+
+
+def median_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
+    """The median of the ratios within each round: what slows a round slows both."""
+    return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))

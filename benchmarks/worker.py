@@ -1,0 +1,90 @@
+"""The process of one peer: it builds it, takes its first steps, then times steps on demand.
+
+It reads one JSON request a line, and answers each with one JSON line. `timing.Worker` starts it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.common import Built, Shape
+
+WARMUP_STEPS = 5
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    requests = map(json.loads, sys.stdin)
+    built, setup = _set_up(next(requests))
+    answer(**setup)
+    state = built.state
+    for request in requests:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for _ in range(request["num_steps"]):
+            state, loss = built.step(state, built.batch)
+        float(loss)  # waits for the device
+        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu_start)
+
+
+def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
+    module = importlib.import_module(f"benchmarks.peers.{request['module']}")
+    shape = Shape(**request["shape"])
+    before = _resident_bytes("VmRSS")
+    built = module.build(shape, request["precision"], request["remat"], **request["options"])
+    state, losses, seconds = built.state, [], []
+    for index in range(WARMUP_STEPS):
+        if index == 1:
+            _forget_peak()
+        start = time.perf_counter()
+        state, loss = built.step(state, built.batch)
+        losses.append(float(loss))
+        seconds.append(time.perf_counter() - start)
+    typical, compile_seconds = statistics.median(seconds[1:]), built.compile_seconds
+    kind, device_peak = _accelerator()
+    return built._replace(state=state), {
+        "losses": losses,
+        "step_seconds": typical,
+        "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
+        "planned_bytes": built.planned_bytes,
+        "peak_bytes": device_peak or _resident_bytes("VmHWM") - before,
+        "accelerator": kind,
+    }
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS, the memory of this process now, or VmHWM, its high-water mark."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def _forget_peak() -> None:
+    """Lower the high-water mark to now, because compiling has raised it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _accelerator() -> tuple[str | None, int | None]:
+    """The accelerator's name and the peak of its memory since the start; nothing on CPU."""
+    if torch := sys.modules.get("torch"):
+        if not torch.cuda.is_available():
+            return None, None
+        return torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
+    device = sys.modules["jax"].devices()[0]
+    if device.platform == "cpu":
+        return None, None
+    return device.device_kind, device.memory_stats()["peak_bytes_in_use"]
+
+
+if __name__ == "__main__":
+    main()
