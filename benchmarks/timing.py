@@ -120,7 +120,7 @@ def interleave(workers: Mapping[str, Worker], timing: Timing) -> dict[str, Turns
     for _ in range(timing.rounds):
         for name, worker in workers.items():
             time.sleep(PAUSE_SECONDS)
-            num_steps = max(1, round(timing.turn_seconds / worker.setup["step_seconds"]))
+            num_steps = max(2, round(timing.turn_seconds / worker.setup["step_seconds"]))
             seconds, cpu_seconds = worker.run(num_steps)
             turns[name].seconds.append(seconds)
             turns[name].cpu_seconds.append(cpu_seconds)

@@ -22,7 +22,8 @@ class Family(NamedTuple):
 
     `make_model(dropout)` gives what `init_state` takes. `make_batch(rows, size, seed)` gives rows
     of unequal weight, `size` being the length of a sequence. `pad` puts a batch into a larger
-    bucket. `is_sequence` families take token batches.
+    bucket. `is_sequence` families take token batches. `num_masks` is how many dropout masks a
+    step draws.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Family(NamedTuple):
     pad: Callable[[Batch], Batch]
     loss: Callable[..., Any]
     is_sequence: bool
+    num_masks: int
 
 
 def small_config(**changes: Any) -> transformer.Config:
@@ -88,6 +90,7 @@ FAMILIES = [
         pad_tokens,
         losses.next_token,
         is_sequence=True,
+        num_masks=1 + 2 * 2,  # the embedding's, and two in each layer
     ),
 ]
 
