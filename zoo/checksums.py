@@ -56,12 +56,13 @@ def _read(folder: Path) -> dict:
 
 def _problem(folder: Path, name: str, wanted: dict) -> str | None:
     path = folder / name
-    if not path.is_file():
+    try:
+        if (size := path.stat().st_size) != wanted["bytes"]:
+            return f"{name} has {size} bytes instead of {wanted['bytes']}"
+        if _sha256(path) != wanted["sha256"]:
+            return f"{name} is damaged: its SHA-256 is not the one written with it"
+    except (FileNotFoundError, IsADirectoryError):
         return f"{name} is missing"
-    if (size := path.stat().st_size) != wanted["bytes"]:
-        return f"{name} has {size} bytes instead of {wanted['bytes']}"
-    if _sha256(path) != wanted["sha256"]:
-        return f"{name} is damaged: its SHA-256 is not the one written with it"
     return None
 
 

@@ -378,7 +378,7 @@ def _write_entry(entry: Path, corpus: Corpus) -> None:
         fields = ("num_bytes", "vocab_size", "names")
         (new / "corpus.json").write_text(json.dumps({f: getattr(corpus, f) for f in fields}))
         checksums.write(new)
-        with contextlib.suppress(FileNotFoundError):
-            entry.rename(old)  # a damaged one, or what another process has just written
-        with contextlib.suppress(OSError):
-            new.rename(entry)  # refused only if another process was faster
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if entry.exists() and checksums.problems(entry):
+                entry.rename(old)
+            new.rename(entry)  # refused where another process was faster
