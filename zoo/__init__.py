@@ -1,7 +1,10 @@
 """A model zoo of sharded reference models in Equinox and JAX."""
 
+from zoo import ensemble as ensemble
 from zoo import losses as losses
+from zoo import mlp as mlp
 from zoo import optimizers as optimizers
+from zoo import rnn as rnn
 from zoo import sharding as sharding
 from zoo import text as text
 from zoo import transformer as transformer

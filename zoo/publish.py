@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from zoo import checksums, sharding
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
-FAMILIES = ("zoo.transformer.Transformer",)
+FAMILIES = ("zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
 
 

@@ -1,0 +1,208 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
+from zoo.ensemble import Ensemble
+from zoo.train import init_state, make_train_step
+
+KEY = jax.random.key(0)
+NUM_MEMBERS = 4
+TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 16)
+POINTS = jax.random.normal(jax.random.key(2), (8, 4))
+
+
+def make_mlp(key, **changes):
+    config = mlp.Config(in_size=4, out_size=3, hidden_size=8, num_layers=2, **changes)
+    return mlp.MLP(config, key=key)
+
+
+def make_rnn(key):
+    return rnn.RNN(rnn.Config(vocab_size=16, hidden_size=8, num_layers=1), key=key)
+
+
+def make_transformer(key):
+    config = transformer.Config(vocab_size=16, d_model=8, num_layers=2, num_heads=2)
+    return transformer.Transformer(config, key=key)
+
+
+FAMILIES = [(make_mlp, POINTS), (make_rnn, TOKENS), (make_transformer, TOKENS)]
+
+
+def loss_fn(model, batch, key):
+    total, weight = losses.cross_entropy(model(batch["x"], key=key), batch["y"], batch["weights"])
+    return total, weight, {}
+
+
+def make_batch(x=POINTS) -> dict[str, np.ndarray]:
+    shape = (8,) if x.ndim == 2 and x.dtype == jnp.float32 else (8, 6)
+    return {
+        "x": np.asarray(x),
+        "y": np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % 3,
+        "weights": np.linspace(0.1, 1, np.prod(shape), dtype=np.float32).reshape(shape),
+    }
+
+
+@pytest.mark.parametrize(("make_model", "x"), FAMILIES, ids=["mlp", "rnn", "transformer"])
+def test_members_are_born_and_called_as_each_alone(make_model, x):
+    model = eqx.filter_jit(lambda key: Ensemble(make_model, NUM_MEMBERS, key=key))(KEY)
+    call = eqx.filter_jit(lambda model: model(x))
+    make_one = eqx.filter_jit(make_model)
+    outputs = call(model)
+    assert model.num_members == NUM_MEMBERS
+    assert outputs.shape[0] == NUM_MEMBERS
+    for i, key in enumerate(jax.random.split(KEY, NUM_MEMBERS)):
+        np.testing.assert_allclose(outputs[i], call(make_one(key)), atol=1e-5)
+        np.testing.assert_allclose(outputs[i], call(model[i]), atol=1e-5)
+
+
+# SGD sees the scale of a gradient; the others' clip bites, and is each member's own.
+OPTIMIZERS = {"sgd": optax.sgd(0.1)} | {
+    name: optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optimizers.make_optimizer(optimizers.Config(name=name, learning_rate=0.02), steps=3),
+    )
+    for name in ("adamw", "adafactor", "muon")
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sgd", "adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon"))],
+)
+def test_members_train_as_each_alone(name):
+    optimizer = OPTIMIZERS[name]
+
+    def train(state, step):
+        history = []
+        for _ in range(3):
+            state, metrics = step(state, make_batch())
+            history.append(float(metrics["loss"]))
+        return state.model, history
+
+    def make_step(loss, optimizer):
+        return make_train_step(loss, optimizer, precision="fp32", clip_norm=None)
+
+    own = ensemble.per_member(optimizer)
+    state = init_state(lambda key: Ensemble(make_mlp, NUM_MEMBERS, key=key), own, key=KEY)
+    members = [state.model[i] for i in range(NUM_MEMBERS)]
+    together, history = train(state, make_step(ensemble.member_loss(loss_fn), own))
+    step, histories = make_step(loss_fn, optimizer), []
+    for i, member in enumerate(members):
+        state = init_state(lambda _, member=member: member, optimizer, key=KEY)
+        alone, history_alone = train(state, step)
+        histories.append(history_alone)
+        for a, b in zip(jax.tree.leaves(together[i]), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(history, np.mean(histories, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("make_model", "x"), FAMILIES[:2], ids=["mlp", "rnn"])
+def test_a_mesh_shards_members_and_changes_nothing(make_model, x):
+    model = Ensemble(make_model, NUM_MEMBERS, key=KEY)
+    mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
+    placed = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
+    for leaf in jax.tree.leaves(eqx.filter(placed, eqx.is_array)):
+        assert leaf.sharding.shard_shape(leaf.shape)[0] == NUM_MEMBERS // 2
+    batch = jax.tree.map(jnp.asarray, make_batch(x))
+
+    def gradient(model):
+        loss = lambda model: ensemble.member_loss(loss_fn)(model, batch, KEY)[0]
+        return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+
+    with sharding.use(mesh):
+        sharded = gradient(placed)
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(gradient(model)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_members_on_the_tensor_axis_send_nothing_to_each_other():
+    mesh = sharding.make_mesh("tensor=4")
+    optimizer = ensemble.per_member(optax.sgd(0.01))
+    make_model = lambda key: Ensemble(make_rnn, NUM_MEMBERS, key=key)
+    state = init_state(make_model, optimizer, key=KEY, mesh=mesh)
+    loss = ensemble.member_loss(loss_fn)
+    step = make_train_step(loss, optimizer, mesh=mesh, precision="fp32", clip_norm=None)
+    text = step.lower(state, make_batch(TOKENS)).compiled.as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    assert "collective-permute" not in text
+
+
+def test_the_rule_of_members_can_be_another():
+    rules = {**sharding.RULES, "member": "data", "batch": "fsdp"}
+    mesh = sharding.make_mesh("data=4,fsdp=2")
+    model = Ensemble(make_mlp, NUM_MEMBERS, key=KEY)
+    names = sharding.shardings(eqx.filter(model, eqx.is_array), mesh, rules)
+    assert names.members.first.linear.bias.shard_shape((4, 8)) == (1, 4)
+    with sharding.use(mesh, rules):
+        outputs = eqx.filter_jit(lambda model: model(POINTS))(eqx.filter_shard(model, names))
+    assert outputs.sharding.shard_shape(outputs.shape) == (1, 4, 3)
+    np.testing.assert_allclose(outputs, model(POINTS), atol=1e-5)
+
+
+def test_weight_decay_sees_matrices_through_the_stack():
+    names = sharding.logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
+    direction = names.layers[0].directions[0]
+    assert direction.weight_ih == ("member", "embed", "gates", "hidden")
+    assert sharding.is_matrix(direction.weight_ih)
+    assert not sharding.is_matrix(direction.bias)
+    assert not sharding.is_matrix(names.head.bias)
+    stacked = sharding.logical_axes(Ensemble(make_transformer, NUM_MEMBERS, key=KEY)).members
+    assert stacked.blocks.mlp.w_up == ("member", None, "embed", "mlp")
+
+
+def test_mean_and_spread():
+    samples = jnp.asarray([[1.0, 2.0], [3.0, 2.0]])
+    mean, spread = ensemble.summarize(samples)
+    np.testing.assert_allclose(mean, [2.0, 2.0])
+    np.testing.assert_allclose(spread, [1.0, 0.0])
+
+
+def test_dropout_samples_are_calls_with_keys():
+    model = make_mlp(KEY, dropout=0.5)
+    call = eqx.filter_jit(lambda key: model(POINTS, key=key))
+    samples = jax.jit(lambda key: ensemble.sample_dropout(model, POINTS, num_samples=5, key=key))(
+        KEY
+    )
+    assert samples.shape == (5, 8, 3)
+    for sample, key in zip(samples, jax.random.split(KEY, 5), strict=True):
+        np.testing.assert_allclose(sample, call(key), atol=1e-5)
+    assert ensemble.summarize(samples).spread.min() > 0
+
+
+def test_dropout_differs_between_members():
+    same = jax.random.split(KEY, 1)[0]
+    model = Ensemble(lambda key: make_mlp(same, dropout=0.5), NUM_MEMBERS, key=KEY)
+    call = eqx.filter_jit(lambda key: model(POINTS, key=key))
+    plain, dropped = call(None), call(KEY)
+    np.testing.assert_allclose(plain[0], plain[1], atol=1e-6)
+    assert not np.allclose(dropped[0], dropped[1])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "x", "mesh"),
+    [(make_mlp, POINTS, ""), (make_rnn, TOKENS, "data=2,fsdp=2,tensor=2")],
+    ids=["mlp", "rnn"],
+)
+def test_gradients_of_examples_are_those_of_batches_of_one(make_model, x, mesh):
+    model, batch = make_model(KEY), jax.tree.map(jnp.asarray, make_batch(x))
+    with sharding.use(sharding.make_mesh(mesh)):
+        row_losses, gradients = eqx.filter_jit(ensemble.per_example(loss_fn))(model, batch, KEY)
+    gradient_of = eqx.filter_jit(
+        eqx.filter_value_and_grad(lambda model, batch: loss_fn(model, batch, None)[0])
+    )
+    for row in (0, 5):
+        loss, gradient = gradient_of(model, jax.tree.map(lambda a, i=row: a[i : i + 1], batch))
+        np.testing.assert_allclose(row_losses[row], loss, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(a[row], b, atol=1e-5)
+    np.testing.assert_allclose(row_losses.sum(), gradient_of(model, batch)[0], rtol=1e-5)
+
+
+def test_no_member_is_an_error():
+    with pytest.raises(ValueError, match="num_members=0"):
+        Ensemble(make_mlp, 0, key=KEY)

@@ -1,0 +1,198 @@
+import dataclasses
+import functools
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo import losses, mlp, sharding
+from zoo.train import make_eval_step
+
+KEY = jax.random.key(0)
+
+
+def make(**changes) -> mlp.MLP:
+    sizes = {"in_size": 12, "out_size": 5, "hidden_size": 32, "num_layers": 3}
+    return mlp.MLP(mlp.Config(**{**sizes, **changes}), key=KEY)
+
+
+def inputs() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)
+
+
+def loss_fn(model, batch, key):
+    total, weight = losses.cross_entropy(
+        model(batch["x"], key=key), batch["targets"], batch["weights"]
+    )
+    return total, weight, {}
+
+
+def make_batch() -> dict[str, jax.Array]:
+    targets = jnp.arange(8, dtype=jnp.int32) % 5
+    return {"x": inputs(), "targets": targets, "weights": jnp.linspace(0.5, 1, 8)}
+
+
+def test_a_plain_mlp_is_the_formula():
+    model = make(activation="tanh", norm="none", num_layers=4)
+    h = inputs()
+    up, down = (jax.tree.map(lambda x: x[0], b) for b in (model.blocks.up, model.blocks.down))
+    for layer in (model.first, up, down, model.last):
+        h = jnp.tanh(h @ layer.linear.weight + layer.linear.bias[None])
+    expected = h @ model.head.weight + model.head.bias[None]
+    np.testing.assert_allclose(model(inputs()), expected, atol=1e-5)
+
+
+def test_a_residual_mlp_is_the_formula():
+    model = make(activation="relu", residual=True, norm="none", num_layers=2)
+    first, blocks = model.first.linear, model.blocks
+    h = jax.nn.relu(inputs() @ first.weight + first.bias[None])
+    for i in range(2):
+        up = jax.nn.relu(h @ blocks.w_up[i] + blocks.b_up[i][None])
+        h = h + up @ blocks.w_down[i] + blocks.b_down[i][None]
+    np.testing.assert_allclose(
+        model(inputs()), h @ model.head.weight + model.head.bias[None], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 1},
+        {"num_layers": 2, "activation": "relu", "norm": "layer"},
+        {"activation": "silu", "norm": "rms", "dropout": 0.3, "remat": "full", "num_layers": 4},
+        {"residual": True, "num_layers": 1},
+        {"residual": True, "norm": "layer", "dropout": 0.3, "remat": "dots", "activation": "tanh"},
+    ],
+    ids=["one", "two", "four", "block", "blocks"],
+)
+def test_every_option_gives_each_parameter_a_gradient(changes):
+    loss = eqx.filter_jit(eqx.filter_grad(lambda m: (m(inputs(), key=KEY) ** 2).sum()))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(loss(make(**changes))):
+        assert np.isfinite(leaf).all(), sharding.keystr(path)
+        assert np.abs(leaf).max() > 0, sharding.keystr(path)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_remat_changes_the_memory_and_not_the_gradient(residual):
+    sizes = {"num_layers": 15, "residual": residual, "norm": "layer"}
+
+    def gradient(remat):
+        model = make(remat=remat, **sizes)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        x = jnp.tile(inputs(), (32, 1))
+
+        def loss(arrays):
+            return (eqx.combine(arrays, static)(x, key=KEY) ** 2).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
+        return compiled(arrays), compiled.memory_analysis().temp_size_in_bytes
+
+    plain, plain_bytes = gradient("none")
+    recomputed, fewer_bytes = gradient("full")
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert fewer_bytes < 0.8 * plain_bytes
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    model = make(dropout=0.5, num_layers=1)
+    call = eqx.filter_jit(lambda key: model(inputs(), key=key))
+    np.testing.assert_array_equal(call(KEY), call(KEY))
+    assert not np.allclose(call(KEY), call(jax.random.key(3)))
+    np.testing.assert_allclose(call(None), make(num_layers=1)(inputs()), atol=1e-5)
+
+
+def test_each_layer_draws_a_mask_of_its_own():
+    sizes = {"in_size": 64, "hidden_size": 64, "out_size": 64, "num_layers": 5}
+    model = make(dropout=0.5, activation="relu", **sizes)
+    # Layers that copy: a feature comes through if no mask drops it.
+    copying = jax.tree.map(
+        lambda x: jnp.broadcast_to(jnp.eye(64), x.shape) if x.shape[-2:] == (64, 64) else 0 * x,
+        eqx.filter(model, eqx.is_array),
+    )
+    outputs = eqx.combine(copying, model)(jnp.ones((64, 64)), key=KEY)
+    assert 0.02 < (outputs != 0).mean() < 0.05  # 1/2 to the power of 5
+    np.testing.assert_allclose(outputs[outputs != 0], 32.0, rtol=1e-5)
+
+
+@functools.cache
+def gradient(residual: bool, spec: str) -> tuple:
+    """Of a model that lies on the mesh, with the shardings that the annotations give it."""
+    mesh = sharding.make_mesh(spec)
+    model = make(num_layers=4, residual=residual, norm="layer", dropout=0.2)
+    model = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
+    with sharding.use(mesh):
+        loss = lambda model: loss_fn(model, make_batch(), KEY)[0]
+        return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+
+
+@pytest.mark.parametrize(
+    ("residual", "spec"),
+    [
+        (False, "data=8"),
+        (True, "fsdp=8"),
+        (False, "tensor=4"),
+        (True, "data=2,fsdp=2,tensor=2"),
+    ],
+)
+def test_a_mesh_changes_nothing(residual, spec):
+    pairs = zip(
+        *map(jax.tree.leaves, (gradient(residual, spec), gradient(residual, ""))), strict=True
+    )
+    for sharded, plain in pairs:
+        np.testing.assert_allclose(sharded, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_tensor_parallelism_reduces_once_in_two_layers(residual):
+    mesh = sharding.make_mesh("tensor=4")
+    model = make(num_layers=5, residual=residual)
+    model = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
+    for matrix in (x for x in jax.tree.leaves(model.blocks) if x.shape[-2:] == (32, 32)):
+        assert matrix.size == 4 * np.prod(matrix.sharding.shard_shape(matrix.shape))
+    step = make_eval_step(loss_fn, mesh=mesh, precision="fp32")
+    text = step.lower(model, make_batch()).compiled.as_text()
+    # The blocks run in one loop, which holds their one reduction.
+    assert text.count(" all-reduce(") == 1
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+
+
+def test_the_precision_of_the_step_reaches_the_model():
+    model = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make(norm="layer")
+    )
+    outputs = model(inputs())
+    assert outputs.dtype == jnp.float32
+    np.testing.assert_allclose(outputs, make(norm="layer")(inputs()), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"norm": "batch"}, "norm='batch'.*layer"),
+        ({"activation": "sine"}, "activation='sine'.*gelu"),
+        ({"remat": "some"}, "remat='some'"),
+    ],
+)
+def test_a_wrong_field_is_named(changes, message):
+    # Not by the constructor, whose annotations are checked in tests alone.
+    fields = {**dataclasses.asdict(make().config), **changes}
+    with pytest.raises(ValueError, match=message):
+        mlp.Config.__post_init__(types.SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_flops_are_six_a_weight_in_a_product(residual):
+    model = make(residual=residual, num_layers=4)
+    names = sharding.logical_axes(model)
+    is_axes = lambda x: isinstance(x, tuple)
+    matrices = jax.tree.map(sharding.is_matrix, names, is_leaf=is_axes)
+    weights = eqx.filter(model, matrices)
+    expected = 6 * sum(x.size for x in jax.tree.leaves(weights))
+    assert mlp.num_flops_per_example(model.config) == expected

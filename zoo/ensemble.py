@@ -1,0 +1,139 @@
+"""Programs over a stacked leading axis: ensembles, dropout samples, gradients of each example."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Key, PyTree
+
+from zoo import sharding
+
+Losses = Float[Array, "batch"]
+
+
+class Ensemble(eqx.Module):
+    """Members of one family, stacked along the first axis of each of their arrays.
+
+    They run as one program. A mesh axis shards them by the rule of the logical axis "member".
+    """
+
+    members: PyTree
+    stacked_axis: str = eqx.field(static=True)
+
+    def __init__(
+        self, make_model: Callable[[Key[Array, ""]], PyTree], num_members: int, *, key: Array
+    ):
+        """Member i is what `make_model(jax.random.split(key, num_members)[i])` makes."""
+        if num_members < 1:
+            raise ValueError(f"num_members={num_members}: must be positive")
+        self.members = eqx.filter_vmap(make_model)(jax.random.split(key, num_members))
+        self.stacked_axis = "member"
+
+    @property
+    def num_members(self) -> int:
+        """Number of members."""
+        return jax.tree.leaves(eqx.filter(self.members, eqx.is_array))[0].shape[0]
+
+    def __getitem__(self, index: int) -> PyTree:
+        """One member, as a model of its family."""
+        return jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, self.members)
+
+    def __call__(self, *args: Any, key: Key[Array, ""] | None = None, **kwargs: Any) -> Any:
+        """What each member gives for the same input, [member, …]; a `key` turns dropout on."""
+
+        def call(member: Any, index: Array) -> Any:
+            member_key = None if key is None else jax.random.fold_in(key, index)
+            return member(*args, key=member_key, **kwargs)
+
+        return self.map(call)
+
+    def map(self, function: Callable[[Any, Array], Any]) -> Any:
+        """`function(member, index)` of every member, stacked."""
+        arrays, static = eqx.partition(self.members, eqx.is_array)
+        with sharding.mapped(self.stacked_axis) as axes:
+            return jax.vmap(
+                lambda arrays, index: function(eqx.combine(arrays, static), index),
+                spmd_axis_name=axes,
+            )(arrays, jnp.arange(self.num_members))
+
+
+def member_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of an ensemble, as `zoo.make_train_step` takes it, from that of a member.
+
+    Its value is the members' mean, and its gradient that of their sum: each member is trained as
+    it would be alone, with `per_member(optimizer)` and without clipping by the norm of all.
+    """
+
+    def loss(model: Ensemble, batch: PyTree, key: Array | None) -> tuple[Array, Array, dict]:
+        def one(member: Any, index: Array) -> Any:
+            return loss_fn(member, batch, None if key is None else jax.random.fold_in(key, index))
+
+        totals, weights, metrics = model.map(one)
+        total, mean = totals.sum(), totals.mean()
+        total = total - jax.lax.stop_gradient(total - mean)
+        return total, weights.mean(), {name: sums.mean() for name, sums in metrics.items()}
+
+    return loss
+
+
+def per_member(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer with a state, and a clipping, of its own for each member of an ensemble."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        return jax.vmap(optimizer.update)(updates, state, params)
+
+    return optax.GradientTransformation(jax.vmap(optimizer.init), update)
+
+
+class Prediction(NamedTuple):
+    """The mean over members or samples, and their standard deviation."""
+
+    mean: Float[Array, "..."]
+    spread: Float[Array, "..."]
+
+
+def summarize(outputs: Float[Array, "member ..."]) -> Prediction:
+    """Mean and spread over the first axis: of values, or of probabilities, but not of logits."""
+    return Prediction(outputs.mean(0), outputs.std(0))
+
+
+def sample_dropout(
+    model: PyTree, *args: Any, num_samples: int, key: Key[Array, ""], **kwargs: Any
+) -> Any:
+    """What a model gives under as many dropout masks, [sample, …] (Gal & Ghahramani 2016)."""
+    keys = jax.random.split(key, num_samples)
+    return jax.vmap(lambda key: model(*args, key=key, **kwargs))(keys)
+
+
+def per_example(
+    loss_fn: Callable[..., Any],
+) -> Callable[[PyTree, PyTree, Array | None], tuple[Losses, PyTree]]:
+    """The loss and gradient of each example: `losses, gradients = f(model, batch, key)`.
+
+    `losses` is float32[batch], the summed loss of each row; each leaf of `gradients` is [batch, …],
+    and their sum over the batch is the gradient of the batch's summed loss. That is as many times
+    the memory of the parameters as the batch has rows.
+    """
+
+    def losses_and_gradients(
+        model: PyTree, batch: PyTree, key: Array | None
+    ) -> tuple[Losses, PyTree]:
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+
+        def one(example: PyTree, index: Array) -> tuple[Array, PyTree]:
+            row = jax.tree.map(lambda x: x[None], example)
+            row_key = None if key is None else jax.random.fold_in(key, index)
+
+            def loss(params: PyTree) -> Array:
+                return loss_fn(eqx.combine(params, static), row, row_key)[0].astype(jnp.float32)
+
+            return jax.value_and_grad(loss)(params)
+
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        with sharding.mapped("batch") as axes:
+            return jax.vmap(one, spmd_axis_name=axes)(batch, jnp.arange(num_rows))
+
+    return losses_and_gradients
