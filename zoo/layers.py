@@ -71,7 +71,7 @@ class Embedding(eqx.Module):
         self.axes = (("rows", axis),)
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
-        """Look up [...] ids as [..., embed]; an id out of range takes the nearest row."""
+        """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
         # In fp32, or the gradient of a frequent id would add up its rows in the compute dtype.
         return self.weight.astype(jnp.float32).at[ids].get(mode="clip").astype(self.weight.dtype)
 

@@ -28,7 +28,7 @@ class Config:
     final_fraction: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only (not with adam)."""
+    """Decoupled weight decay, on matrices only (muon: hidden ones; adam: none)."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
