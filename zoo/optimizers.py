@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
-from zoo.sharding import is_matrix, logical_axes
+from zoo.sharding import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,16 @@ def matrices(parameters: PyTree) -> Any:
     return jax.tree.map(is_matrix, logical_axes(parameters), is_leaf=_is_axes)
 
 
-_ENDS = {"vocab", "positions", "features", "classes"}
-
-
 def muon_dimensions(parameters: PyTree) -> Any:
     """What Muon orthogonalises: the hidden matrices, stacked layers apart; None for the rest.
 
-    The rest is what has inputs or outputs for an axis, and vectors.
-
-    A matrix maps its first axis to the others; a head's size goes with its head, so that
-    ("heads", "head_dim", "embed") is a matrix of heads·head_dim by embed.
+    The rest is what has the model's inputs or outputs for an axis, and vectors.
     """
 
     def dimensions(names: tuple[str | None, ...]) -> Any:
-        if not is_matrix(names) or _ENDS & set(names):
+        if not is_hidden_matrix(names):
             return None
-        named = [axis for axis, name in enumerate(names) if name is not None]
-        rows = 2 if names[named[1]] == "head_dim" else 1
-        return optax.contrib.MuonDimensionNumbers(tuple(named[:rows]), tuple(named[rows:]))
+        return optax.contrib.MuonDimensionNumbers(*matrix_axes(names))
 
     return jax.tree.map(dimensions, logical_axes(parameters), is_leaf=_is_axes)
 

@@ -4,6 +4,7 @@ Every matrix product of the zoo with a weight goes through `matmul`, the one pla
 a platform multiplies.
 """
 
+import abc
 import contextlib
 import functools
 import math
@@ -52,6 +53,27 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
+class Derived(eqx.Module):
+    """What stands in a model where a parameter would, and is computed from others at its use.
+
+    A model works as it did: what gathers or casts its parameters gets `value()` in their place.
+    """
+
+    @abc.abstractmethod
+    def value(self) -> Array:
+        """The parameter."""
+
+
+def is_derived(x: Any) -> bool:
+    """Whether a node of a model is computed from others."""
+    return isinstance(x, Derived)
+
+
+def resolve(tree: Tree) -> Tree:
+    """The tree with each derived parameter as an array."""
+    return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
+
+
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
 
 
@@ -66,12 +88,12 @@ def computing_in(dtype: DTypeLike) -> Iterator[None]:
 
 
 def cast_for_use(tree: Tree) -> Tree:
-    """Cast parameters to the compute dtype of the step around, if there is one.
+    """Resolve parameters, and cast them to the compute dtype of the step around, if there is one.
 
     A model that does so a layer at a time, in `zoo.sharding.gather`, says it by a class attribute
     `casts_at_use = True`: then no copy of the whole model in the compute dtype is ever made.
     """
-    dtype = _compute_dtype.get()
+    dtype, tree = _compute_dtype.get(), resolve(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 
@@ -85,7 +107,7 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     exact = "highest" if precision == "fp32" else None
     at_use = getattr(model, "casts_at_use", False)
     with computing_in(dtype), jax.default_matmul_precision(exact):
-        yield model if at_use else cast(model, dtype)
+        yield model if at_use else cast(resolve(model), dtype)
 
 
 def _product(

@@ -46,6 +46,7 @@ RULES: Rules = types.MappingProxyType(
         "positions": None,
         "features": None,  # what a model reads and gives that are no tokens: any number of them
         "classes": None,
+        "rank": None,  # of low-rank adapters
         # the leading axis of an ensemble, which then leaves the tensor axis to no axis inside
         "member": "tensor",
     }
@@ -206,7 +207,7 @@ def gather(tree: Tree) -> Tree:
         spec = partition_spec(names, mesh, without=STORAGE_AXES, field=keystr(path))
         return jax.lax.with_sharding_constraint(leaf, spec)
 
-    return _map_parameters(gather_leaf, tree)
+    return map_parameters(gather_leaf, tree)
 
 
 @contextlib.contextmanager
@@ -240,7 +241,7 @@ def _is_parameter(x: Any) -> bool:
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _map_parameters(fn: Any, tree: PyTree) -> Any:
+def map_parameters(fn: Any, tree: PyTree) -> Any:
     """Map `fn(path, logical_axes, leaf)` over the arrays and array skeletons of a tree."""
 
     def visit(path: tuple, leaf: Any) -> Any:
@@ -281,7 +282,7 @@ def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
             f'annotate the field, for example {field or "weight"}: Float[Array, "embed mlp"]'
         )
     renamed = dict(getattr(owner, "axes", ()))
-    names = tuple(renamed.get(name, name) for name in dims.split())
+    names = tuple(" ".join(renamed.get(name, name) for name in dims.split()).split())
     if len(names) > leaf.ndim:
         raise ShardingError(
             f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
@@ -295,13 +296,13 @@ def logical_axes(tree: PyTree) -> Any:
 
     The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
     Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
-    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names;
-    a module that stacks others names their first leading axis by a static field `stacked_axis`.
+    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names,
+    the latter several with spaces between them where the former is variadic; a module that stacks others names their first leading axis by a static field `stacked_axis`.
 
     Raises:
         ShardingError: an array without an annotation, or of lower rank than its annotation.
     """
-    return _map_parameters(lambda path, names, leaf: names, tree)
+    return map_parameters(lambda path, names, leaf: names, tree)
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
@@ -311,6 +312,25 @@ def is_matrix(names: tuple[str | None, ...]) -> bool:
     matrix; so do ("gates", "hidden"). The leading axes of what is stacked do not count.
     """
     return sum(name not in (None, "member", "gates", "head_dim") for name in names) >= 2
+
+
+def matrix_axes(names: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The input and the output axes of a matrix; the other leading ones tell matrices apart.
+
+    A matrix maps its first axis to the others; a head's size goes with its head, so that
+    ("heads", "head_dim", "embed") is a matrix of heads·head_dim by embed.
+    """
+    named = [axis for axis, name in enumerate(names) if name not in (None, "member", "experts")]
+    inputs = 2 if names[named[1]] == "head_dim" else 1
+    return tuple(named[:inputs]), tuple(named[inputs:])
+
+
+_ENDS = {"vocab", "positions", "features", "classes"}
+
+
+def is_hidden_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether logical axes name a matrix whose inputs and outputs are not the model's own."""
+    return is_matrix(names) and not _ENDS & set(names)
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:
@@ -326,7 +346,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:
         _check_divides(keystr(path), leaf.shape, spec, mesh)
         return NamedSharding(mesh, spec)
 
-    return _map_parameters(place, tree)
+    return map_parameters(place, tree)
 
 
 def like_parameters(
@@ -412,7 +432,7 @@ def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str
         placed = " ".join("+".join((e,) if isinstance(e, str) else e or "·") for e in spec)
         rows.append((keystr(path), shape, str(leaf.dtype), axes, placed, f"{size:,}"))
 
-    _map_parameters(add, tree)
+    map_parameters(add, tree)
     rows.append(("all", "", "", "", "", f"{total:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

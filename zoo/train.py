@@ -6,7 +6,8 @@ is the same whatever the microbatches, the padding and the mesh.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +24,7 @@ from zoo.precision import LossScale, Precision, cast, compute_dtype, in_precisio
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
 Metrics = dict[str, Array]
+Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
 
 class TrainState(eqx.Module):
@@ -41,38 +43,45 @@ class RecompilationError(RuntimeError):
 
 
 def init_state(
-    make_model: Callable[[Key[Array, ""]], PyTree],
+    make_model: Callable[..., PyTree],
     optimizer: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
 ) -> TrainState:
     """The state that training starts from, born sharded: no device ever holds a whole parameter.
 
-    `make_model(key)` builds the model. Initialisation and dropout take separate streams of `key`.
+    `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
+    what training makes of it. Initialisation and dropout take separate streams of `key`. What is
+    not `trainable` (see `make_train_step`) has no optimizer state.
 
     Raises:
         ShardingError: a parameter that the rules or the mesh cannot shard, by name.
     """
-
-    build, skeleton, static = _blueprint(make_model, optimizer, key)
+    build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
     placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
     # `eqx.filter_jit` takes no output shardings.
-    arrays = jax.jit(lambda key: eqx.filter(build(key), eqx.is_array), out_shardings=placed)(key)
+    arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
+        *given
+    )
     return eqx.combine(arrays, static)
 
 
 def abstract_state(
-    make_model: Callable[[Key[Array, ""]], PyTree],
+    make_model: Callable[..., PyTree],
     optimizer: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
 ) -> TrainState:
     """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
-    _, skeleton, static = _blueprint(make_model, optimizer, key)
+    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
     if mesh is not None:
         placed = state_shardings(skeleton, mesh, rules)
         skeleton = jax.tree.map(
@@ -83,21 +92,55 @@ def abstract_state(
     return eqx.combine(skeleton, static)
 
 
-def _blueprint(make_model: Any, optimizer: Any, key: Key[Array, ""]) -> tuple[Any, Any, Any]:
-    """How to build a state, the skeleton of its arrays, and what in it is no array."""
+def _blueprint(
+    make_model: Any, optimizer: Any, key: Key[Array, ""], trainable: Any, pretrained: PyTree
+) -> tuple[Any, Any, Any, Any]:
+    """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
+    weights, rest = eqx.partition(pretrained, eqx.is_array)
+    given = (key,) if pretrained is None else (key, weights)
 
-    def build(key: Key[Array, ""]) -> TrainState:
+    def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
-        model = cast(make_model(init_key), jnp.float32)
+        model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
+        model = cast(model, jnp.float32)
         with _standard_promotion():
-            opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+            opt_state = optimizer.init(eqx.filter(model, _trained(model, trainable)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
 
     skeleton, static = eqx.partition(
-        eqx.filter_eval_shape(build, key), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
     )
-    return build, skeleton, static
+    return build, given, skeleton, static
+
+
+def _trained(model: PyTree, trainable: Trainable | None) -> PyTree:
+    """A tree of booleans: whether a leaf of a model is trained."""
+    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
+    trained = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+    if not any(jax.tree.leaves(trained)):
+        raise ValueError("nothing of the model is trainable: freeze less of it")
+    return trained
+
+
+def frozen(patterns: Sequence[str]) -> Trainable:
+    """What to train: all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
+
+    Raises:
+        ValueError: at the call with a model, a pattern that matches none of its parameters.
+    """
+
+    def trainable(model: PyTree) -> PyTree:
+        paths = [sharding.keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
+        for pattern in patterns:
+            if not fnmatch.filter(paths, pattern):
+                raise ValueError(
+                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
+                )
+        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(model), kept)
+
+    return trainable
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
@@ -118,12 +161,15 @@ def make_train_step(
     precision: Precision = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
+    trainable: Trainable | None = None,
 ) -> "CompiledStep":
     """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
 
     Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
     microbatches of B/accumulate; clips the gradient to the global norm `clip_norm`. A gradient
     that is not finite leaves parameters and optimizer state as they were, and counts as skipped.
+    Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
+    it has no gradient, and stays as it is bit for bit.
 
     Metrics are float32 scalars on the device: `loss` (a unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `skipped` (so far), in fp16 `loss_scale`, and the
@@ -177,7 +223,7 @@ def make_train_step(
         return jax.tree.map(lambda g: g / share, grads), sums
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
-        params, static = eqx.partition(state.model, eqx.is_inexact_array)
+        params, static = eqx.partition(state.model, _trained(state.model, trainable))
         key = jax.random.fold_in(state.key, state.step)
         scale = state.loss_scale.scale if precision == "fp16" else jnp.float32(1)
         grads, sums = accumulated(params, static, batch, key, scale)
@@ -189,13 +235,14 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g * factor, grads)
         with _standard_promotion():
             updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        new_model = eqx.apply_updates(state.model, updates)
-        kept = _select(finite, (new_model, opt_state), (state.model, state.opt_state))
+        new_params = eqx.apply_updates(params, updates)
+        kept = _select(finite, (new_params, opt_state), (params, state.opt_state))
         skipped = state.skipped + (~finite).astype(jnp.int32)
         loss_scale = state.loss_scale
         if precision == "fp16":
             loss_scale = loss_scale.update(finite)
-        model, opt_state = kept
+        new_params, opt_state = kept
+        model = eqx.combine(new_params, static)
         new_state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
         weight = _nonzero(sums["tokens"])
         metrics = {name: x / weight for name, x in sums.items() if name != "tokens"}
