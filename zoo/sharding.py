@@ -46,6 +46,8 @@ RULES: Rules = types.MappingProxyType(
         "positions": None,
         "features": None,  # what a model reads and gives that are no tokens: any number of them
         "classes": None,
+        "experts": "tensor",  # of a mixture: each device holds whole ones
+        "routes": None,  # what a router says of each expert
         # the leading axis of an ensemble, which then leaves the tensor axis to no axis inside
         "member": "tensor",
     }
