@@ -160,11 +160,13 @@ def _hugging_face_config(folder: Path) -> dict | None:
     """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
     try:
         values = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {values!r:.40}")
     except ValueError as error:
         if (folder / checksums.NAME).exists():
             return None  # the checksums will tell
         raise PublishError(f"{folder / CONFIG} is damaged: {error}") from error
-    return values if isinstance(values, dict) and "family" not in values else None
+    return None if "family" in values else values
 
 
 def published() -> dict[str, Card]:

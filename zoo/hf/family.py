@@ -194,6 +194,7 @@ class Family:
             return [f"a configuration of {type(config).__module__}"]
         try:
             again = self.read(self.write(config), self.model_type)
+            again = self.adapt(again, [tensor.name for tensor in self.tensors(config).values()])
         except (PublishError, ValueError, TypeError) as error:
             return [str(error)]
         mine = self.canonical(config)
