@@ -33,6 +33,8 @@ class Config(RunConfig):
     """Optimizer steps in all; more than before continues a finished run."""
     sample_tokens: int = 256
     """Tokens of the sample at the end."""
+    balance: float = 0.01
+    """Weight of the uneven load in the loss of a model with experts."""
     model: transformer.Config = transformer.Config(
         vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
@@ -62,10 +64,13 @@ def main(config: Config) -> None:
                 "bits_per_byte": data.bits_per_byte(loss),
             }
 
+        loss = losses.next_token
+        if model.num_experts is not None:
+            loss = losses.balanced_next_token(config.balance)
         state, result = zoo.fit(
             run,
             lambda key: transformer.Transformer(model, key=key),
-            losses.next_token,
+            loss,
             optimizers.make_optimizer(config.optimizer, config.steps),
             data.train,
             fingerprint=data.fingerprint,

@@ -27,8 +27,6 @@ DTYPES: Mapping[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
 }
 _SHARD_BYTES = 5 * 10**9
-# A file stays mapped into memory, and what was read of it counts, until it is closed.
-_BYTES_BEFORE_REOPENING = 2**24
 
 
 class Stored(NamedTuple):
@@ -66,23 +64,16 @@ class Weights:
     @contextlib.contextmanager
     def reader(self) -> Iterator[Any]:
         """Within, `read(name, slices)` gives a part of a tensor as numpy."""
-        opened, read_bytes = contextlib.ExitStack(), 0
         handles: dict[str, Any] = {}
 
         def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
-            nonlocal read_bytes
-            if read_bytes > _BYTES_BEFORE_REOPENING:
-                handles.clear()
-                opened.close()
-                read_bytes = 0
             file = self.tensors[name].file
             if file not in handles:
                 handles[file] = opened.enter_context(self._open(file))
-            part = handles[file].get_slice(name)[slices]
-            read_bytes += part.nbytes
-            return part
+            return handles[file].get_slice(name)[slices]
 
-        with opened:
+        # What is read of a file stays mapped into memory until it is closed.
+        with contextlib.ExitStack() as opened:
             yield read
 
     def dtype(self, name: str) -> Any:
