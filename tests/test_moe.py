@@ -11,7 +11,7 @@ import pytest
 from helpers import arrays, assert_trees_close, copy, drawn_transformer, token_batch
 
 import zoo
-from zoo import losses, moe, sharding
+from zoo import losses, moe, optimizers, sharding
 
 EXPERTS, CHOICES = 8, 3
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "d_ff": 12}
@@ -135,3 +135,13 @@ def test_a_model_without_experts_has_no_balance():
     batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     with pytest.raises(ValueError, match="set num_experts"):
         losses.balanced_next_token(0.1)(drawn_transformer(), batch, None)
+
+
+def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():
+    skeleton = eqx.filter(drawn_transformer(**OPTIONS), eqx.is_array)
+    mlp = optimizers.muon_dimensions(skeleton).blocks.mlp
+    for weight in (mlp.w_gate, mlp.w_down):  # [layers, experts, in, out]
+        assert (weight.reduction_axis, weight.output_axis) == ((2,), (3,))
+    assert (mlp.router.reduction_axis, mlp.router.output_axis) == ((1,), (2,))
+    assert sharding.is_matrix((None, "experts", "embed", "mlp"))
+    assert not sharding.is_matrix((None, "experts", "embed"))

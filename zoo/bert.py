@@ -134,7 +134,8 @@ class BERT(eqx.Module):
         self.config = config
         self.embedding = Embedding(config.vocab_size, size, key=keys[0])
         self.position_embedding = Embedding(config.max_seq_len, size, axis="positions", key=keys[1])
-        self.type_embedding = Embedding(config.num_token_types, size, axis="features", key=keys[2])
+        # A table that is added, as that of positions is.
+        self.type_embedding = Embedding(config.num_token_types, size, axis="positions", key=keys[2])
         self.embedding_norm = LayerNorm(size, eps=config.norm_eps)
         self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
             jax.random.split(keys[3], config.num_layers)

@@ -99,7 +99,7 @@ def matrices(parameters: PyTree) -> Any:
 
 
 def muon_dimensions(parameters: PyTree) -> Any:
-    """What Muon orthogonalises: the hidden matrices, stacked layers apart; None for the rest.
+    """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
 
     A matrix maps its first axis to the others; a head's size goes with its head, so that
     ("heads", "head_dim", "embed") is a matrix of heads·head_dim by embed.
@@ -108,7 +108,7 @@ def muon_dimensions(parameters: PyTree) -> Any:
     def dimensions(names: tuple[str | None, ...]) -> Any:
         if not is_matrix(names) or {"vocab", "positions"} & set(names):
             return None
-        named = [axis for axis, name in enumerate(names) if name is not None]
+        named = [axis for axis, name in enumerate(names) if name not in (None, "experts")]
         rows = 2 if names[named[1]] == "head_dim" else 1
         return optax.contrib.MuonDimensionNumbers(tuple(named[:rows]), tuple(named[rows:]))
 
