@@ -17,6 +17,7 @@ from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from recipes import lm
 from zoo import losses, optimizers, text, transformer
 from zoo.data import load
+from zoo.precision import native_precision
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,7 +69,7 @@ def measure_pipeline(timing: Timing) -> list[Table]:
         optimizer,
         key=jax.random.key(0),
     )
-    step = zoo.make_train_step(losses.next_token, optimizer, precision=config.precision)
+    step = zoo.make_train_step(losses.next_token, optimizer, precision=native_precision())
     step.compile(state, *data.train.shapes().values())
 
     with contextlib.closing(load(data.train)) as loaded:

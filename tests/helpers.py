@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend import core
 
-from zoo import losses, transformer
+from zoo import losses, mlp, rnn, transformer
 from zoo.sharding import keystr
 
 VOCAB = 64
@@ -82,6 +82,32 @@ def pad_tokens(batch: Batch) -> Batch:
     return {name: np.pad(x, ((0, 0), (0, more))) for name, x in batch.items()}
 
 
+def make_rnn(dropout: float) -> Callable[[Any], rnn.RNN]:
+    config = rnn.Config(vocab_size=VOCAB, hidden_size=128, num_layers=2, dropout=dropout)
+    return lambda key: rnn.RNN(config, key=key)
+
+
+def make_mlp(dropout: float) -> Callable[[Any], mlp.MLP]:
+    config = mlp.Config(16, 8, hidden_size=256, num_layers=3, norm="layer", dropout=dropout)
+    return lambda key: mlp.MLP(config, key=key)
+
+
+def labelled_batch(rows: int = 8, size: int = 16, seed: int = 0) -> Batch:
+    """Rows of 16 numbers with labels; there is no sequence, and so the size says nothing."""
+    rng = np.random.default_rng(seed)
+    return {
+        "inputs": rng.normal(size=(rows, 16)).astype(np.float32),
+        "labels": rng.integers(0, 8, rows).astype(np.int32),
+        "weights": rng.uniform(0.2, 1, rows).astype(np.float32),
+    }
+
+
+def pad_rows(batch: Batch) -> Batch:
+    """The same rows, and half as many more of weight 0."""
+    more = len(batch["weights"]) // 2
+    return {name: np.pad(x, ((0, more),) + ((0, 0),) * (x.ndim - 1)) for name, x in batch.items()}
+
+
 FAMILIES = [
     Family(
         "transformer",
@@ -91,6 +117,24 @@ FAMILIES = [
         losses.next_token,
         is_sequence=True,
         num_masks=1 + 2 * 2,  # the embedding's, and two in each layer
+    ),
+    Family(
+        "rnn",
+        make_rnn,
+        token_batch,
+        pad_tokens,
+        losses.next_token,
+        is_sequence=True,
+        num_masks=1 + 2,  # the embedding's, and one in each layer
+    ),
+    Family(
+        "mlp",
+        make_mlp,
+        labelled_batch,
+        pad_rows,
+        losses.classification,
+        is_sequence=False,
+        num_masks=3,
     ),
 ]
 

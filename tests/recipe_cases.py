@@ -18,20 +18,44 @@ from zoo.monitor import read_metrics
 
 TESTS = Path(__file__).parent
 STEPS = 40
-SPEEDS = {"tokens_per_second", "mfu"}
+SPEEDS = {"tokens_per_second", "examples_per_second", "mfu"}
 
 # What each recipe takes to be small and quick; every run of the tests has these flags.
+TEXT = (
+    "--data.files={shared}/corpus/*.txt",
+    "--data.cache={shared}/tokens",
+    "--data.tokenizer=bytes",
+    "--sample-tokens=8",
+    "--optimizer.name=adamw",
+)
 CASES = {
     "lm": (
-        "--data.tokenizer=bytes",
+        *TEXT,
         "--data.seq-len=32",
         "--data.batch-size=8",
         "--model.num-layers=1",
         "--model.d-model=32",
         "--model.num-heads=2",
         "--model.dropout=0.1",
-        "--optimizer.name=adamw",
-        "--sample-tokens=8",
+    ),
+    "rnn": (
+        *TEXT,
+        "--data.batch-size=4",
+        "--data.buckets",
+        "32",
+        "64",
+        "128",
+        "--model.num-layers=1",
+        "--model.hidden-size=16",
+        "--model.embed-size=16",
+        "--model.dropout=0.1",
+    ),
+    "mlp": (
+        "--data.file={shared}/rows.csv",
+        "--data.batch-size=8",
+        "--ensemble=2",
+        "--model.hidden-size=16",
+        "--optimizer.learning-rate=0.01",
     ),
 }
 COMMON = (
@@ -52,11 +76,9 @@ class Recipe:
     def flags(self, run_dir: Path, *more: str) -> list[str]:
         return [
             f"--run-dir={run_dir}",
-            f"--data.files={self.shared}/corpus/*.txt",
-            f"--data.cache={self.shared}/tokens",
             f"--compilation-cache={self.shared}/programs",
             *COMMON,
-            *CASES[self.name],
+            *(flag.format(shared=self.shared) for flag in CASES[self.name]),
             *more,
         ]
 
@@ -105,6 +127,7 @@ def shared(tmp_path_factory) -> Iterator[Path]:
     """One folder for the whole session, whichever test modules import this fixture."""
     folder = tmp_path_factory.getbasetemp() / "shared"
     write_corpus(folder / "corpus")
+    write_rows(folder / "rows.csv")
     yield folder
     for process in _started:  # what a test that failed has left
         process.kill()
@@ -125,6 +148,17 @@ def write_corpus(folder: Path, num_documents: int = 24) -> None:
     for i in range(num_documents):
         text = " ".join(choose.choices(words, k=choose.choice((3, 9, 16))))
         (folder / f"{i:02}.txt").write_text(text)
+
+
+def write_rows(path: Path, num_rows: int = 100) -> None:
+    """Points around three centres, which can be told apart."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, num_rows)
+    points = rng.normal(size=(3, 4))[labels] + 0.3 * rng.normal(size=(num_rows, 4))
+    lines = [
+        f"{','.join(map(str, x))},{'abc'[label]}" for x, label in zip(points, labels, strict=True)
+    ]
+    path.write_text("\n".join(["w,x,y,z,label", *lines]))
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -15,6 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
+from zoo import loop
+from zoo.precision import native_precision
 from zoo.run import RunError, as_json
 
 __all__ = ["shared"]
@@ -70,39 +72,62 @@ def test_help_explains_each_flag(name):
 # --- From start to end ------------------------------------------------------------------------
 
 
-def test_a_run_leaves_all_that_it_promises(train, shared, tmp_path, monkeypatch, capsys):
-    states, fit = [], zoo.fit
+# What an evaluation of each recipe writes, and what else its run folder holds.
+EVALUATION = {
+    "lm": {"eval_loss", "perplexity", "bits_per_byte"},
+    "rnn": {"eval_loss", "perplexity", "bits_per_byte"},
+    "mlp": {"eval_loss", "eval_accuracy", "calibration_error"}
+    | {"member_loss", "member_accuracy", "member_calibration_error"},
+}
+PICTURES = {"curves.png"}
+MORE_PICTURES = {"mlp": {"confusion.png", "calibration.png"}}
+TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, capsys):
+    states, fit = [], loop.fit
 
     def kept(*arguments, **options):
-        states.append(fit(*arguments, **options)[0])
-        return states[-1], {"bits_per_byte": 1.0}
+        state, result = fit(*arguments, **options)
+        states.append(state)
+        return state, result
 
-    monkeypatch.setattr(zoo, "fit", kept)
-    run_dir, corpus = tmp_path / "run", shutil.copytree(shared / "corpus", tmp_path / "corpus")
-    flags = (f"--data.files={corpus}/*.txt", "--mesh=data=2,fsdp=2,tensor=2")
-    train("lm", run_dir, *flags)
-    assert "a sample of it" in capsys.readouterr().out
+    monkeypatch.setattr(loop, "fit", kept)
+    run_dir = tmp_path / "run"
+    train(name, run_dir, "--mesh=data=2,fsdp=2,tensor=2")
+    output = capsys.readouterr().out
+    assert "a sample of it" in output or "held out: accuracy" in output
 
     stored = json.loads((run_dir / "config.json").read_text())
     assert stored["steps"] == STEPS
-    assert stored["model"]["dropout"] == 0.1
-    assert {f"recipes.lm --{name}" for name in flatten(stored)} == set(flag_names("lm"))
+    assert stored["precision"] == native_precision()
+    assert {f"recipes.{name} --{flag}" for flag in flatten(stored)} == set(flag_names(name))
     assert list(losses(run_dir)) == list(range(1, STEPS + 1))
     evaluations = [line for line in metrics(run_dir) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [20, 40]
-    assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
-    assert evaluations[-1]["perplexity"] == pytest.approx(np.exp(evaluations[-1]["eval_loss"]))
-    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert all(set(line) == EVALUATION[name] | {"step"} for line in evaluations)
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    pictures = list(run_dir.glob("*.png"))
+    assert {path.name for path in pictures} == PICTURES | MORE_PICTURES.get(name, set())
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in pictures)
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"32", "36", "40"}
 
     model = zoo.load(run_dir / "model")
-    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    inputs = POINTS if name == "mlp" else TOKENS
     trained = jax.tree.map(jnp.asarray, jax.device_get(states[0].model))  # off its mesh
-    np.testing.assert_array_equal(model(tokens), trained(tokens))
+    np.testing.assert_array_equal(model(inputs), trained(inputs))
     assert json.loads((run_dir / "model" / "metrics.json").read_text())["steps"] == STEPS
-    tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
-    assert tokenizer.decode(tokenizer.encode("def")) == "def"
+    if name != "mlp":
+        tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
+        assert tokenizer.decode(tokenizer.encode("def")) == "def"
 
+
+def test_a_run_refuses_to_go_on_with_other_data(train, shared, tmp_path):
+    run_dir, corpus = tmp_path / "run", shutil.copytree(shared / "corpus", tmp_path / "corpus")
+    flags = (f"--data.files={corpus}/*.txt",)
+    train("lm", run_dir, *flags)
     before = (run_dir / "metrics.jsonl").read_bytes()
     train("lm", run_dir, *flags)
     (corpus / "00.txt").write_text("something else")
@@ -133,10 +158,26 @@ def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
 
 
 def test_documents_in_rows_of_three_buckets(shared, tmp_path):
-    buckets = ("--data.rows=bucketed", "--data.buckets", "32", "64", "128")
-    output = Recipe("lm", shared).run(tmp_path / "run", *buckets)
-    assert "compiled 3 bucket(s) [32, 64, 128]" in output
-    assert losses(tmp_path / "run")[STEPS] < losses(tmp_path / "run")[1]
+    output = Recipe("rnn", shared).run(tmp_path / "run")
+    assert re.search(r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile a bucket", output)
+    for bucket in (32, 64, 128):
+        assert re.search(rf"bucket {bucket}: \d+ rows in \d+ batches, \d+\.\d% padding", output)
+
+
+def test_labelled_rows_make_a_classifier(train, tmp_path, capsys):
+    rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_dir, flags = tmp_path / "run", (f"--data.files={tmp_path}/*.jsonl", "--label=kind")
+    train("rnn", run_dir, *flags, "--optimizer.learning-rate=0.03", "--data.held-out=0.2")
+    assert "held out: accuracy 100.00%" in capsys.readouterr().out
+    assert (run_dir / "confusion.png").exists()
+    found = json.loads((run_dir / "model" / "metrics.json").read_text())
+    assert found["classes"] == ["down", "up"]
+    model = zoo.load(run_dir / "model")
+    tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
+    for label, word in enumerate(found["classes"]):
+        ids = [tokenizer.separator_id, *tokenizer.encode(f"99 {word}")]
+        assert model(jnp.asarray([ids], jnp.int32)).argmax() == label
 
 
 def test_what_else_a_run_can_do(shared, tmp_path):

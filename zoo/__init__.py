@@ -1,12 +1,15 @@
 """A model zoo of sharded reference models in Equinox and JAX."""
 
 from zoo import bert as bert
+from zoo import classification as classification
 from zoo import ensemble as ensemble
+from zoo import language as language
 from zoo import losses as losses
 from zoo import mlp as mlp
 from zoo import optimizers as optimizers
 from zoo import rnn as rnn
 from zoo import sharding as sharding
+from zoo import tabular as tabular
 from zoo import text as text
 from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
@@ -15,6 +18,7 @@ from zoo.loop import evaluator as evaluator
 from zoo.loop import fit as fit
 from zoo.plans import ArrayPlan as ArrayPlan
 from zoo.plans import BucketPlan as BucketPlan
+from zoo.plans import LabelledPlan as LabelledPlan
 from zoo.plans import PackedPlan as PackedPlan
 from zoo.publish import load as load
 from zoo.publish import published as published

@@ -18,6 +18,7 @@ from zoo.data import load
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
+    CompiledStep,
     LossFunction,
     TrainState,
     abstract_state,
@@ -38,12 +39,14 @@ def fit(
     evaluate: Callable[[PyTree, bool], dict[str, float]],
     schedule: optax.Schedule | None = None,
     flops_per_token: float | None = None,
+    clip: bool = True,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train up to `config.steps`, from the newest good checkpoint if there is one.
 
     `evaluate(model, whole)` gives the held-out metrics, with `whole` on all of that part, as
     at the end: those are returned beside the state. `fingerprint` says what data the plan is
-    of, and a run refuses to go on with other data.
+    of, and a run refuses to go on with other data. `flops_per_token` is of a unit of the plan.
+    Without `clip` the optimizer clips, as that of an ensemble does, a member at a time.
 
     Raises:
         RunError: a loss that is not finite, or other data than the checkpoint's.
@@ -63,19 +66,13 @@ def fit(
         rules=run.rules,
         precision=config.precision,
         accumulate=config.accumulate,
-        clip_norm=config.clip_norm,
+        clip_norm=config.clip_norm if clip else None,
     )
-    began = time.monotonic()
-    with monitor.CompileCounter() as counter:
-        step_fn.compile(state, *plan.shapes(run.mesh).values())
-    run.say(
-        f"compiled {len(plan.buckets)} bucket(s) {list(plan.buckets)} in "
-        f"{time.monotonic() - began:.1f} s ({counter.cache_hits} from the cache)"
-    )
+    _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
     with (
         _Signals() as signals,
-        _Recorder(run, start, schedule, flops_per_token) as recorder,
+        _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
     ):
         for k, batch in batches:
@@ -120,6 +117,22 @@ def evaluator(
         return {name: total / weight for name, total in totals.items()}
 
     return evaluate
+
+
+def _compile(run: Run, step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:
+    """Compile the step for each bucket; any other shape is an error from then on."""
+    began = time.monotonic()
+    compiles = []
+    with monitor.CompileCounter() as counter:
+        for shapes in plan.shapes(run.mesh).values():
+            before = counter.compiles
+            step_fn.compile(state, shapes)
+            compiles.append(counter.compiles - before)
+    run.say(
+        f"compiled {len(plan.buckets)} bucket(s) {list(plan.buckets)} in "
+        f"{time.monotonic() - began:.1f} s: {sum(compiles) / len(compiles):.3g} compile a bucket "
+        f"({counter.cache_hits} from the cache)"
+    )
 
 
 def _restore_or_init(
@@ -173,8 +186,9 @@ class _Recorder:
         start: int,
         schedule: optax.Schedule | None,
         flops_per_token: float | None,
+        unit: str,
     ):
-        self._run, self._start = run, start
+        self._run, self._start, self._unit = run, start, unit
         self._pending: list[tuple[int, dict[str, Any]]] = []
         self._logs: list[monitor.MetricsLog | monitor.TensorBoard] = []
         self._stack = contextlib.ExitStack()
@@ -254,9 +268,12 @@ class _Recorder:
         return step == 1 or step % config.log_every == 0 or step == config.steps
 
     def _show(self, step: int, values: dict[str, float]) -> None:
-        for name in ("tokens_per_second", "mfu"):
-            if (speed := getattr(self._throughput, name)) is not None:
-                values[name] = speed
+        values[self._unit] = values.pop("tokens")
+        speeds = {
+            f"{self._unit}_per_second": self._throughput.tokens_per_second,
+            "mfu": self._throughput.mfu,
+        }
+        values |= {name: speed for name, speed in speeds.items() if speed is not None}
         if self._learning_rates is not None:
             values["learning_rate"] = float(self._learning_rates[step - 1])
         self._write(step, **values)

@@ -95,3 +95,23 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
         return total + coefficient * balance, weight, {"balance": balance}
 
     return loss
+
+
+def classification(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss and the accuracy of a classifier, as `make_train_step` takes it.
+
+    The batch holds `inputs`, [batch, …], as the model takes them, `labels`, int32[batch], and
+    `weights`, float32[batch]; for rows of tokens also their `mask`, bool[batch, seq].
+    """
+    logits = class_logits(model, batch, key)
+    total, weight = cross_entropy(logits, batch["labels"], batch["weights"])
+    right = logits.argmax(-1) == batch["labels"]
+    return total, weight, {"accuracy": jnp.where(right, batch["weights"], 0.0).sum()}
+
+
+def class_logits(model: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
+    """A classifier's logits, float32[…, batch, classes], for a batch with or without a mask."""
+    masks = {"mask": batch["mask"]} if "mask" in batch else {}
+    return model(batch["inputs"], key=key, **masks)

@@ -129,16 +129,17 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def plot_curves(metrics_path: Path, png_path: Path) -> None:
-    """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, tokens/s.
+    """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, speed.
 
-    Draws whichever of `loss`, `eval_loss`, `learning_rate`, `grad_norm` and `tokens_per_second`
-    the file holds, and no picture when it holds none of them.
+    Draws whichever of `loss`, `eval_loss`, `learning_rate`, `grad_norm`, `tokens_per_second` and
+    `examples_per_second` the file holds, and no picture when it holds none of them.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     records = read_metrics(metrics_path)
-    losses, panels = ("loss", "eval_loss"), ("learning_rate", "grad_norm", "tokens_per_second")
+    losses, speeds = ("loss", "eval_loss"), ("tokens_per_second", "examples_per_second")
+    panels = ("learning_rate", "grad_norm", *speeds)
     series = {name: _series(records, name) for name in losses + panels}
     series = {name: xy for name, xy in series.items() if np.isfinite(xy[1]).any()}
     left = ["losses"] if any(name in series for name in losses) else []
@@ -155,9 +156,9 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     for name in right:
         axes[name].plot(*series[name], color="C2", linewidth=1.2)
         axes[name].set_ylabel(name.replace("_", " "))
-    if "tokens_per_second" in right:
-        axes["tokens_per_second"].set_ylim(bottom=0)
-        axes["tokens_per_second"].yaxis.set_major_formatter(EngFormatter(sep=""))
+    for name in set(speeds) & set(right):
+        axes[name].set_ylim(bottom=0)
+        axes[name].yaxis.set_major_formatter(EngFormatter(sep=""))
     for name, each in axes.items():
         each.grid(alpha=0.25)
         each.spines[["top", "right"]].set_visible(False)
@@ -181,11 +182,17 @@ def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) ->
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
-_SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.1%}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "examples_per_second": "{:,.0f} examples/s",
+    "mfu": "MFU {:.1%}",
+}
 
 
 class ProgressBar:
-    """One line: step, loss, tokens/s, MFU and the time left; silent but on process 0.
+    """One line: step, loss, speed, MFU and the time left; silent but on process 0.
 
     On a terminal a bar that stays in one line at any width; elsewhere (a log file, CI) a plain
     line at the first and last step and every `seconds_between_lines`. The time left is reckoned
@@ -231,7 +238,7 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, step: int, **metrics: Value) -> None:
-        """Show `step` steps done; `loss`, `tokens_per_second` and `mfu` stay until given anew."""
+        """Show `step` steps done; `loss`, the speed and `mfu` stay until given anew."""
         now = self._clock()
         self._first = self._first or (now, step)
         self._metrics |= metrics

@@ -98,15 +98,20 @@ def matrices(parameters: PyTree) -> Any:
     return jax.tree.map(is_matrix, logical_axes(parameters), is_leaf=_is_axes)
 
 
+_ENDS = {"vocab", "positions", "features", "classes"}
+
+
 def muon_dimensions(parameters: PyTree) -> Any:
     """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
+
+    The rest is what has inputs or outputs for an axis, and vectors.
 
     A matrix maps its first axis to the others; a head's size goes with its head, so that
     ("heads", "head_dim", "embed") is a matrix of heads·head_dim by embed.
     """
 
     def dimensions(names: tuple[str | None, ...]) -> Any:
-        if not is_matrix(names) or {"vocab", "positions"} & set(names):
+        if not is_matrix(names) or _ENDS & set(names):
             return None
         named = [axis for axis, name in enumerate(names) if name not in (None, "experts")]
         rows = 2 if names[named[1]] == "head_dim" else 1

@@ -9,12 +9,12 @@ import abc
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 
 from zoo.corpus import Corpus
 from zoo.sharding import batch_sharding, num_batch_parts
@@ -40,6 +40,7 @@ class Plan(abc.ABC):
     positions that are padding.
     """
 
+    unit: ClassVar[str] = "tokens"  # what a batch's weights count
     buckets: tuple[int, ...]
     batches_per_epoch: int
     padding_waste: float
@@ -115,6 +116,8 @@ class ArrayPlan(Plan):
     A batch has the arrays by name, and `weights`, float32[batch]: 1, and 0 where the last batch of
     an epoch is filled up.
     """
+
+    unit = "examples"
 
     def __init__(
         self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int, shuffle: bool = True
@@ -333,6 +336,20 @@ class BucketPlan(TokenPlan):
         order = self._order(len(table), epoch, "batches")
         return lengths[order], table[order]
 
+    def describe_buckets(self) -> str:
+        """A line for each bucket: its rows and batches in an epoch, and its padding."""
+        lengths, table = self._epoch_order(0)
+        lines = []
+        for bucket in self.buckets:
+            rows = table[lengths == bucket]
+            held = rows[rows != EMPTY_ROW]
+            filled = (self._rows[held, 2] - self._rows[held, 1]).sum()
+            lines.append(
+                f"bucket {bucket}: {held.size:,} rows in {len(rows):,} batches, "
+                f"{1 - filled / (rows.size * bucket):.1%} padding"
+            )
+        return "\n".join(lines)
+
     def bucket(self, k: int) -> int:
         """The sequence length of batch k."""
         epoch, batch = divmod(k, self.batches_per_epoch)
@@ -342,3 +359,42 @@ class BucketPlan(TokenPlan):
         epoch, batch = divmod(k, self.batches_per_epoch)
         index = self._epoch_order(epoch)[1][batch, row]
         return [] if index == EMPTY_ROW else [Piece(*map(int, self._rows[index]))]
+
+
+class LabelledPlan(BucketPlan):
+    """The rows of a `BucketPlan` as a classifier takes them, each with its document's label.
+
+    A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
+    bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
+    and 0 in rows that fill a batch up. A document that was split has its label in each part.
+    """
+
+    unit = "examples"
+
+    def __init__(
+        self, corpus: Corpus, labels: Int32[np.ndarray, "documents"], *arguments: Any, **named: Any
+    ):
+        if len(labels) != len(corpus):
+            raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give each its own")
+        super().__init__(corpus, *arguments, **named)
+        self.labels = labels
+
+    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        return {
+            "inputs": ((bucket,), np.int32),
+            "mask": ((bucket,), np.bool_),
+            "labels": ((), np.int32),
+            "weights": ((), np.float32),
+        }
+
+    def _build(self, k: int, rows: range) -> HostBatch:
+        batch = super()._build(k, rows)
+        mask = batch["segment_ids"] > 0
+        pieces = [self._pieces(k, row) for row in rows]
+        labels = [self.labels[row[0].document] if row else 0 for row in pieces]
+        return {
+            "inputs": batch["tokens"],
+            "mask": mask,
+            "labels": np.asarray(labels, np.int32),
+            "weights": np.asarray(mask.any(1), np.float32),
+        }

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -32,6 +33,18 @@ def compute_dtype(precision: Precision) -> Any:
     if precision not in _DTYPES:
         raise ValueError(f"precision={precision!r}: choose one of {sorted(_DTYPES)}")
     return _DTYPES[precision]
+
+
+def native_precision() -> Precision:
+    """bf16 where the devices multiply it: GPUs, TPUs, and CPUs with instructions for it; or fp32.
+
+    Where they do not, XLA converts every operand, and bf16 takes twice as long as fp32.
+    """
+    if jax.default_backend() != "cpu":
+        return "bf16"
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return "bf16" if words & {"avx512_bf16", "amx_bf16"} else "fp32"
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:

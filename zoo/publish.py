@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import checksums, sharding
+from zoo.ensemble import Ensemble
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
 FAMILIES = ("zoo.bert.BERT", "zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
@@ -216,10 +217,12 @@ def _find(name_or_folder: str | Path) -> Path:
 
 def _describe_model(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
-    cls, family = type(model), _family(model)
+    num_members = model.num_members if isinstance(model, Ensemble) else None
+    one = _one(model)
+    cls, family = type(one), _family(one)
     if family not in FAMILIES:
         raise PublishError(f"{family} is no family of the zoo; those are {', '.join(FAMILIES)}")
-    config = model.config  # type: ignore[attr-defined]
+    config = one.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for field, value in fields.items():
         try:
@@ -229,17 +232,21 @@ def _describe_model(model: eqx.Module) -> dict:
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
     shapes = _shapes(model)
-    _check_tensors("the model", shapes, _shapes(_skeleton(cls, config)))
+    _check_tensors("the model", shapes, _shapes(_skeleton(cls, config, num_members)))
     return {
         "zoo": _version(),
         "family": family,
+        **({} if num_members is None else {"num_members": num_members}),
         "num_parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
         "config": fields,
     }
 
 
-def _read_config(folder: Path) -> tuple[type, Any]:
-    """The model class and its Config; nothing but a family of the zoo is ever imported."""
+def _read_config(folder: Path) -> tuple[type, Any, int | None]:
+    """The model class, its Config, and the number of members of an ensemble, if it is one.
+
+    Nothing but a family of the zoo is ever imported.
+    """
     description = json.loads((folder / CONFIG).read_text())
     family = description.get("family")
     if family not in FAMILIES:
@@ -257,7 +264,8 @@ def _read_config(folder: Path) -> tuple[type, Any]:
             f"the zoo, and this is {_version()}"
         )
     try:
-        return getattr(module, class_name), module.Config(**values)
+        config = module.Config(**values)
+        return getattr(module, class_name), config, description.get("num_members")
     except (TypeError, ValueError) as error:
         raise PublishError(f"{folder / CONFIG}: {error}") from error
 
@@ -267,8 +275,15 @@ def _as_field(value: Any) -> Any:
     return tuple(_as_field(item) for item in value) if isinstance(value, list) else value
 
 
-def _skeleton(cls: type, config: Any) -> PyTree:
-    return eqx.filter_eval_shape(lambda key: cls(config, key=key), jax.random.key(0))
+def _skeleton(cls: type, config: Any, num_members: int | None) -> PyTree:
+    def make(key: Any) -> PyTree:
+        return cls(config, key=key)
+
+    if num_members is None:
+        return eqx.filter_eval_shape(make, jax.random.key(0))
+    return eqx.filter_eval_shape(
+        lambda key: Ensemble(make, num_members, key=key), jax.random.key(0)
+    )
 
 
 def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
@@ -327,9 +342,14 @@ def _readme(name: str, model: eqx.Module, card: str) -> str:
     num_parameters = sum(int(np.prod(shape)) for shape in _shapes(model).values())
     return (
         f"# {name}\n\n{card.strip()}\n\n"
-        f"- Family: `{_family(model)}`, {num_parameters:,} parameters\n"
+        f"- Family: `{_family(_one(model))}`, {num_parameters:,} parameters\n"
         f'- Open it with `zoo.load("{name}")`, or the path of this folder\n'
     )
+
+
+def _one(model: eqx.Module) -> Any:
+    """What an ensemble has several of; any other model itself."""
+    return model.members if isinstance(model, Ensemble) else model
 
 
 def _family(model: eqx.Module) -> str:

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from zoo import sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
-from zoo.precision import Precision
+from zoo.precision import Precision, native_precision
 from zoo.publish import PublishError
 
 
@@ -40,8 +40,9 @@ class Config:
     """Optimizer steps in all; more than before continues a finished run."""
     mesh: str = ""
     """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
-    precision: Precision = "bf16"
-    """Dtype of activations and products; master weights are fp32."""
+    precision: Precision | Literal["auto"] = "auto"
+    """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
+    multiplies it, else fp32."""
     accumulate: int = 1
     """Microbatches that a batch is cut into, one after the other, to save memory."""
     clip_norm: float = 1.0
@@ -127,7 +128,7 @@ class Run:
     """
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config: Any = config  # the recipe's own, with fields beyond these
         self.folder = Path(config.run_dir)
         self._written_once = [self.folder / "config.json"]
 
@@ -136,6 +137,9 @@ class Run:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if config.distributed:
             _join_processes()
+        if config.precision == "auto":
+            # Written down, so that a run goes on in it or is refused, and never changes it.
+            config = self.config = dataclasses.replace(config, precision=native_precision())
         if config.compilation_cache is not None:
             folder = str(config.compilation_cache.expanduser())
             jax.config.update("jax_compilation_cache_dir", folder)

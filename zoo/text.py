@@ -11,16 +11,16 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from zoo.corpus import (
-    Corpus,
+from zoo.corpus import tokenize
+from zoo.documents import (
     Document,
     compressed_size,
+    functions,
     held_out_split,
     read_documents,
     standard_library,
-    tokenize,
 )
-from zoo.plans import BucketPlan, PackedPlan, TokenPlan
+from zoo.plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
 
@@ -29,10 +29,12 @@ class Config:
     """Where text comes from, and how it becomes batches."""
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
-    """Glob of .txt, .py, … (a document each), .jsonl, .parquet or .array_record; several with
-    commas. Empty: the source code of this Python's standard library."""
+    """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
+    with commas. Empty: the source code of this Python's standard library."""
     field: str = "text"
-    """Field of a JSON line, or column of a Parquet file, that holds the text."""
+    """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
+    documents: Literal["files", "functions"] = "files"
+    """What is a document: a file, line or row, or each function of a Python file."""
     tokenizer: str = "bytes"
     """bytes, bpe (byte pairs, trained on the corpus at the start), or a path to tokenizer.json."""
     vocab_size: int = 2048
@@ -55,19 +57,24 @@ class Config:
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, the plans of the training and the held-out part, and the latter's documents."""
+    """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
+
+    `classes` names the labels 0, 1, … of labelled rows.
+    """
 
     tokenizer: Tokenizer
     train: TokenPlan
     held_out: TokenPlan
     held_out_documents: list[Document]
+    classes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token of both parts: equal fingerprints mean equal batches."""
+        """A hash of all tokens and labels of both parts: equal ones mean equal batches."""
         digest = hashlib.sha256()
         for plan in (self.train, self.held_out):
-            for array in (plan.corpus.tokens, plan.corpus.offsets):
+            labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
+            for array in (plan.corpus.tokens, plan.corpus.offsets, labels):
                 digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -94,15 +101,27 @@ class Text:
         }
 
 
-def load(config: Config, *, seed: int, tokenizer_folder: Callable[..., Path]) -> Text:
+def load(
+    config: Config,
+    *,
+    seed: int,
+    tokenizer_folder: Callable[..., Path],
+    label: str | None = None,
+) -> Text:
     """Read, split and tokenize; `tokenizer_folder(make)` keeps what `make(folder)` writes.
 
-    A run keeps its tokenizer, so that it does not change under the run when the corpus does.
+    A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
+    `label`, the field that holds a row's label, the plans are `LabelledPlan`s.
+
+    Raises:
+        ValueError: rows, files or labels that do not go together, with what to change.
     """
-    documents = (
-        read_documents(config.files, field=config.field) if config.files else standard_library()
-    )
-    train, held_out = held_out_split(documents, config.held_out)
+    if label is not None and (config.rows != "bucketed" or not config.files):
+        raise ValueError(
+            f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "
+            f"and labelled data.files (now {config.files!r})"
+        )
+    train, held_out = _split(config, label)
 
     def make(folder: Path) -> None:
         if config.tokenizer == "bpe":
@@ -111,13 +130,50 @@ def load(config: Config, *, seed: int, tokenizer_folder: Callable[..., Path]) ->
             get_tokenizer(config.tokenizer).save(folder)
 
     tokenizer = load_tokenizer(tokenizer_folder(make))
-    corpora = [tokenize(part, tokenizer, config.cache) for part in (train, held_out)]
-    plans = [_plan(config, corpus, tokenizer, seed) for corpus in corpora]
-    return Text(tokenizer, plans[0], plans[1], held_out)
+    classes = sorted({document.label for document in train if document.label is not None})
+    if label is not None:
+        _check_classes(classes, held_out, label)
+    plans = [_plan(config, documents, tokenizer, seed, classes) for documents in (train, held_out)]
+    return Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
 
 
-def _plan(config: Config, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> TokenPlan:
+def _split(config: Config, label: str | None) -> tuple[list[Document], list[Document]]:
+    """The documents to train on and those held out."""
+    documents = (
+        read_documents(config.files, field=config.field, label=label)
+        if config.files
+        else standard_library()
+    )
+    train, held_out = held_out_split(documents, config.held_out)
+    if config.documents == "functions":  # split by file: a function's neighbours resemble it
+        train, held_out = functions(train), functions(held_out)
+        if not (train and held_out):
+            raise ValueError(
+                f"data.documents='functions': {len(train)} to train on and {len(held_out)} held "
+                "out; add Python files, or take 'files'"
+            )
+    return train, held_out
+
+
+def _check_classes(classes: list[str], held_out: list[Document], label: str) -> None:
+    if len(classes) < 2:
+        raise ValueError(f"label={label!r} has the values {classes} to train on: it needs two")
+    if unknown := {document.label for document in held_out} - set(classes):
+        raise ValueError(
+            f"label={label!r}: {sorted(map(str, unknown))} are among the held-out rows alone; add "
+            "rows of them, or change data.held_out"
+        )
+
+
+def _plan(
+    config: Config, documents: list[Document], tokenizer: Tokenizer, seed: int, classes: list[str]
+) -> TokenPlan:
+    corpus = tokenize(documents, tokenizer, config.cache)
     separator, batch_size = tokenizer.separator_id, config.batch_size
     if config.rows == "packed":
         return PackedPlan(corpus, separator, config.seq_len, batch_size, seed)
-    return BucketPlan(corpus, separator, config.buckets, batch_size, seed, config.too_long)
+    bucketed = (separator, config.buckets, batch_size, seed, config.too_long)
+    if classes:
+        labels = np.asarray([classes.index(str(d.label)) for d in documents], np.int32)
+        return LabelledPlan(corpus, labels, *bucketed)
+    return BucketPlan(corpus, *bucketed)

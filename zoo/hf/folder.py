@@ -82,7 +82,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
     Raises:
         PublishError: no family has such a model; with the nearest one, and in what they differ.
     """
-    config = model.config  # type: ignore[attr-defined]
+    config = getattr(model, "config", None)
     differences = {
         kind: family.difference(config)
         for kind, family in FAMILIES.items()

@@ -1,0 +1,82 @@
+"""Train a recurrent network on text: a language model, or a classifier of labelled rows.
+
+    python -m recipes.rnn
+
+With no flag each function in the source code of Python's standard library is a row, padded to the
+smallest of four buckets that holds it. It prints what each bucket wastes in padding, and the
+compiles a bucket; then, as `recipes.lm`, held-out bits per byte and a sample.
+
+    python -m recipes.rnn --run-dir runs/reviews --data 'reviews/*.jsonl' --label stars
+
+trains a classifier on JSON lines, or a CSV or Parquet file, whose field `text` (`--data.field`) is
+the text and whose field `stars` is the label.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zoo
+from zoo import classification, language, optimizers, rnn, text
+from zoo.run import cli
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(language.Config):
+    """Train a recurrent network on text: a language model, or with --label a classifier."""
+
+    run_dir: Path = Path("runs/rnn")
+    """Folder of the run; the same command on the same folder resumes it."""
+    steps: int = 600
+    """Optimizer steps in all; more than before continues a finished run."""
+    label: str | None = None
+    """Field of --data that holds a row's label: trains a classifier of rows."""
+    model: rnn.Config = rnn.Config(vocab_size=64, hidden_size=384, num_layers=1, embed_size=256)
+    data: text.Config = text.Config(
+        documents="functions",
+        tokenizer="bpe",
+        rows="bucketed",
+        buckets=(32, 64, 128, 256),
+        too_long="split",
+        batch_size=32,
+    )
+    optimizer: optimizers.Config = optimizers.Config(learning_rate=3e-3)
+
+
+def main(config: Config) -> None:
+    """Train, evaluate, show and save."""
+    with zoo.Run(config) as run:
+        data = language.load(run, label=config.label)
+        model = model_config(config, data)
+
+        def make_model(key: Any) -> rnn.RNN:
+            return rnn.RNN(model, key=key)
+
+        if config.label is None:
+            language.train(run, data, make_model, rnn.num_flops_per_token(model))
+        else:
+            classification.train(
+                run,
+                make_model,
+                data.train,
+                data.held_out,
+                classes=data.classes,
+                fingerprint=data.fingerprint,
+                tokenizer=data.tokenizer,
+            )
+
+
+def model_config(config: Config, data: text.Text) -> rnn.Config:
+    """The model's configuration, with room for all ids of the tokenizer, and for the classes."""
+    model = dataclasses.replace(
+        config.model, vocab_size=data.vocab_size(at_least=config.model.vocab_size or 0)
+    )
+    if not data.classes:
+        return model
+    pooling = "mean" if model.pooling == "none" else model.pooling
+    return dataclasses.replace(model, out_size=len(data.classes), pooling=pooling)
+
+
+if __name__ == "__main__":
+    cli(Config, main, "recipes.rnn")

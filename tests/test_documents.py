@@ -1,0 +1,315 @@
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from zoo import documents
+from zoo.documents import Document, functions
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def pairs(found):
+    return [(document.name, document.text) for document in found]
+
+
+# --- Text files
+
+
+def test_text_files_by_glob(tmp_path, monkeypatch):
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "a.md"):
+        write(tmp_path / "corpus" / name, f"text of {name}\r\n")
+    expected = [Document(n, f"text of {n}\r\n") for n in ("a.txt", "b.txt", "deep/er/c.txt")]
+    assert documents.read_documents(f"{tmp_path}/corpus/**/*.txt") == expected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert documents.read_documents("~/corpus/**/*.txt") == expected
+    monkeypatch.chdir(tmp_path)
+    assert documents.read_documents("corpus/**/*.txt") == expected
+    assert documents.read_documents("corpus/*.txt, corpus/*.md")[-1].name == "a.md"
+    assert len(documents.read_documents(["corpus/*.txt", "corpus/a.*"])) == 3  # a.txt only once
+    assert documents.read_documents("corpus/a.txt") == expected[:1]
+
+
+def test_no_file_matches(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        documents.read_documents("corpus/*.txt")
+    assert "'corpus/*.txt'" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    write(tmp_path / "corpus/a.txt", "a")
+    with pytest.raises(FileNotFoundError, match="'corpus' is a folder: add"):
+        documents.read_documents("corpus")
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    write(tmp_path / "a.txt", b"good\xffbad")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xff at offset 4"):
+        documents.read_documents(str(tmp_path / "a.txt"))
+
+
+def test_no_text_at_all(tmp_path):
+    write(tmp_path / "a.txt", "")
+    with pytest.raises(ValueError, match="1 documents and no text"):
+        documents.read_documents(str(tmp_path / "a.txt"))
+
+
+# --- JSON lines
+
+
+def test_jsonl(tmp_path):
+    lines = [json.dumps({"text": "a\u2028b"}, ensure_ascii=False), "", json.dumps({"text": "é"})]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
+    assert pairs(documents.read_documents(str(path))) == [
+        ("a.jsonl:1", "a\u2028b"),
+        ("a.jsonl:3", "é"),
+    ]
+    write(path, '{"body": "x", "text": "y"}')
+    assert pairs(documents.read_documents(str(path), field="body")) == [("a.jsonl:1", "x")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl, line 2 is not JSON"),
+        ('{"body": "x", "id": 1}', r"line 2 has no field 'text': its fields are \['body', 'id'\]"),
+        ('{"text": 3}', r"line 2: field 'text' is a int, not a string"),
+        ('["x"]', r"line 2 is a JSON list, not an object"),
+        ('{"text": "\\ud800"}', r"line 2: lone surrogate at character 0"),
+        (b'{"text": "\xff"}', r"line 2 is not UTF-8: byte 0xff at offset 10"),
+    ],
+)
+def test_bad_jsonl(tmp_path, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=message):
+        documents.read_documents(str(path))
+
+
+# --- Parquet and ArrayRecord
+
+
+def test_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(arrow.table({"text": ["one", "twö"], "n": [1, 2]}), path)
+    assert pairs(documents.read_documents(path)) == [("a.parquet:0", "one"), ("a.parquet:1", "twö")]
+    with pytest.raises(ValueError, match=r"no field 'body': its fields are \['text', 'n'\]"):
+        documents.read_documents(path, field="body")
+    with pytest.raises(ValueError, match=r"row 0: field 'n' is a int, not a string"):
+        documents.read_documents(path, field="n")
+    parquet.write_table(arrow.table({"text": ["one", None]}), path)
+    with pytest.raises(ValueError, match=r"row 1: field 'text' is a NoneType"):
+        documents.read_documents(path)
+    write(tmp_path / "a.parquet", "no such thing")
+    with pytest.raises(ValueError, match="is no Parquet file"):
+        documents.read_documents(path)
+
+
+@pytest.mark.parametrize("suffix", [".array_record", ".arrayrecord"])
+def test_array_record(tmp_path, suffix):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / f"a{suffix}")
+
+    def records(*contents):
+        writer = module.ArrayRecordWriter(path, "group_size:1")
+        for content in contents:
+            writer.write(content)
+        writer.close()
+
+    records("öne".encode(), b"two")
+    assert pairs(documents.read_documents(path)) == [
+        (f"a{suffix}:0", "öne"),
+        (f"a{suffix}:1", "two"),
+    ]
+    records(b"fine", b"not\xff")
+    with pytest.raises(ValueError, match="record 1 is not UTF-8: byte 0xff at offset 3"):
+        documents.read_documents(path)
+    write(Path(path), "no such thing" * 10)
+    with pytest.raises(ValueError, match="is no ArrayRecord file"):
+        documents.read_documents(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("a.parquet", "pyarrow", "parquet"),
+        ("a.array_record", "array_record.python.array_record_module", "array-record"),
+    ],
+)
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"zoo\[{extra}\]"):
+        documents.read_documents(str(write(tmp_path / name, "x")))
+
+
+# --- CSV and labels
+
+
+def test_csv(tmp_path):
+    path = write(
+        tmp_path / "a.csv", '\ufefftext,kind\r\n"two\nlines, one row",x\r\n"say ""hi""",y\n'
+    )
+    found = documents.read_documents(str(path), label="kind")
+    assert found == [
+        Document("a.csv:3", "two\nlines, one row", "x"),
+        Document("a.csv:4", 'say "hi"', "y"),
+    ]
+    assert pairs(documents.read_documents(str(path), field="kind")) == [
+        ("a.csv:3", "x"),
+        ("a.csv:4", "y"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("text,kind\nx", r"a\.csv, line 2 has not as many columns as the first line"),
+        ("text,kind\nx,y,z", r"line 2 has not as many columns"),
+        ("body,kind\nx,y", r"line 2 has no field 'text': its fields are \['body', 'kind'\]"),
+        ("text,sort\nx,y", r"line 2 has no field 'kind'"),
+        ('text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
+        ("text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an integer"),
+    ],
+)
+def test_bad_csv(tmp_path, rows, message):
+    path = write(tmp_path / "a.csv", rows)
+    with pytest.raises(ValueError, match=message):
+        documents.read_documents(str(path), label="kind")
+
+
+def test_labels_of_json_lines(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
+    found = documents.read_documents(str(path), label="stars")
+    assert [document.label for document in found] == ["5", "1"]
+    write(path, '{"text": "x", "stars": null}')
+    with pytest.raises(ValueError, match="line 1: field 'stars' is None: a label is"):
+        documents.read_documents(str(path), label="stars")
+    write(tmp_path / "a.txt", "x")
+    with pytest.raises(ValueError, match=r"a\.txt has no field 'stars': labels come from \.jsonl"):
+        documents.read_documents(str(tmp_path / "a.txt"), label="stars")
+
+
+# --- Functions
+
+SOURCE = '''import os
+\x0c
+@cache
+def one():
+    def inner(): pass
+    return inner
+
+class A:
+    x = 1
+    async def two(self):
+        """Text."""
+
+if os:
+    def three(): pass
+'''
+
+
+def test_functions_are_documents():
+    found = functions([Document("a.py", SOURCE), Document("a.txt", "def"), Document("b.py", "def")])
+    assert found == [
+        Document("a.py:3", "@cache\ndef one():\n    def inner(): pass\n    return inner\n"),
+        Document("a.py:10", 'async def two(self):\n    """Text."""\n'),
+        Document("a.py:14", "def three(): pass\n"),
+        Document("a.txt", "def"),
+        Document("b.py", "def"),
+    ]
+
+
+# --- The standard library
+
+
+def test_standard_library(tmp_path, monkeypatch):
+    for name in ("json/decoder.py", "test/test_json.py", "unittest/test/a.py", "b.py", "ctypes.so"):
+        write(tmp_path / name, f"# {name}\r\nx = 1\r")
+    write(tmp_path / "site-packages/numpy/core.py", "x")
+    write(tmp_path / "idlelib/idle_test/a.py", "x")
+    write(tmp_path / "odd.py", b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    write(tmp_path / "bad.py", b"# \xff\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert pairs(documents.standard_library()) == [
+        ("b.py", "# b.py\nx = 1\n"),
+        ("json/decoder.py", "# json/decoder.py\nx = 1\n"),
+        ("odd.py", "# -*- coding: latin-1 -*-\n# é\n"),
+    ]
+
+
+def test_a_python_without_library_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="text files of your own"):
+        documents.standard_library()
+
+
+def test_this_python_has_a_standard_library():
+    library = documents.standard_library()
+    assert {"json/decoder.py", "typing.py"} <= {document.name for document in library}
+    assert sum(len(document.text) for document in library) > 5_000_000
+
+
+# --- Split
+
+
+def numbered(n):
+    return [Document(f"{i}.txt", "text") for i in range(n)]
+
+
+def test_split_holds_out_by_name():
+    train, held = documents.held_out_split(numbered(2000), 0.1)
+    assert 150 < len(held) < 250
+    assert sorted(train + held) == sorted(numbered(2000))
+    # The same on every machine and in every version: these names are part of the contract.
+    assert [d.name for d in held[:4]] == ["1.txt", "18.txt", "20.txt", "27.txt"]
+    shuffled = numbered(2000)[::-1]
+    assert set(documents.held_out_split(shuffled, 0.1)[1]) == set(held)
+
+
+def test_a_new_document_moves_no_other():
+    _, before = documents.held_out_split(numbered(500))
+    train, held = documents.held_out_split([*numbered(500), Document("new", "text")])
+    assert {d.name for d in held} - {"new"} == {d.name for d in before}
+    assert len(train) + len(held) == 501
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.9999])
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_neither_part_is_empty(n, fraction):
+    train, held = documents.held_out_split(numbered(n), fraction)
+    assert train
+    assert held
+    assert sorted(train + held) == numbered(n)
+    same_names = [Document("same", str(i)) for i in range(n)]
+    assert all(documents.held_out_split(same_names, fraction))
+
+
+def test_a_single_document_is_split_by_its_tail(caplog):
+    text = "".join(map(str, range(100)))
+    [[head], [tail]] = documents.held_out_split([Document("a", text)], 0.1)
+    assert head.text + tail.text == text
+    assert len(tail.text) == 19
+    assert "a is the only document: its last 10% is held out" in caplog.text
+    with pytest.raises(ValueError, match="too few to hold any out"):
+        documents.held_out_split([Document("a", "x")])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
+def test_bad_fraction(fraction):
+    with pytest.raises(ValueError, match=f"fraction={fraction} must lie between 0 and 1"):
+        documents.held_out_split(numbered(3), fraction)
+
+
+def test_compressed_size_is_of_the_files_one_by_one():
+    one = Document("a", "x = 1\n" * 1000)
+    for method, header in (("gzip", 18), ("xz", 32)):
+        size = documents.compressed_size([one], method)
+        assert header < size < 200
+        assert documents.compressed_size([one, one], method) == 2 * size
