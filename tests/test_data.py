@@ -522,3 +522,46 @@ def test_arrays_that_do_not_fit_together_are_refused():
         plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
     with pytest.raises(ValueError, match="'weights' is taken"):
         plans.ArrayPlan({"weights": np.zeros(2)}, 1, seed=0)
+
+
+# --- Labelled rows
+
+
+def labelled(**options):
+    documents = [np.full(n, n) for n in (3, 5, 7, 2, 30)]
+    corpus = Corpus.from_arrays(documents, 50, 47)
+    options = {"too_long": "split", "buckets": (4, 8), "batch_size": 2, "seed": 0} | options
+    return plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
+
+
+def test_labelled_rows_have_their_documents_label():
+    plan = labelled()
+    counts: dict[int, int] = {}
+    for k in range(plan.batches_per_epoch):
+        batch = plan.batch(k)
+        shapes = {name: (s.shape, s.dtype) for name, s in plan.shapes()[plan.bucket(k)].items()}
+        assert {name: (x.shape, x.dtype) for name, x in batch.items()} == shapes
+        for tokens, mask, label, weight in zip(*batch.values(), strict=True):
+            assert weight == mask.any()
+            if weight:
+                assert set(tokens[mask]) <= {label, 49}
+                assert not tokens[~mask].any()
+                counts[int(label)] = counts.get(int(label), 0) + 1
+    assert counts == {3: 1, 5: 1, 7: 1, 2: 1, 30: 4}  # 31 with the separator, in rows of 8
+    assert plan.unit == "examples"
+
+
+def test_each_document_needs_a_label():
+    corpus = Corpus.from_arrays([np.arange(3), np.arange(4)], 50, 7)
+    with pytest.raises(ValueError, match="1 labels for 2 documents"):
+        plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
+
+
+def test_buckets_are_described_by_their_rows_and_padding():
+    corpus = Corpus.from_arrays([np.arange(3), np.arange(1), np.arange(6)], 50, 10)
+    plan = plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
+    # Of 4 the rows of 4 and 2 tokens with their separators, of 8 one of 7 and an empty one.
+    assert plan.describe_buckets().splitlines() == [
+        "bucket 4: 2 rows in 1 batches, 25.0% padding",
+        "bucket 8: 1 rows in 1 batches, 56.2% padding",
+    ]

@@ -86,3 +86,21 @@ def test_next_token_hands_the_whole_batch_to_the_model():
     assert float(weight) == float(batch["weights"].sum())
     assert float(got) == pytest.approx(np.log(4) * float(weight), rel=1e-6)
     assert metrics == {}
+
+
+def test_a_classifier_is_judged_by_weight_and_behind_its_mask():
+    def model(inputs: Array, key: Any = None, mask: Array | None = None) -> Array:
+        return inputs if mask is None else jnp.where(mask, inputs, 0.0)
+
+    batch = {
+        "inputs": jnp.asarray([[3.0, 1.0], [2.0, 1.0], [0.0, 5.0]]),
+        "labels": jnp.asarray([0, 1, 0]),
+        "weights": jnp.asarray([1.0, 0.5, 0.25]),
+    }
+    loss, weight, metrics = losses.classification(model, batch, None)
+    expected = jnp.logaddexp(0.0, jnp.asarray([-2.0, 1.0, 5.0]))
+    assert float(loss) == pytest.approx(float((expected * batch["weights"]).sum()), rel=1e-6)
+    assert (float(weight), float(metrics["accuracy"])) == (1.75, 1.0)
+    masked = batch | {"mask": jnp.asarray([[True, True], [False, True], [True, False]])}
+    _, _, metrics = losses.classification(model, masked, None)
+    assert float(metrics["accuracy"]) == 1.75

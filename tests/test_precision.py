@@ -1,5 +1,6 @@
 """zoo.precision: products keep the compute dtype both ways, and the loss scale finds its level."""
 
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -97,3 +98,21 @@ def test_the_loss_scale_has_bounds(monkeypatch: pytest.MonkeyPatch):
         for _ in range(20):
             scale = update(scale, jnp.asarray(finite))
         assert float(scale.scale) == bound
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "expected"),
+    [
+        ("cpu", "flags : avx2 avx512f", "fp32"),
+        ("cpu", "flags : avx2 avx512f avx512_bf16", "bf16"),
+        ("cpu", None, "fp32"),
+        ("gpu", "flags : avx2", "bf16"),
+    ],
+)
+def test_bf16_is_for_hardware_that_multiplies_it(
+    backend: str, flags: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(Path, "exists", lambda path: flags is not None)
+    monkeypatch.setattr(Path, "read_text", lambda path: flags)
+    assert precision.native_precision() == expected

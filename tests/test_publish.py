@@ -13,8 +13,9 @@ import pytest
 import safetensors.numpy
 from jaxtyping import Array, Float, Int
 
-from zoo import publish, sharding, transformer
+from zoo import mlp, publish, sharding, transformer
 from zoo.checkpoint import Checkpointer
+from zoo.ensemble import Ensemble
 from zoo.sharding import make_mesh
 
 
@@ -301,6 +302,18 @@ def test_a_transformer(tmp_path, monkeypatch, mesh):
     assert_same(loaded, model)
     tokens = jnp.arange(8, dtype=jnp.int32).reshape(1, 8)
     np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"])
+def test_an_ensemble(tmp_path, monkeypatch, mesh):
+    monkeypatch.undo()
+    config = mlp.Config(in_size=4, out_size=2, hidden_size=8)
+    model = Ensemble(lambda key: mlp.MLP(config, key=key), 4, key=jax.random.key(1))
+    publish.save(tmp_path / "model", model)
+    loaded = publish.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
+    assert_same(loaded, model)
+    assert loaded.num_members == 4
+    assert loaded.members.config == config
 
 
 def test_the_shelf_of_this_checkout(monkeypatch):

@@ -145,3 +145,51 @@ def test_a_tokenizer_of_ones_own(corpus, tmp_path):
 def test_a_missing_tokenizer_is_named(corpus):
     with pytest.raises(FileNotFoundError, match="no tokenizer at nowhere"):
         load(corpus, tokenizer="nowhere")
+
+
+def labelled(tmp_path, kinds, **options):
+    tmp_path.mkdir(exist_ok=True)
+    lines = [f'{{"text": "{kind} {i}", "kind": "{kind}"}}' for i, kind in enumerate(kinds)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    options = {"rows": "bucketed", "buckets": (16,), "batch_size": 4, "cache": None} | options
+    return text.load(
+        text.Config(files=f"{tmp_path}/rows.jsonl", **options),
+        seed=0,
+        tokenizer_folder=lambda make: make(tmp_path / "tokenizer") or tmp_path / "tokenizer",
+        label="kind",
+    )
+
+
+def test_labels_are_classes_by_name(tmp_path):
+    loaded = labelled(tmp_path, ["north", "east"] * 30)
+    assert loaded.classes == ("east", "north")
+    batch = loaded.train.batch(0)
+    for tokens, label in zip(batch["inputs"], batch["labels"], strict=True):
+        assert loaded.tokenizer.decode(tokens[tokens > 0]).find(loaded.classes[label]) >= 0
+    other = labelled(tmp_path / "other", ["north", "east"] * 29 + ["east", "north"])
+    assert other.fingerprint != loaded.fingerprint
+
+
+def test_labels_that_make_no_classifier_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"label='kind' has the values \['x'\]"):
+        labelled(tmp_path / "one", ["x"] * 20)
+    with pytest.raises(ValueError, match="are among the held-out rows alone"):
+        labelled(tmp_path / "many", [f"kind{i}" for i in range(40)], held_out=0.3)
+    with pytest.raises(ValueError, match=r"needs data\.rows='bucketed' \(now 'packed'\)"):
+        labelled(tmp_path / "packed", ["x", "y"] * 20, rows="packed")
+
+
+def test_functions_are_split_by_their_file(tmp_path):
+    for i in range(20):
+        functions = "".join(f"def f{i}_{j}(): pass\n" for j in range(3))
+        (tmp_path / f"{i}.py").write_text(functions)
+    config = text.Config(files=f"{tmp_path}/*.py", documents="functions", held_out=0.2, cache=None)
+    folder = tmp_path / "tokenizer"
+    loaded = text.load(config, seed=0, tokenizer_folder=lambda make: make(folder) or folder)
+    names = [document.name.partition(":")[0] for document in loaded.held_out_documents]
+    assert {names.count(name) for name in names} == {3}
+    assert len(loaded.train.corpus) == 60 - len(names)
+    for path in tmp_path.glob("*.py"):
+        path.write_text("x = 1")
+    with pytest.raises(ValueError, match="0 to train on and 0 held out; add Python files"):
+        text.load(config, seed=0, tokenizer_folder=lambda make: folder)

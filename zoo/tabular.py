@@ -106,7 +106,10 @@ def read_rows(path: Path, label: str) -> tuple[Float32[np.ndarray, "rows feature
             rows.append([float(value) for value in record.values()])
         except ValueError as error:
             raise ValueError(f"{where}: {error}; all columns but {label!r} are numbers") from error
-    numbers = np.asarray(rows, np.float32).reshape(len(rows), -1)
+    numbers = np.asarray(rows, np.float32).reshape(len(rows), len(rows[0]) if rows else 0)
     if not numbers.size or not np.isfinite(numbers).all():
-        raise ValueError(f"{path}: {numbers.shape} rows and columns of numbers, all to be finite")
+        raise ValueError(
+            f"{path} has {numbers.shape[0]} rows of {numbers.shape[1]} numbers: it needs some, and "
+            "all of them finite"
+        )
     return numbers, labels

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from zoo import classification
+from zoo.classification import Predictions, calibration_bins, calibration_error, judge
+
+
+def probabilities(confidences, classes, num_classes=3):
+    """Rows with that confidence in that class, and the rest shared out."""
+    confidences = np.asarray(confidences, np.float32)[:, None]
+    rest = (1 - confidences) / (num_classes - 1)
+    return np.where(np.arange(num_classes) == np.asarray(classes)[:, None], confidences, rest)
+
+
+def test_bins_hold_examples_by_their_confidence():
+    given = probabilities([0.61, 0.69, 0.95, 1.0], [0, 1, 2, 0])
+    bins = calibration_bins(given, np.array([0, 0, 2, 0]), num_bins=10)
+    assert bins.size.tolist() == [0] * 6 + [2, 0, 0, 2]
+    assert bins.confidence[[6, 9]] == pytest.approx([0.65, 0.975])
+    assert bins.accuracy[[6, 9]] == pytest.approx([0.5, 1.0])
+    assert np.isnan(bins.accuracy[0])
+
+
+def test_calibration_error_is_the_distance_of_confidence_from_accuracy():
+    given = probabilities([0.61, 0.69, 0.95, 1.0], [0, 1, 2, 0])
+    error = calibration_error(given, np.array([0, 0, 2, 0]), num_bins=10)
+    assert error == pytest.approx(0.5 * (0.65 - 0.5) + 0.5 * (1 - 0.975))
+    # As sure as right: nine of ten, with a confidence of 0.9.
+    sure = probabilities([0.9] * 10, [0] * 10)
+    assert calibration_error(sure, np.array([0] * 9 + [1])) == pytest.approx(0, abs=1e-6)
+
+
+def test_an_ensemble_is_judged_by_its_mean_and_beside_its_members():
+    labels = np.array([0, 1])
+    members = np.stack([probabilities([0.9, 0.6], [0, 2]), probabilities([0.5, 0.9], [0, 1])])
+    both, first, second = (
+        judge(Predictions(x, labels)) for x in (members, members[:1], members[1:])
+    )
+    mean = members.mean(0)
+    assert both["eval_loss"] == pytest.approx(-np.log([mean[0, 0], mean[1, 1]]).mean())
+    assert both["eval_accuracy"] == 1.0
+    assert (first["eval_accuracy"], second["eval_accuracy"]) == (0.5, 1.0)
+    assert both["member_accuracy"] == 0.75
+    for name in ("loss", "calibration_error"):
+        of = name if name == "calibration_error" else f"eval_{name}"
+        assert both[f"member_{name}"] == pytest.approx((first[of] + second[of]) / 2)
+    assert not any(name.startswith("member") for name in first)
+
+
+def test_the_confusion_matrix_has_a_row_for_what_is():
+    given = probabilities([0.9] * 4, [0, 1, 1, 2])
+    matrix = classification.confusion_matrix(Predictions(given[None], np.array([0, 0, 1, 2])), 3)
+    assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("num_classes", [2, 40])
+def test_pictures_of_few_and_of_many_classes(tmp_path, num_classes):
+    members = np.stack([probabilities([0.9] * 5, range(5), num_classes + 4)] * 2)
+    predictions = Predictions(members, np.arange(5))
+    names = [f"class {i}" for i in range(num_classes + 4)]
+    classification.plot_confusion(tmp_path / "confusion.png", predictions, names)
+    classification.plot_calibration(tmp_path / "calibration.png", predictions)
+    for name in ("confusion.png", "calibration.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
