@@ -14,23 +14,26 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
+import benchmarks.ensemble
+import benchmarks.mlp
 import benchmarks.recipe
+import benchmarks.rnn
 import benchmarks.transformer
 from benchmarks.report import Table, provenance
 from benchmarks.timing import Timing
+
+Name = Literal["transformer", "rnn", "mlp", "ensemble", "rnn-memory", "startup", "pipeline"]
 
 
 @dataclass(frozen=True)
 class Config:
     """Time the zoo side by side with its peers, and keep the results."""
 
-    names: Annotated[
-        tuple[Literal["transformer", "startup", "pipeline"], ...], tyro.conf.Positional
-    ] = ("transformer", "startup", "pipeline")
+    names: Annotated[tuple[Name, ...], tyro.conf.Positional] = get_args(Name)
     """Benchmarks to run."""
     results: Path = Path(__file__).parent / "results"
     """Folder of the results."""
@@ -38,10 +41,18 @@ class Config:
     transformer: benchmarks.transformer.Options = field(
         default_factory=benchmarks.transformer.Options
     )
+    rnn: benchmarks.rnn.Options = field(default_factory=benchmarks.rnn.Options)
+    mlp: benchmarks.mlp.Options = field(default_factory=benchmarks.mlp.Options)
+    ensemble: benchmarks.ensemble.Options = field(default_factory=benchmarks.ensemble.Options)
+    rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
 
 
-BENCHMARKS: dict[str, Callable[[Config], list[Table]]] = {
+BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "transformer": lambda config: benchmarks.transformer.measure(config.transformer, config.timing),
+    "rnn": lambda config: benchmarks.rnn.measure(config.rnn, config.timing),
+    "mlp": lambda config: benchmarks.mlp.measure(config.mlp, config.timing),
+    "ensemble": lambda config: benchmarks.ensemble.measure(config.ensemble, config.timing),
+    "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
 }

@@ -1,6 +1,7 @@
 """Peers in processes of their own, timed in turn."""
 
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -14,26 +15,41 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from benchmarks.peers.common import Precision, Remat, Shape
+from benchmarks.peers.common import Built, Precision
 
 PAUSE_SECONDS = 0.2  # in which the thread pool of the peer before falls asleep
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A module of benchmarks.peers, with what its `build` takes beyond shape and precision."""
+    """A module of benchmarks.peers, with what its `build` takes beyond shape and precision.
+
+    The package that the module is in has a module `given` with the class `Shape`.
+    """
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    def given(self, **options: Any) -> "Peer":
+        """The same peer with more options."""
+        return Peer(self.module, {**self.options, **options})
+
+    def build(self, shape: Any, precision: Precision) -> Built:
+        """The peer in this process; `shape` can be the dictionary of one."""
+        package, _, _ = self.module.rpartition(".")
+        if isinstance(shape, dict):
+            shape = importlib.import_module(f"benchmarks.peers.{package}.given").Shape(**shape)
+        module = importlib.import_module(f"benchmarks.peers.{self.module}")
+        return module.build(shape, precision, **self.options)
 
 
 @dataclass(frozen=True)
 class Timing:
     """How peers are timed in turn."""
 
-    rounds: int = 7
+    rounds: int = 5
     """Rounds; in each, every peer has one turn."""
-    turn_seconds: float = 2.0
+    turn_seconds: float = 1.5
     """Length of a turn, in whole steps."""
     huge_pages: bool = True
     """Let malloc use transparent huge pages, for all peers alike (Linux)."""
@@ -50,9 +66,7 @@ class Worker:
         SkippedError: the peer's library is missing, or it failed; with its error's last line.
     """
 
-    def __init__(
-        self, peer: Peer, shape: Shape, precision: Precision, remat: Remat, timing: Timing
-    ):
+    def __init__(self, peer: Peer, shape: Any, precision: Precision, timing: Timing):
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # peers share a GPU
         if timing.huge_pages:
             environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
@@ -66,7 +80,7 @@ class Worker:
             stderr=self._errors,
             text=True,
         )
-        request = {"shape": asdict(shape), "precision": precision, "remat": remat, **asdict(peer)}
+        request = {"peer": asdict(peer), "shape": asdict(shape), "precision": precision}
         try:
             self.setup = self._ask(request)
         except SkippedError:

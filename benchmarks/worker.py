@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.common import Built, Shape
+from benchmarks.peers.common import Built
+from benchmarks.timing import Peer
 
 WARMUP_STEPS = 5
 
@@ -40,10 +41,10 @@ def main() -> None:
 
 
 def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
-    module = importlib.import_module(f"benchmarks.peers.{request['module']}")
-    shape = Shape(**request["shape"])
+    peer = Peer(**request["peer"])
+    importlib.import_module(f"benchmarks.peers.{peer.module}")  # before its memory counts
     before = _resident_bytes("VmRSS")
-    built = module.build(shape, request["precision"], request["remat"], **request["options"])
+    built = peer.build(request["shape"], request["precision"])
     state, losses, seconds = built.state, [], []
     for index in range(WARMUP_STEPS):
         if index == 1:

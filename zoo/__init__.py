@@ -1,5 +1,6 @@
 """A model zoo of sharded reference models in Equinox and JAX."""
 
+from zoo import bert as bert
 from zoo import classification as classification
 from zoo import ensemble as ensemble
 from zoo import language as language
@@ -10,6 +11,7 @@ from zoo import rnn as rnn
 from zoo import sharding as sharding
 from zoo import tabular as tabular
 from zoo import text as text
+from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
 from zoo.generate import generate as generate
 from zoo.loop import evaluator as evaluator

@@ -99,7 +99,7 @@ def matrices(parameters: PyTree) -> Any:
 
 
 def muon_dimensions(parameters: PyTree) -> Any:
-    """What Muon orthogonalises: the hidden matrices, stacked layers apart; None for the rest.
+    """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
 
     The rest is what has the model's inputs or outputs for an axis, and vectors.
     """

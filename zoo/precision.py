@@ -110,18 +110,21 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
         yield model if at_use else cast(resolve(model), dtype)
 
 
-def _product(
-    x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
-) -> Array:
-    """Contract axes of x with axes of y, and return `dtype`.
+def product(
+    x: Float[Array, "..."],
+    y: Float[Array, "..."],
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "..."]:
+    """Contract axes of x with axes of y, and return `dtype`; without a gradient rule of its own.
 
     XLA for CPU uses the bf16 instructions only where a product of bf16 returns fp32; an
     accelerator accumulates in fp32 anyway, and writes half as much.
     """
     on_cpu = x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
     preferred = jnp.float32 if on_cpu else dtype
-    product = lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=preferred)
-    return product.astype(dtype)
+    z = lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=preferred)
+    return z.astype(dtype)
 
 
 # A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient.
@@ -135,7 +138,7 @@ def _matmul(
 def _matmul_forward(x: Array, w: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
     # Not by way of `_matmul`: a remat policy does not see the products inside a custom gradient.
     b, m, k = x.shape
-    return _product(x.reshape(b * m, k), w, ((1,), (0,)), dtype).reshape(b, m, -1), (x, w)
+    return product(x.reshape(b * m, k), w, ((1,), (0,)), dtype).reshape(b, m, -1), (x, w)
 
 
 def _matmul_backward(
@@ -144,12 +147,12 @@ def _matmul_backward(
     x, w = residuals
     b, m, n = g.shape
     g = g.astype(x.dtype)
-    dx = _product(g.reshape(b * m, n), w, ((1,), (1,)), x.dtype).reshape(x.shape)
+    dx = product(g.reshape(b * m, n), w, ((1,), (1,)), x.dtype).reshape(x.shape)
     if x.dtype == jnp.float32:
         x, g = x.reshape(b * m, -1), g.reshape(b * m, n)
-        return dx, _product(x, g, ((0,), (0,)), w.dtype)
+        return dx, product(x, g, ((0,), (0,)), w.dtype)
     # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return dx, _product(x, g, ((0, 1), (0, 1)), w.dtype)
+    return dx, product(x, g, ((0, 1), (0, 1)), w.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from zoo import precision
 from zoo.layers import add_bias
+from zoo.precision import product
 from zoo.remat import Policy, checkpoint
 from zoo.sharding import constrain
 
@@ -203,7 +203,8 @@ def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
 
 # The gradient is written out for its products: autodiff would add up the gradients of the weights
 # step by step, where one product over all steps does it, and would keep every intermediate, where
-# the terms and the states are enough. What is pointwise is left to autodiff.
+# the terms and the states are enough. What is pointwise is left to autodiff. No product is by
+# `matmul`, which would merge the axes of gates and hidden, and so gather a sharded weight.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks) -> Any:
     return _scan_forward(options, weights, state, x_BTI, marks)[0]
@@ -219,9 +220,9 @@ def _scan_forward(
     def step(state: State, inputs: tuple[Array, Marks]) -> tuple[State, tuple]:
         x, marks = inputs
         state = _start(marks, state)
-        gates = x if options.hoist else _product(x, weights.ih, ((1,), (0,)))
+        gates = x if options.hoist else product(x, weights.ih, ((1,), (0,)))
         h = constrain(state[0].astype(dtype), "batch", None)
-        terms = _join(cell, gates, _product(h, weights.hh, ((1,), (0,)))) + bias
+        terms = _join(cell, gates, product(h, weights.hh, ((1,), (0,)))) + bias
         # Rounded before use, so that the gradient is that of what was computed.
         terms = constrain(terms.astype(dtype), "batch", None, "hidden")
         after = _advance(cell, terms, state, marks)
@@ -249,7 +250,7 @@ def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, A
 
         _, pullback = jax.vjp(advance, terms, state)
         d_terms, d_state = pullback(d_after)
-        through_h = _product(_pick(d_terms, cell.state_terms), hh_GHI, ((1, 2), (0, 1)))
+        through_h = product(_pick(d_terms, cell.state_terms), hh_GHI, ((1, 2), (0, 1)))
         return _start(marks, (d_state[0] + through_h, *d_state[1:])), d_terms
 
     d_initial, d_terms = lax.scan(
@@ -311,15 +312,10 @@ def _pick(terms: Array, which: tuple[int, ...]) -> Array:
     return jnp.concatenate([terms[..., p : p + 1, :] for p in which], axis=-2)
 
 
-def _product(x: Array, y: Array, axes: Any, dtype: Any = jnp.float32) -> Array:
-    # `matmul` would merge the axes of gates and hidden, and so gather a sharded weight.
-    return precision._product(x, y, axes, dtype)
-
-
 @jax.custom_vjp
 def _gates(x_BTI: Array, w_IGH: Array) -> Array:
     """The products of all inputs with their weight, [B, T, G, H], in the dtype of x."""
-    gates = _product(x_BTI, w_IGH, ((2,), (0,)), x_BTI.dtype)
+    gates = product(x_BTI, w_IGH, ((2,), (0,)), x_BTI.dtype)
     return constrain(gates, "batch", None, None, "hidden")
 
 
@@ -329,12 +325,12 @@ def _gates_forward(x_BTI: Array, w_IGH: Array) -> tuple[Array, tuple[Array, Arra
 
 def _gates_backward(residuals: tuple[Array, Array], g_BTGH: Array) -> tuple[Array, Array]:
     x_BTI, w_IGH = residuals
-    dx_BTI = _product(g_BTGH, w_IGH, ((2, 3), (1, 2)), x_BTI.dtype)
+    dx_BTI = product(g_BTGH, w_IGH, ((2, 3), (1, 2)), x_BTI.dtype)
     return dx_BTI, _weight_gradient(x_BTI, g_BTGH)
 
 
 def _weight_gradient(x_BTI: Array, g_BTGH: Array) -> Array:
-    return _product(x_BTI, g_BTGH, ((0, 1), (0, 1)), x_BTI.dtype)
+    return product(x_BTI, g_BTGH, ((0, 1), (0, 1)), x_BTI.dtype)
 
 
 _gates.defvjp(_gates_forward, _gates_backward)

@@ -1,76 +1,61 @@
 """The zoo's own train step, through its public names."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 import zoo
-from benchmarks.peers import common, xla
-from benchmarks.peers.common import Built, Precision, Remat, Shape
-from zoo import losses, transformer
+from benchmarks.peers import jax_step
+from benchmarks.peers.common import CLIP_NORM, Batch, Built, Precision
+from zoo import losses
+from zoo.train import LossFunction
 
 
-def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Transformer:
-    """The model with the weights of all peers."""
-    given = {name: jnp.asarray(w) for name, w in common.weights(shape).items()}
-    heads = (shape.num_layers, shape.d_model, shape.num_heads, shape.head_dim)
-    model = transformer.Transformer(config, key=key)
-    return eqx.tree_at(
-        lambda m: (
-            m.embedding.weight,
-            m.blocks.attention.wq,
-            m.blocks.attention.wk,
-            m.blocks.attention.wv,
-            m.blocks.attention.wo,
-            m.blocks.mlp.w_up,
-            m.blocks.mlp.w_down,
-            m.head.weight,
-        ),
-        model,
-        (
-            given["embedding"],
-            *(given[name].reshape(heads) for name in ("wq", "wk", "wv")),
-            given["wo"].reshape(heads[0], *heads[2:], heads[1]),
-            given["w_up"],
-            given["w_down"],
-            given["head"],
-        ),
-    )
-
-
-def build(shape: Shape, precision: Precision, remat: Remat, *, scan: bool) -> Built:
-    config = transformer.Config(
-        vocab_size=shape.vocab_size,
-        d_model=shape.d_model,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        d_ff=shape.d_ff,
-        mlp="gelu",
-        norm_eps=common.NORM_EPS,
-        rope_theta=common.ROPE_THETA,
-        remat=remat,
-        scan_layers=scan,
-    )
-    optimizer = xla.optimizer()
-    state = zoo.init_state(lambda key: init(config, shape, key), optimizer, key=jax.random.key(0))
-    step = zoo.make_train_step(
-        losses.next_token, optimizer, precision=precision, clip_norm=common.CLIP_NORM
-    )
-    tokens, targets = common.token_batch(shape)
-    batch = jax.device_put(
-        {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
-    )
+def build(
+    loss: LossFunction,
+    make_model: Callable[[Array], Any],
+    batch: dict[str, np.ndarray],
+    precision: Precision,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    clip_norm: float | None = CLIP_NORM,
+) -> Built:
+    """A step by `zoo.make_train_step`; the optimizer is that of every peer if none is given."""
+    optimizer = jax_step.optimizer() if optimizer is None else optimizer
+    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0))
+    step = zoo.make_train_step(loss, optimizer, precision=precision, clip_norm=clip_norm)
+    on_device = jax.device_put(batch)
     start = time.perf_counter()
-    step.compile(state, batch)
+    program = step.lower(state, on_device)
     seconds = time.perf_counter() - start
-    planned_bytes = xla.planned_bytes(step.lower(state, batch))
 
     def run(state: zoo.TrainState, batch: dict[str, Array]) -> tuple[zoo.TrainState, Array]:
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch)  # compiles again at its first call
         return state, metrics["loss"]
 
-    return Built(run, state, batch, seconds, planned_bytes)
+    return Built(run, state, on_device, seconds, jax_step.planned_bytes(program))
+
+
+def token_batch(batch: Batch) -> dict[str, np.ndarray]:
+    """What `zoo.losses.next_token` takes."""
+    tokens, targets = batch
+    return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
+
+
+def class_batch(batch: Batch) -> dict[str, np.ndarray]:
+    """What `classification` takes."""
+    points, classes = batch
+    return {"points": points, "classes": classes, "weights": np.ones(classes.shape, np.float32)}
+
+
+def classification(
+    model: Any, batch: dict[str, Array], key: Array | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss of a classifier, as `zoo.make_train_step` takes it."""
+    logits = model(batch["points"], key=key)
+    return *losses.cross_entropy(logits, batch["classes"], batch["weights"]), {}

@@ -1,6 +1,4 @@
-"""The same model in PyTorch: its attention, fused AdamW and autocast; eager, or compiled."""
-
-from typing import Any
+"""The same model in PyTorch, with its own attention."""
 
 import numpy as np
 import torch
@@ -8,25 +6,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peers import common
-from benchmarks.peers.common import Built, Precision, Remat, Shape
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _linear(weight: np.ndarray) -> nn.Linear:
-    layer = nn.Linear(weight.shape[0], weight.shape[1], bias=False)
-    layer.weight.data = torch.from_numpy(np.ascontiguousarray(weight.T))
-    return layer
+from benchmarks.peers import torch_step
+from benchmarks.peers.common import Built, Precision
+from benchmarks.peers.transformer import given
+from benchmarks.peers.transformer.given import Remat, Shape
 
 
 class Block(nn.Module):
     def __init__(self, shape: Shape, layer: dict[str, np.ndarray]):
         super().__init__()
         self.num_heads = shape.num_heads
-        self.attention_norm = nn.RMSNorm(shape.d_model, eps=common.NORM_EPS)
-        self.mlp_norm = nn.RMSNorm(shape.d_model, eps=common.NORM_EPS)
-        self.linears = nn.ModuleDict({name: _linear(weight) for name, weight in layer.items()})
+        self.attention_norm = nn.RMSNorm(shape.d_model, eps=given.NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(shape.d_model, eps=given.NORM_EPS)
+        self.linears = nn.ModuleDict(
+            {name: torch_step.linear(weight) for name, weight in layer.items()}
+        )
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         return self.linears[name](x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -54,18 +48,18 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, remat: Remat):
         super().__init__()
-        weights = common.weights(shape)
+        weights = given.weights(shape)
         self.embedding = nn.Embedding.from_pretrained(
             torch.from_numpy(weights.pop("embedding")), freeze=False
         )
-        self.head = _linear(weights.pop("head"))
+        self.head = torch_step.linear(weights.pop("head"))
         self.blocks = nn.ModuleList(
             Block(shape, {name: w[i] for name, w in weights.items()})
             for i in range(shape.num_layers)
         )
-        self.final_norm = nn.RMSNorm(shape.d_model, eps=common.NORM_EPS)
+        self.final_norm = nn.RMSNorm(shape.d_model, eps=given.NORM_EPS)
         self.remat = remat
-        frequency = common.ROPE_THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        frequency = given.ROPE_THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.arange(shape.seq_len)[:, None] * frequency
         self.register_buffer("cos", torch.cos(angles))
         self.register_buffer("sin", torch.sin(angles))
@@ -81,29 +75,5 @@ class Decoder(nn.Module):
         return self.head(self.final_norm(x))
 
 
-def build(shape: Shape, precision: Precision, remat: Remat, *, compiled: bool) -> Built:
-    model = Decoder(shape, remat).to(DEVICE)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=common.LEARNING_RATE,
-        weight_decay=common.WEIGHT_DECAY,
-        fused=True,
-    )
-    batch = tuple(torch.from_numpy(x).long().to(DEVICE) for x in common.token_batch(shape))
-
-    def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(tokens)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    forward = torch.compile(mean_loss) if compiled else mean_loss
-
-    def step(state: Any, batch: Any) -> tuple[Any, Tensor]:
-        optimizer.zero_grad()
-        loss = forward(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP_NORM)
-        optimizer.step()
-        return state, loss.detach()
-
-    return Built(step, None, batch, compile_seconds=None if compiled else 0.0)
+def build(shape: Shape, precision: Precision, *, remat: Remat, compiled: bool) -> Built:
+    return torch_step.build(Decoder(shape, remat), given.batch(shape), precision, compiled=compiled)

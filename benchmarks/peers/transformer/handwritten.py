@@ -13,11 +13,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
-from benchmarks.peers import common, xla
-from benchmarks.peers.common import Built, Precision, Remat, Shape
+from benchmarks.peers import jax_step
+from benchmarks.peers.common import Built, Precision
+from benchmarks.peers.transformer import given
+from benchmarks.peers.transformer.given import Remat, Shape
 
 NUM_CHUNKS = 2
 Tables = tuple[Array, Array]
@@ -65,7 +66,7 @@ def norm(x: Array, scale: Array) -> Array:
 
 def _norm_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + common.NORM_EPS)
+    inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + given.NORM_EPS)
     return (x32 * inverse * scale).astype(x.dtype), (x, scale, inverse)
 
 
@@ -108,7 +109,7 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 
 def rotary_tables(shape: Shape) -> Tables:
     """Cosines and signed sines, fp32[seq, 1, head_dim], for `rotate`."""
-    frequency = common.ROPE_THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
+    frequency = given.ROPE_THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
     angles = jnp.arange(shape.seq_len)[:, None, None] * frequency
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
@@ -198,8 +199,7 @@ def block(x: Array, layer: dict[str, Array], tables: Tables, shape: Shape) -> Ar
     return x + product(hidden, layer["w_down"])
 
 
-def mean_loss(params: dict, batch: tuple[Array, Array], shape: Shape, dtype: type) -> Array:
-    tokens, targets = batch
+def forward(params: dict, tokens: Array, *, shape: Shape, dtype: type) -> Array:
     x = params["embedding"][tokens].astype(dtype)
     tables = rotary_tables(shape)
     run = functools.partial(block, tables=tables, shape=shape)
@@ -209,31 +209,20 @@ def mean_loss(params: dict, batch: tuple[Array, Array], shape: Shape, dtype: typ
     else:
         for layer in params["layers"]:
             x = run(x, layer)
-    logits = product(norm(x, params["final_norm"]), params["head"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return product(norm(x, params["final_norm"]), params["head"])
 
 
 def init(shape: Shape, remat: Remat) -> dict:
-    given = {name: jnp.asarray(w) for name, w in common.weights(shape).items()}
-    outer = {name: given.pop(name) for name in ("embedding", "head")}
+    arrays = {name: jnp.asarray(w) for name, w in given.weights(shape).items()}
+    outer = {name: arrays.pop(name) for name in ("embedding", "head")}
     ones = jnp.ones((shape.num_layers, shape.d_model))
-    stacked = {**given, "attention_norm": ones, "mlp_norm": ones.copy()}
+    stacked = {**arrays, "attention_norm": ones, "mlp_norm": ones.copy()}
     unstacked = [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(shape.num_layers)]
     layers = stacked if remat == "full" else unstacked
     return {**outer, "layers": layers, "final_norm": jnp.ones(shape.d_model)}
 
 
-def build(shape: Shape, precision: Precision, remat: Remat) -> Built:
-    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
-    optimizer = xla.clipped_optimizer()
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: tuple, batch: tuple) -> tuple[tuple, Array]:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(mean_loss)(params, batch, shape, dtype)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    params = init(shape, remat)
-    state, batch = (params, optimizer.init(params)), jax.device_put(common.token_batch(shape))
-    return xla.compiled(lambda: step.lower(state, batch), state, batch, precision)
+def build(shape: Shape, precision: Precision, *, remat: Remat) -> Built:
+    dtype = jax_step.DTYPES[precision]
+    run = functools.partial(forward, shape=shape, dtype=dtype)
+    return jax_step.handwritten(run, init(shape, remat), given.batch(shape), precision)

@@ -1,15 +1,14 @@
 """The same model as Equinox's documentation would write it: its own layers, under `jax.vmap`."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
-from benchmarks.peers import common, xla
-from benchmarks.peers.common import Built, Precision, Remat, Shape
+from benchmarks.peers import jax_step
+from benchmarks.peers.common import Built, Precision
+from benchmarks.peers.transformer import given
+from benchmarks.peers.transformer.given import Remat, Shape
 
 
 class Block(eqx.Module):
@@ -23,12 +22,12 @@ class Block(eqx.Module):
     def __init__(self, shape: Shape, dtype: type, *, key: Array):
         keys = jax.random.split(key, 3)
         embed = shape.d_model
-        self.attention_norm = eqx.nn.RMSNorm(embed, eps=common.NORM_EPS, use_bias=False)
+        self.attention_norm = eqx.nn.RMSNorm(embed, eps=given.NORM_EPS, use_bias=False)
         self.attention = eqx.nn.MultiheadAttention(shape.num_heads, embed, key=keys[0])
         self.rotary = eqx.nn.RotaryPositionalEmbedding(
-            shape.head_dim, common.ROPE_THETA, dtype=dtype
+            shape.head_dim, given.ROPE_THETA, dtype=dtype
         )
-        self.mlp_norm = eqx.nn.RMSNorm(embed, eps=common.NORM_EPS, use_bias=False)
+        self.mlp_norm = eqx.nn.RMSNorm(embed, eps=given.NORM_EPS, use_bias=False)
         self.up = eqx.nn.Linear(embed, shape.d_ff, use_bias=False, key=keys[1])
         self.down = eqx.nn.Linear(shape.d_ff, embed, use_bias=False, key=keys[2])
 
@@ -54,7 +53,7 @@ class Decoder(eqx.Module):
         keys = jax.random.split(key, shape.num_layers + 2)
         self.embedding = eqx.nn.Embedding(shape.vocab_size, shape.d_model, key=keys[0])
         self.blocks = [Block(shape, dtype, key=key) for key in keys[2:]]
-        self.final_norm = eqx.nn.RMSNorm(shape.d_model, eps=common.NORM_EPS, use_bias=False)
+        self.final_norm = eqx.nn.RMSNorm(shape.d_model, eps=given.NORM_EPS, use_bias=False)
         self.head = eqx.nn.Linear(shape.d_model, shape.vocab_size, use_bias=False, key=keys[1])
 
     def __call__(self, tokens: Array, remat: Remat) -> Array:
@@ -68,7 +67,7 @@ class Decoder(eqx.Module):
 
 def init(shape: Shape, dtype: type) -> Decoder:
     """The model with the weights of all peers; `eqx.nn.Linear` holds them as [out, in]."""
-    given = {name: jnp.asarray(w) for name, w in common.weights(shape).items()}
+    arrays = {name: jnp.asarray(w) for name, w in given.weights(shape).items()}
 
     def linears(model: Decoder) -> list[Array]:
         layers = [
@@ -85,32 +84,14 @@ def init(shape: Shape, dtype: type) -> Decoder:
         return [model.embedding.weight, model.head.weight, *(x.weight for y in layers for x in y)]
 
     names = ("wq", "wk", "wv", "wo", "w_up", "w_down")
-    layers = [given[name][i].T for i in range(shape.num_layers) for name in names]
+    layers = [arrays[name][i].T for i in range(shape.num_layers) for name in names]
     model = Decoder(shape, dtype, key=jax.random.key(0))
-    return eqx.tree_at(linears, model, [given["embedding"], given["head"].T, *layers])
+    return eqx.tree_at(linears, model, [arrays["embedding"], arrays["head"].T, *layers])
 
 
-def build(shape: Shape, precision: Precision, remat: Remat) -> Built:
-    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
-    optimizer = xla.clipped_optimizer()
+def build(shape: Shape, precision: Precision, *, remat: Remat) -> Built:
+    def forward(model: Decoder, tokens: Array) -> Array:
+        return jax.vmap(model, in_axes=(0, None))(tokens, remat)
 
-    @eqx.filter_value_and_grad
-    def mean_loss(model: Decoder, batch: tuple[Array, Array]) -> Array:
-        tokens, targets = batch
-        model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
-        logits = jax.vmap(model, in_axes=(0, None))(tokens, remat).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    def step(batch: tuple, state: tuple) -> tuple[tuple, Array]:
-        model, opt_state = state
-        loss, grads = mean_loss(model, batch)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (eqx.apply_updates(model, updates), opt_state), loss
-
-    model = init(shape, dtype)
-    state = (model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
-    batch = jax.device_put(common.token_batch(shape))
-    compiled: Any = eqx.filter_jit(step, donate="all-except-first")
-    built = xla.compiled(lambda: compiled.lower(batch, state), state, batch, precision)
-    return built._replace(step=lambda state, batch: built.step(batch, state))
+    model = init(shape, jax_step.DTYPES[precision])
+    return jax_step.equinox(forward, model, given.batch(shape), precision)

@@ -1,0 +1,67 @@
+"""The peers of one model, side by side in a table."""
+
+import contextlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.common import Precision
+from benchmarks.report import Table
+from benchmarks.timing import Peer, SkippedError, Timing, Worker, interleave, median_ratio
+
+# How far apart the losses of the first steps may be, relatively: all peers compute the same.
+TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "bf16": 2e-3}
+
+
+def compare(
+    title: str,
+    peers: Mapping[str, Peer],
+    shape: Any,
+    precision: Precision,
+    timing: Timing,
+    **units: int,
+) -> Table:
+    """Time a step of each peer in turn; the first that runs is the baseline of the ratios.
+
+    `units` is what a step works through, such as tokens=2048.
+    """
+    table = Table(title)
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name, peer in peers.items():
+            try:
+                workers[name] = stack.enter_context(Worker(peer, shape, precision, timing))
+            except SkippedError as reason:
+                table.notes.append(f"{name} skipped: {reason}")
+        turns = interleave(workers, timing)
+    baseline = next(iter(workers), "")
+    for name, worker in workers.items():
+        step_seconds = statistics.median(turns[name].seconds)
+        planned = worker.setup["planned_bytes"]
+        table.rows.append(
+            {
+                "peer": name,
+                "steps/s": 1 / step_seconds,
+                **{f"{unit}/s": number / step_seconds for unit, number in units.items()},
+                f"time / {baseline}": median_ratio(turns[name].seconds, turns[baseline].seconds),
+                "CPU s/step": min(turns[name].cpu_seconds),
+                "compile s": worker.setup["compile_seconds"],
+                "peak MiB": worker.setup["peak_bytes"] / 2**20,
+                "XLA plan MiB": planned and planned / 2**20,
+            }
+        )
+    losses = {name: worker.setup["losses"] for name, worker in workers.items()}
+    table.failures += disagreements(losses, TOLERANCE[precision])
+    table.print()
+    return table
+
+
+def disagreements(losses: Mapping[str, Sequence[float]], tolerance: float) -> list[str]:
+    """A line for each peer whose losses are not those of the first."""
+    failures = []
+    expected = next(iter(losses.values()), ())
+    for name, values in losses.items():
+        near = [abs(a / b - 1) <= tolerance for a, b in zip(values, expected, strict=True)]
+        if not all(near):  # NaN is near nothing
+            failures.append(f"{name} computes something else: {values}, not {expected}")
+    return failures

@@ -1,0 +1,47 @@
+"""What every peer is given: the decoder's sizes, first weights and batch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.peers.common import Batch, normal, token_batch
+
+Remat = Literal["none", "full"]
+
+NORM_EPS, ROPE_THETA = 1e-6, 1e4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A causal decoder: RMSNorm before each part, rotary positions, GELU MLP, no biases."""
+
+    num_layers: int = 6
+    d_model: int = 384
+    num_heads: int = 6
+    d_ff: int = 1536
+    vocab_size: int = 512
+    seq_len: int = 256
+    batch_size: int = 8
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+def weights(shape: Shape) -> dict[str, np.ndarray]:
+    """The first weights, as [in, out] matrices; layers are stacked on axis 0."""
+    rng = np.random.default_rng(0)
+    layers, embed, hidden = shape.num_layers, shape.d_model, shape.d_ff
+    return {
+        "embedding": normal(rng, shape.vocab_size, embed),
+        **{name: normal(rng, layers, embed, embed) for name in ("wq", "wk", "wv", "wo")},
+        "w_up": normal(rng, layers, embed, hidden),
+        "w_down": normal(rng, layers, hidden, embed),
+        "head": normal(rng, embed, shape.vocab_size),
+    }
+
+
+def batch(shape: Shape) -> Batch:
+    """Tokens and their next ones."""
+    return token_batch(shape.vocab_size, shape.batch_size, shape.seq_len)

@@ -1,0 +1,56 @@
+"""The zoo's transformer."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarks.peers import zoo_step
+from benchmarks.peers.common import Built, Precision
+from benchmarks.peers.transformer import given
+from benchmarks.peers.transformer.given import Remat, Shape
+from zoo import losses, transformer
+
+
+def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Transformer:
+    """The model with the weights of all peers."""
+    arrays = {name: jnp.asarray(w) for name, w in given.weights(shape).items()}
+    heads = (shape.num_layers, shape.d_model, shape.num_heads, shape.head_dim)
+    model = transformer.Transformer(config, key=key)
+    return eqx.tree_at(
+        lambda m: (
+            m.embedding.weight,
+            m.blocks.attention.wq,
+            m.blocks.attention.wk,
+            m.blocks.attention.wv,
+            m.blocks.attention.wo,
+            m.blocks.mlp.w_up,
+            m.blocks.mlp.w_down,
+            m.head.weight,
+        ),
+        model,
+        (
+            arrays["embedding"],
+            *(arrays[name].reshape(heads) for name in ("wq", "wk", "wv")),
+            arrays["wo"].reshape(heads[0], *heads[2:], heads[1]),
+            arrays["w_up"],
+            arrays["w_down"],
+            arrays["head"],
+        ),
+    )
+
+
+def build(shape: Shape, precision: Precision, *, remat: Remat, scan: bool) -> Built:
+    config = transformer.Config(
+        vocab_size=shape.vocab_size,
+        d_model=shape.d_model,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        d_ff=shape.d_ff,
+        mlp="gelu",
+        norm_eps=given.NORM_EPS,
+        rope_theta=given.ROPE_THETA,
+        remat=remat,
+        scan_layers=scan,
+    )
+    batch = zoo_step.token_batch(given.batch(shape))
+    return zoo_step.build(losses.next_token, lambda key: init(config, shape, key), batch, precision)

