@@ -3,7 +3,9 @@
 from zoo import bert as bert
 from zoo import classification as classification
 from zoo import ensemble as ensemble
+from zoo import finetuning as finetuning
 from zoo import language as language
+from zoo import lora as lora
 from zoo import losses as losses
 from zoo import mlp as mlp
 from zoo import optimizers as optimizers

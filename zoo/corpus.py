@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 
 from zoo import checksums
 from zoo.documents import Document
@@ -25,7 +25,8 @@ class Corpus:
 
     `tokens` comes in any integer dtype and is kept in the smallest unsigned one. Document i is
     `tokens[offsets[i]:offsets[i + 1]]`, or `corpus[i]`. `num_bytes` is the size of the text in
-    UTF-8, for bits per byte. Names are for messages.
+    UTF-8, for bits per byte. Names are for messages. Where `counts` is given, only tokens that it
+    is True for count in a loss, such as those of completions, and in `num_bytes`.
 
     Raises:
         ValueError: there is no token, the offsets do not fit, or a token is outside the vocabulary.
@@ -36,6 +37,7 @@ class Corpus:
     num_bytes: int
     vocab_size: int
     names: Sequence[str] | None = None
+    counts: Bool[np.ndarray, "num_tokens"] | None = None
 
     def __post_init__(self):
         if len(self.tokens) == 0:
@@ -65,11 +67,13 @@ class Corpus:
         vocab_size: int,
         num_bytes: int,
         names: Sequence[str] | None = None,
+        counts: Sequence[Bool[np.ndarray, "_"]] | None = None,
     ) -> "Corpus":
-        """A corpus of one array of ids a document."""
+        """A corpus of one array of ids a document, and if `counts` one of booleans."""
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
-        return cls(tokens, offsets, num_bytes, vocab_size, names)
+        counted = np.concatenate(counts) if counts else None
+        return cls(tokens, offsets, num_bytes, vocab_size, names, counted)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -74,6 +74,22 @@ def read_documents(
     return documents
 
 
+def read_json_lines(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, where it stands, record) of each line of the `.jsonl` files that match.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_documents`; or a file of another suffix.
+    """
+    records = []
+    for one in pattern.split(","):
+        for path, name in _matching_files(one.strip()).items():
+            if path.suffix != ".jsonl":
+                raise ValueError(f"{path} is no .jsonl file, which prompts and chats are read from")
+            for number, where, record in _read_jsonl(path, Fields()):
+                records.append((f"{name}:{number}", where, record))
+    return records
+
+
 def _matching_files(pattern: str) -> dict[Path, str]:
     """The names of the files that match: their paths relative to the glob's fixed folder."""
     expanded = os.path.expanduser(pattern)
@@ -230,6 +246,17 @@ def standard_library() -> list[Document]:
             f"this Python has no library source in {root}: give text files of your own"
         )
     return sorted(documents)
+
+
+def help_topics() -> list[Document]:
+    """The help texts on topics such as "assignment" that come with Python: English, 0.5 MB."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise FileNotFoundError(
+            "this Python has no pydoc_data.topics, its help texts: give text files of your own"
+        ) from error
+    return [Document(name, text) for name, text in sorted(topics.items())]
 
 
 def functions(documents: Sequence[Document]) -> list[Document]:

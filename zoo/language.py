@@ -1,8 +1,7 @@
 """Language models of any family, from text to a published model: what their recipes share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import PyTree
 from zoo import generate, loop, losses, optimizers, publish, run, text
 from zoo.plans import BucketPlan
 from zoo.tokenizer import Tokenizer
-from zoo.train import LossFunction
+from zoo.train import LossFunction, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,12 @@ def load(run: run.Run, *, label: str | None = None) -> text.Text:
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
     )
+    say_what_there_is(run, data)
+    return data
+
+
+def say_what_there_is(run: run.Run, data: text.Text) -> None:
+    """Say how much text there is to train on, and in which rows."""
     run.say(
         f"{len(data.train.corpus.tokens):,} tokens to train on, "
         f"{len(data.held_out.corpus.tokens):,} held out; an epoch is "
@@ -42,7 +47,6 @@ def load(run: run.Run, *, label: str | None = None) -> text.Text:
     )
     if isinstance(data.train, BucketPlan):
         run.say(data.train.describe_buckets())
-    return data
 
 
 def train(
@@ -53,6 +57,30 @@ def train(
     loss: LossFunction = losses.next_token,
 ) -> None:
     """Train a language model, compare it with compressors, save it, and show a sample of it."""
+    state, result = fit(run, data, make_model, loss=loss, flops_per_token=flops_per_token)
+    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
+    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
+    publish.save(
+        run.folder / "model",
+        state.model,
+        tokenizer=data.tokenizer,
+        metrics={**result, "steps": int(state.step), "compressors": data.compressors},
+    )
+    run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
+    if run.is_main:
+        model, config = publish.load(run.folder / "model"), run.config
+        print(sample(model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
+
+
+def fit(
+    run: run.Run,
+    data: text.Text,
+    make_model: Callable[..., PyTree],
+    *,
+    loss: LossFunction = losses.next_token,
+    **options: Any,
+) -> tuple[TrainState, dict[str, float]]:
+    """`loop.fit`, which takes the options, of a language model: the state, and how good it is."""
     config = run.config
     mean_loss = loop.evaluator(run, losses.next_token, data.held_out)
 
@@ -64,7 +92,7 @@ def train(
             "bits_per_byte": data.bits_per_byte(loss),
         }
 
-    state, result = loop.fit(
+    return loop.fit(
         run,
         make_model,
         loss,
@@ -73,28 +101,24 @@ def train(
         fingerprint=data.fingerprint,
         evaluate=evaluate,
         schedule=optimizers.make_schedule(config.optimizer, config.steps),
-        flops_per_token=flops_per_token,
+        **options,
     )
-    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
-    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    publish.save(
-        run.folder / "model",
-        state.model,
-        tokenizer=data.tokenizer,
-        metrics={**result, "steps": int(state.step), "compressors": data.compressors},
-    )
-    run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
-    if run.is_main:
-        print(sample(run.folder / "model", data.tokenizer, config))
 
 
-def sample(folder: Path, tokenizer: Tokenizer, config: Config) -> str:
-    """Text from the model as anyone would load it."""
+def sample(
+    model: PyTree,
+    tokenizer: Tokenizer,
+    *,
+    num_tokens: int,
+    seed: int,
+    prompt: Sequence[int] | np.ndarray = (),
+) -> str:
+    """Text from a model, after a prompt if there is one."""
     tokens = generate.generate(
-        publish.load(folder),
-        jnp.full((1, 1), tokenizer.separator_id, jnp.int32),
-        max_new_tokens=config.sample_tokens,
+        model,
+        jnp.asarray([[tokenizer.separator_id, *prompt]], jnp.int32),
+        max_new_tokens=num_tokens,
         temperature=0.7,
-        key=jax.random.key(config.seed),
+        key=jax.random.key(seed),
     )
     return tokenizer.decode(tokens[0].tolist())

@@ -20,6 +20,7 @@ from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
     CompiledStep,
     LossFunction,
+    Trainable,
     TrainState,
     abstract_state,
     init_state,
@@ -30,7 +31,7 @@ from zoo.train import (
 
 def fit(
     run: Run,
-    make_model: Callable[[Any], PyTree],
+    make_model: Callable[..., PyTree],
     loss_fn: LossFunction,
     optimizer: optax.GradientTransformation,
     plan: Plan,
@@ -40,20 +41,26 @@ def fit(
     schedule: optax.Schedule | None = None,
     flops_per_token: float | None = None,
     clip: bool = True,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train up to `config.steps`, from the newest good checkpoint if there is one.
 
     `evaluate(model, whole)` gives the held-out metrics, with `whole` on all of that part, as
     at the end: those are returned beside the state. `fingerprint` says what data the plan is
     of, and a run refuses to go on with other data. `flops_per_token` is of a unit of the plan.
-    Without `clip` the optimizer clips, as that of an ensemble does, a member at a time.
+    Without `clip` the optimizer clips, as that of an ensemble does, a member at a time. A
+    `pretrained` model, which `make_model(key, pretrained)` takes, is evaluated before the first
+    step; what is not `trainable` stays as it is.
 
     Raises:
         RunError: a loss that is not finite, or other data than the checkpoint's.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
     """
     config = run.config
-    state, start = _restore_or_init(run, make_model, optimizer, fingerprint, schedule)
+    state, start = _restore_or_init(
+        run, make_model, optimizer, fingerprint, schedule, trainable, pretrained
+    )
     if start >= config.steps:
         run.say(f"{run.folder} has finished {start} steps; more --steps would continue it")
         return state, evaluate(state.model, True)
@@ -67,6 +74,7 @@ def fit(
         precision=config.precision,
         accumulate=config.accumulate,
         clip_norm=config.clip_norm if clip else None,
+        trainable=trainable,
     )
     _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
@@ -75,6 +83,8 @@ def fit(
         _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
     ):
+        if start == 0 and pretrained is not None:
+            recorder.evaluation(0, evaluate, state.model, True)
         for k, batch in batches:
             with recorder.step(k):
                 state, metrics = step_fn(state, batch)
@@ -136,12 +146,20 @@ def _compile(run: Run, step_fn: CompiledStep, state: TrainState, plan: Plan) -> 
 
 
 def _restore_or_init(
-    run: Run, make_model: Any, optimizer: Any, fingerprint: str, schedule: optax.Schedule | None
+    run: Run,
+    make_model: Any,
+    optimizer: Any,
+    fingerprint: str,
+    schedule: optax.Schedule | None,
+    trainable: Trainable | None,
+    pretrained: PyTree,
 ) -> tuple[TrainState, int]:
     where: dict[str, Any] = {
         "key": jax.random.key(run.config.seed),
         "mesh": run.mesh,
         "rules": run.rules,
+        "trainable": trainable,
+        "pretrained": pretrained,
     }
     restored = run.checkpointer.restore(abstract_state(make_model, optimizer, **where))
     if restored is None:

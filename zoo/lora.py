@@ -7,18 +7,22 @@ made and used up a layer at a time.
 """
 
 import fnmatch
+import json
 import math
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo import sharding
+from zoo import checksums, publish, sharding
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
 
@@ -81,6 +85,16 @@ class Adapted(Derived):
             ("*outputs", " ".join([*experts, "rank", *out])),
         )
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the matrix."""
+        return self.weight.dtype
+
     def value(self) -> Float[Array, "..."]:
         """The matrix with what the adapter adds to it, in the matrix's dtype."""
         stacked = tuple(range(self.down.ndim - self.num_inputs - 1))
@@ -108,9 +122,7 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
         if name not in chosen:
             return leaf
         # By its name: what a matrix draws does not depend on which others are adapted.
-        return Adapted(
-            leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode()))
-        )
+        return Adapted(leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
     return sharding.map_parameters(replace, model)
 
@@ -160,6 +172,74 @@ def trainable(model: PyTree) -> PyTree:
         return eqx.tree_at(lambda x: (x.weight, x.down, x.up), node, (False, True, True))
 
     return jax.tree.map(mark, model, is_leaf=_is_adapted)
+
+
+def save(folder: Path | str, model: PyTree, *, base: Path | str) -> None:
+    """Writes the adapters of a model alone, as a folder that `load` and `zoo.load` open.
+
+    `base` says which model they adapt: a folder, a name on the shelf or a hub id. All processes
+    call it, and the first writes. Raises PublishError where the folder has other files, ValueError
+    for a model without adapters.
+    """
+    found: dict[str, Adapted] = {}
+
+    def add(path: tuple, node: Any) -> None:
+        if _is_adapted(node):
+            found[sharding.keystr(path)] = node
+
+    jtu.tree_map_with_path(add, model, is_leaf=_is_adapted)
+    if not found:
+        raise ValueError("the model has no adapters to save")
+    one = next(iter(found.values()))
+    rank = one.down.shape[-1]
+    known = Path(base).expanduser().exists()
+    description = {
+        "zoo": publish.version(),
+        "family": publish.family_name(model),
+        "adapters_of": str(Path(base).expanduser().absolute()) if known else str(base),
+        "rank": rank,
+        "alpha": one.scale * rank,
+        "targets": [*found],
+    }
+    with publish.replacing(folder) as new:
+        publish.write_tensors(new and new / publish.WEIGHTS, eqx.filter(model, trainable(model)))
+        if new is not None:
+            (new / publish.CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+            checksums.write(new)
+
+
+def load(
+    folder: Path | str,
+    base: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """The adapters in a folder on the model `base`, or on the one that they were made for.
+
+    `merge` makes a plain model of it. `mesh` and `dtype` are as for `zoo.load`, and `base` has to
+    lie on that mesh. Raises PublishError, naming what is at fault.
+    """
+    folder = Path(folder)
+    publish.verify(folder)
+    description = json.loads((folder / publish.CONFIG).read_text())
+    if "adapters_of" not in description:
+        raise publish.PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
+    if base is None:
+        base = publish.load(description["adapters_of"], mesh=mesh, dtype=dtype)
+    if publish.family_name(base) != description["family"]:
+        family = publish.family_name(base)
+        raise publish.PublishError(
+            f"{folder} holds adapters of a {description['family']}, not of a {family}"
+        )
+    config = Config(description["rank"], description["alpha"], tuple(description["targets"]))
+    try:
+        model = adapt(base, config, key=jax.random.key(0))
+    except ValueError as error:
+        raise publish.PublishError(f"{folder} does not fit the model: {error}") from error
+    adapters = eqx.filter(model, trainable(model))
+    read = publish.read_tensors(folder / publish.WEIGHTS, adapters, mesh, dtype)
+    return eqx.combine(read, model)
 
 
 def _is_adapted(x: Any) -> bool:

@@ -24,7 +24,7 @@ HostBatch = dict[str, np.ndarray]
 TOKEN_BATCH = {
     "tokens": np.int32,  # what the model reads
     "targets": np.int32,  # the token after each of them
-    "weights": np.float32,  # 1 where the target counts, 0 for padding
+    "weights": np.float32,  # 1 where the target counts; 0 for padding, and for prompts
     "segment_ids": np.int32,  # 1, 2, ... within the row; 0 for padding
     "positions": np.int32,  # from 0 in each segment
 }
@@ -200,6 +200,10 @@ class TokenPlan(Plan):
             row["tokens"][begin] = self.separator_id
             row["tokens"][begin + first : here.stop] = text[start + first - 1 : stop - 1]
             row["weights"][here] = 1
+            if self.corpus.counts is not None:  # the separator after the document always does
+                offset = self.corpus.offsets[document] + start
+                counted = self.corpus.counts[offset : offset + len(follow)]
+                row["weights"][begin : begin + len(follow)] = counted
             row["segment_ids"][here] = segment
             row["positions"][here] = np.arange(stop - start)
             begin = here.stop

@@ -71,6 +71,8 @@ def is_derived(x: Any) -> bool:
 
 def resolve(tree: Tree) -> Tree:
     """The tree with each derived parameter as an array."""
+    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
+        return tree
     return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
 
 

@@ -67,9 +67,7 @@ def save(
     for the README, `metrics` is JSON. All processes call it, and the first writes. Raises
     PublishError where `load` could not make the model again, or no Hugging Face family has it.
     """
-    folder = Path(folder).absolute()
-    _check_replaceable(folder)
-    with _replacing(folder) as new:
+    with replacing(folder) as new:
         if format == "hf":
             from zoo import hf
 
@@ -77,12 +75,10 @@ def save(
             hf.write(new, model, family)
         else:
             description = _describe_model(model)
-            tensors = {name: _on_host(leaf) for name, leaf in _named(model)}
-            if new is not None:
-                safetensors.numpy.save_file(tensors, new / WEIGHTS)
+            write_tensors(new and new / WEIGHTS, model)
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-            readme = _readme(folder.name, model, card)
+            readme = _readme(Path(folder).absolute().name, model, card)
             (new / README).write_text(readme, encoding="utf-8")
             if metrics is not None:
                 (new / METRICS).write_text(json.dumps(metrics, indent=1) + "\n")
@@ -93,8 +89,14 @@ def save(
 
 
 @contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path | None]:
-    """A new folder to fill, which then takes the place of `folder`; None on other processes."""
+def replacing(folder: Path | str) -> Iterator[Path | None]:
+    """A new folder to fill, which then takes the place of `folder`; None on other processes.
+
+    Raises:
+        PublishError: a folder that no earlier save wrote.
+    """
+    folder = Path(folder).absolute()
+    _check_replaceable(folder)
     if jax.process_index() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
@@ -122,33 +124,54 @@ def load(
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise PublishError(f"dtype={dtype}: parameters can be cast to floating point types only")
-    folder = _find(name_or_folder)
-    values = _hugging_face_config(folder)
+    folder = find(name_or_folder)
+    values = hugging_face_config(folder)
     if values is None or (folder / checksums.NAME).exists():
-        _verify(folder)
+        verify(folder)
     if values is not None:
         from zoo import hf
 
         return hf.load(folder, values, mesh=mesh, dtype=dtype)
-    skeleton = _skeleton(*_read_config(folder))
+    description = json.loads((folder / CONFIG).read_text())
+    if "adapters_of" in description:
+        from zoo import lora
+
+        return lora.load(folder, mesh=mesh, dtype=dtype)
+    return read_tensors(folder / WEIGHTS, _skeleton(*_read_config(folder)), mesh, dtype)
+
+
+def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+    """The skeleton with its arrays from a file; each device reads its own slices.
+
+    Raises:
+        PublishError: tensors that are missing, surplus or of another shape, by name.
+    """
     if mesh is None:
         one = SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(lambda leaf: one, skeleton)
     else:
         placed = sharding.shardings(skeleton, mesh)
-    with safetensors.safe_open(folder / WEIGHTS, "numpy") as file:
+    with safetensors.safe_open(path, "numpy") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_tensors(f"{folder / WEIGHTS}", stored, _shapes(skeleton))
+        _check_tensors(f"{path}", stored, _shapes(skeleton))
 
         def fill(path: tuple, leaf: Any, where: Any) -> Any:
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
+            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
                 return leaf
             return _read(file, sharding.keystr(path), leaf.shape, where, dtype)
 
         return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
 
 
-def _verify(folder: Path) -> None:
+def write_tensors(path: Path | None, model: PyTree) -> None:
+    """Write the arrays of a model by name; all processes call it, one of them with a path."""
+    tensors = {name: _on_host(leaf) for name, leaf in _named(model)}
+    if path is not None:
+        safetensors.numpy.save_file(tensors, path)
+
+
+def verify(folder: Path) -> None:
+    """Raise a PublishError where a folder's checksums do not hold."""
     if problems := checksums.problems(folder):
         raise PublishError(
             f"{folder} is damaged or not a model of the zoo:\n  "
@@ -157,7 +180,7 @@ def _verify(folder: Path) -> None:
         )
 
 
-def _hugging_face_config(folder: Path) -> dict | None:
+def hugging_face_config(folder: Path) -> dict | None:
     """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
     try:
         values = json.loads((folder / CONFIG).read_bytes())
@@ -196,13 +219,22 @@ def _card(folder: Path) -> Card:
     )
 
 
-def _find(name_or_folder: str | Path) -> Path:
-    """A folder that exists comes before a name on the shelf, and that before a hub id."""
+def find(name_or_folder: str | Path) -> Path:
+    """The folder of a model: one that exists, or of that name on the shelf, or of that hub id.
+
+    A run's folder stands for the model in it.
+
+    Raises:
+        PublishError: there is none.
+    """
     from zoo import hf
 
-    for folder in (Path(name_or_folder), _shelf() / name_or_folder):
+    given = Path(name_or_folder).expanduser()
+    for folder in (given / "model", given, _shelf() / name_or_folder):
         if (folder / CONFIG).is_file():
             return folder
+    if (given / "checkpoints").is_dir():
+        raise PublishError(f"{given} is a run that has not come to its end: it has no model yet")
     if Path(name_or_folder).is_file():
         raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
     if Path(name_or_folder).exists():
@@ -219,7 +251,7 @@ def _describe_model(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
     num_members = model.num_members if isinstance(model, Ensemble) else None
     one = _one(model)
-    cls, family = type(one), _family(one)
+    cls, family = type(one), family_name(one)
     if family not in FAMILIES:
         raise PublishError(f"{family} is no family of the zoo; those are {', '.join(FAMILIES)}")
     config = one.config
@@ -234,7 +266,7 @@ def _describe_model(model: eqx.Module) -> dict:
     shapes = _shapes(model)
     _check_tensors("the model", shapes, _shapes(_skeleton(cls, config, num_members)))
     return {
-        "zoo": _version(),
+        "zoo": version(),
         "family": family,
         **({} if num_members is None else {"num_members": num_members}),
         "num_parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
@@ -261,7 +293,7 @@ def _read_config(folder: Path) -> tuple[type, Any, int | None]:
         raise PublishError(
             f"{folder / CONFIG}: {module_name}.Config has no field {', '.join(unknown)} (it has "
             f"{', '.join(known)}); the folder was written by version {description.get('zoo')} of "
-            f"the zoo, and this is {_version()}"
+            f"the zoo, and this is {version()}"
         )
     try:
         config = module.Config(**values)
@@ -342,7 +374,7 @@ def _readme(name: str, model: eqx.Module, card: str) -> str:
     num_parameters = sum(int(np.prod(shape)) for shape in _shapes(model).values())
     return (
         f"# {name}\n\n{card.strip()}\n\n"
-        f"- Family: `{_family(_one(model))}`, {num_parameters:,} parameters\n"
+        f"- Family: `{family_name(_one(model))}`, {num_parameters:,} parameters\n"
         f'- Open it with `zoo.load("{name}")`, or the path of this folder\n'
     )
 
@@ -352,11 +384,13 @@ def _one(model: eqx.Module) -> Any:
     return model.members if isinstance(model, Ensemble) else model
 
 
-def _family(model: eqx.Module) -> str:
+def family_name(model: eqx.Module) -> str:
+    """The family that `config.json` names, such as zoo.rnn.RNN."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def _version() -> str:
+def version() -> str:
+    """The version of the zoo, for what is written by it."""
     try:
         return importlib.metadata.version("zoo")
     except importlib.metadata.PackageNotFoundError:

@@ -299,7 +299,8 @@ def logical_axes(tree: PyTree) -> Any:
     The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
     Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
     its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names,
-    the latter several with spaces between them where the former is variadic; a module that stacks others names their first leading axis by a static field `stacked_axis`.
+    the latter several with spaces between them where the former is variadic. A module that stacks
+    others names their first leading axis by a static field `stacked_axis`.
 
     Raises:
         ShardingError: an array without an annotation, or of lower rank than its annotation.

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from zoo.corpus import tokenize
+from zoo.corpus import Corpus, tokenize
 from zoo.documents import (
     Document,
     compressed_size,
@@ -25,8 +25,8 @@ from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Config:
-    """Where text comes from, and how it becomes batches."""
+class Source:
+    """Where text comes from, and how it becomes batches of some tokenizer's ids."""
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
@@ -35,10 +35,6 @@ class Config:
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
     documents: Literal["files", "functions"] = "files"
     """What is a document: a file, line or row, or each function of a Python file."""
-    tokenizer: str = "bytes"
-    """bytes, bpe (byte pairs, trained on the corpus at the start), or a path to tokenizer.json."""
-    vocab_size: int = 2048
-    """Number of ids that bpe trains."""
     rows: Literal["packed", "bucketed"] = "packed"
     """Documents packed end to end into rows of seq_len, or each in a row padded to a bucket."""
     seq_len: int = 256
@@ -56,6 +52,16 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Config(Source):
+    """Where text and its tokenizer come from, and how it becomes batches."""
+
+    tokenizer: str = "bytes"
+    """bytes, bpe (byte pairs, trained on the corpus at the start), or a path to tokenizer.json."""
+    vocab_size: int = 2048
+    """Number of ids that bpe trains."""
+
+
+@dataclass(frozen=True)
 class Text:
     """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
 
@@ -70,11 +76,13 @@ class Text:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens and labels of both parts: equal ones mean equal batches."""
+        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
         digest = hashlib.sha256()
         for plan in (self.train, self.held_out):
             labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
-            for array in (plan.corpus.tokens, plan.corpus.offsets, labels):
+            counts = plan.corpus.counts
+            more = () if counts is None else (counts,)
+            for array in (plan.corpus.tokens, plan.corpus.offsets, labels, *more):
                 digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -88,7 +96,9 @@ class Text:
         The separators between documents count as tokens to predict, and not as bytes.
         """
         corpus = self.held_out.corpus
-        num_targets = len(corpus.tokens) + len(corpus)
+        num_targets = len(corpus) + (
+            len(corpus.tokens) if corpus.counts is None else int(corpus.counts.sum())
+        )
         return loss / math.log(2) * num_targets / corpus.num_bytes
 
     @functools.cached_property
@@ -116,34 +126,36 @@ def load(
     Raises:
         ValueError: rows, files or labels that do not go together, with what to change.
     """
+    check_label(config, label)
+    parts = split(config, read_documents_of(config, label))
+
+    def make(folder: Path) -> None:
+        if config.tokenizer == "bpe":
+            BPETokenizer.train((d.text for d in parts[0]), config.vocab_size).save(folder)
+        else:
+            get_tokenizer(config.tokenizer).save(folder)
+
+    return make_text(config, parts, load_tokenizer(tokenizer_folder(make)), seed=seed, label=label)
+
+
+def check_label(config: Source, label: str | None) -> None:
+    """Raise a ValueError where rows are to be classified that are none."""
     if label is not None and (config.rows != "bucketed" or not config.files):
         raise ValueError(
             f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "
             f"and labelled data.files (now {config.files!r})"
         )
-    train, held_out = _split(config, label)
-
-    def make(folder: Path) -> None:
-        if config.tokenizer == "bpe":
-            BPETokenizer.train((d.text for d in train), config.vocab_size).save(folder)
-        else:
-            get_tokenizer(config.tokenizer).save(folder)
-
-    tokenizer = load_tokenizer(tokenizer_folder(make))
-    classes = sorted({document.label for document in train if document.label is not None})
-    if label is not None:
-        _check_classes(classes, held_out, label)
-    plans = [_plan(config, documents, tokenizer, seed, classes) for documents in (train, held_out)]
-    return Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
 
 
-def _split(config: Config, label: str | None) -> tuple[list[Document], list[Document]]:
+def read_documents_of(config: Source, label: str | None = None) -> list[Document]:
+    """The documents that a configuration names."""
+    if not config.files:
+        return standard_library()
+    return read_documents(config.files, field=config.field, label=label)
+
+
+def split(config: Source, documents: list[Document]) -> tuple[list[Document], list[Document]]:
     """The documents to train on and those held out."""
-    documents = (
-        read_documents(config.files, field=config.field, label=label)
-        if config.files
-        else standard_library()
-    )
     train, held_out = held_out_split(documents, config.held_out)
     if config.documents == "functions":  # split by file: a function's neighbours resemble it
         train, held_out = functions(train), functions(held_out)
@@ -153,6 +165,31 @@ def _split(config: Config, label: str | None) -> tuple[list[Document], list[Docu
                 "out; add Python files, or take 'files'"
             )
     return train, held_out
+
+
+def make_text(
+    config: Source,
+    parts: tuple[list[Document], list[Document]],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    label: str | None = None,
+    tokenize: Callable[..., Corpus] = tokenize,
+) -> Text:
+    """The plans of the documents to train on and of those held out.
+
+    `tokenize(documents, tokenizer, cache_folder)` makes the corpus of each part.
+    """
+    train, held_out = parts
+    classes = sorted({document.label for document in train if document.label is not None})
+    if label is not None:
+        _check_classes(classes, held_out, label)
+    corpora = [tokenize(documents, tokenizer, config.cache) for documents in parts]
+    plans = [
+        _plan(config, documents, corpus, tokenizer, seed, classes)
+        for documents, corpus in zip(parts, corpora, strict=True)
+    ]
+    return Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
 
 
 def _check_classes(classes: list[str], held_out: list[Document], label: str) -> None:
@@ -166,9 +203,13 @@ def _check_classes(classes: list[str], held_out: list[Document], label: str) -> 
 
 
 def _plan(
-    config: Config, documents: list[Document], tokenizer: Tokenizer, seed: int, classes: list[str]
+    config: Source,
+    documents: list[Document],
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    seed: int,
+    classes: list[str],
 ) -> TokenPlan:
-    corpus = tokenize(documents, tokenizer, config.cache)
     separator, batch_size = tokenizer.separator_id, config.batch_size
     if config.rows == "packed":
         return PackedPlan(corpus, separator, config.seq_len, batch_size, seed)

@@ -1,9 +1,9 @@
 """Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -14,6 +14,7 @@ Ids = Int32[np.ndarray, "length"]
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"  # where Hugging Face folders name their bos and eos tokens
+CHAT_TEMPLATE_NAME = "chat_template.jinja"  # newer folders have the template in a file of its own
 END_OF_TEXT = "<|endoftext|>"
 # In order of preference: the separator stands before each document, so a begin token comes first.
 SEPARATORS = ("<|begin_of_text|>", "<bos>", "<s>", END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
@@ -83,13 +84,20 @@ class ByteTokenizer:
 class BPETokenizer:
     """A `tokenizers.Tokenizer` with one of its tokens as the document separator.
 
+    `config` is what a `tokenizer_config.json` holds, such as a chat template; it is saved too.
+
     Truncation and padding that its file asks for are switched off: a document is never cut.
 
     Raises:
         ValueError: `separator` is no token, or is not given and none of `SEPARATORS` is one.
     """
 
-    def __init__(self, tokenizer: HFTokenizer, separator: str | None = None):
+    def __init__(
+        self,
+        tokenizer: HFTokenizer,
+        separator: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         if separator is None:
             separator = next((token for token in SEPARATORS if token in vocabulary), None)
@@ -106,6 +114,12 @@ class BPETokenizer:
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
         self.tokenizer = tokenizer
         self.separator = separator
+        self.config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": separator,
+            "eos_token": separator,
+            **(config or {}),
+        }
         self.separator_id: int = vocabulary[separator]
         # Ids may have holes, so the number of tokens would not do.
         self.vocab_size: int = max(vocabulary.values()) + 1
@@ -146,6 +160,17 @@ class BPETokenizer:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encode_special(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, such as a chat template makes: special tokens' names are those tokens.
+
+        No other thread may encode at the same time.
+        """
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self.tokenizer.encode_special_tokens = True
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -154,12 +179,7 @@ class BPETokenizer:
         """Write what `load_tokenizer(folder)` and Hugging Face's `AutoTokenizer` open."""
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / FILE_NAME))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.separator,
-            "eos_token": self.separator,
-        }
-        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+        (folder / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n")
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
@@ -188,16 +208,21 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is no tokenizer: {error}") from error
     try:
-        return BPETokenizer(tokenizer, separator or _configured_separator(file))
+        config = _read_config(file)
+        return BPETokenizer(tokenizer, separator or _configured_separator(config), config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _configured_separator(file: Path) -> str | None:
-    config_file = file.with_name(CONFIG_NAME)
-    if not config_file.is_file():
-        return None
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+def _read_config(file: Path) -> dict[str, Any]:
+    config_file, template = file.with_name(CONFIG_NAME), file.with_name(CHAT_TEMPLATE_NAME)
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _configured_separator(config: dict[str, Any]) -> str | None:
     token = config.get("bos_token") or config.get("eos_token") or config.get("cls_token")
     return token["content"] if isinstance(token, dict) else token
 

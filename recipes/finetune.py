@@ -1,0 +1,44 @@
+"""Fine-tune a published model, in full or by low-rank adapters, on text, completions or chats.
+
+    python -m recipes.finetune
+
+With no flag it fine-tunes `lm-python`, which knows nothing but source code, on the help texts that
+come with Python, and prints the held-out loss and a sample before and after.
+
+    python -m recipes.finetune --model organisation/name --method lora --data 'chats/*.jsonl' \
+        --data.format chats --run-dir runs/chat
+
+begins with a model of the Hugging Face Hub, or a folder of its format, and ends in a folder that
+`transformers` opens; `adapters/` beside it has what was trained alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import zoo
+from zoo import finetuning, optimizers
+from zoo.run import cli
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(finetuning.Config):
+    """Fine-tune a model, in full, in part, or by low-rank adapters."""
+
+    run_dir: Path = Path("runs/finetune")
+    """Folder of the run; the same command on the same folder resumes it."""
+    steps: int = 200
+    """Optimizer steps in all; more than before continues a finished run."""
+    data: finetuning.Data = finetuning.Data(held_out=0.1)
+    optimizer: optimizers.Config = optimizers.Config(learning_rate=1e-3, warmup_steps=20)
+
+
+def main(config: Config) -> None:
+    """Train, evaluate, save, and show before and after."""
+    with zoo.Run(config) as run:
+        base = finetuning.Base(run)
+        data = finetuning.load(run, base.tokenizer)
+        finetuning.train(run, base, data)
+
+
+if __name__ == "__main__":
+    cli(Config, main, "recipes.finetune")

@@ -1,0 +1,189 @@
+"""Fine-tuning: a published model, whatever its format, on other data, in full or in part."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key, PyTree
+
+from zoo import completions, language, lora, optimizers, publish, run, text
+from zoo.documents import Document, help_topics
+from zoo.lora import Config as LoraConfig
+from zoo.monitor import read_metrics
+from zoo.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.train import Trainable, frozen
+
+
+@dataclass(frozen=True)
+class Data(text.Source):
+    """What to fine-tune on, in the tokens of the model's own tokenizer."""
+
+    format: Literal["text", "completions", "chats"] = "text"
+    """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
+    by the tokenizer's own template, in which what the assistant says counts."""
+    prompt: str = "prompt"
+    """Field of a prompt."""
+    completion: str = "completion"
+    """Field of its completion."""
+    messages: str = "messages"
+    """Field of a chat's messages, each with a role and a content."""
+    tokenizer: str = ""
+    """bytes, or a path to tokenizer.json, where the model's folder has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(run.Config):
+    """What fine-tuning has beyond a run."""
+
+    model: str = "lm-python"
+    """What to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
+    method: Literal["full", "lora"] = "full"
+    """Train the parameters themselves, or adapters of low rank beside them."""
+    freeze: tuple[str, ...] = ()
+    """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
+    sample_tokens: int = 128
+    """Tokens of the samples at the end."""
+    lora: LoraConfig = LoraConfig()
+    data: Data = Data()
+    optimizer: optimizers.Config = optimizers.Config()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method == "lora" and self.freeze:
+            raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
+
+
+class Base:
+    """The model that a run begins with: its folder and format, its parameters, its tokenizer."""
+
+    def __init__(self, run: run.Run):
+        config = run.config
+        self.folder = publish.find(config.model)
+        self.is_hugging_face = publish.hugging_face_config(self.folder) is not None
+        self.tokenizer = _load_tokenizer(run, self)
+        model = publish.load(self.folder, mesh=run.mesh, dtype=jnp.float32)
+        self.model = lora.merge(model)
+        size = self.model.config.vocab_size
+        if self.tokenizer.vocab_size > size:
+            raise ValueError(
+                f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
+                f"vocab_size of {size}: they do not go together"
+            )
+
+
+def _load_tokenizer(run: run.Run, base: Base) -> Tokenizer:
+    """The model's own, in a copy that the run keeps."""
+    given = run.config.data.tokenizer
+    if not given and not (base.folder / FILE_NAME).is_file():
+        raise ValueError(
+            f"{base.folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'"
+        )
+    tokenizer = get_tokenizer(given) if given else load_tokenizer(base.folder)
+    return load_tokenizer(run.once("tokenizer", tokenizer.save))
+
+
+def load(run: run.Run, tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
+    """The run's text; without files, Python's help texts, which are English and no code."""
+    config: Data = run.config.data
+    text.check_label(config, label)
+    documents, tokenize = _documents(config, tokenizer, label)
+    data = text.make_text(
+        config,
+        text.split(config, documents),
+        tokenizer,
+        seed=run.config.seed,
+        label=label,
+        tokenize=tokenize,
+    )
+    language.say_what_there_is(run, data)
+    return data
+
+
+def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[list[Document], Any]:
+    """The documents, and what makes a corpus of them."""
+    if config.format != "text" and (label is not None or not config.files):
+        raise ValueError(
+            f"data.format={config.format!r} takes data.files (now {config.files!r}) and no label "
+            f"(now {label!r})"
+        )
+    if config.format == "completions":
+        fields = {"prompt": config.prompt, "completion": config.completion}
+        return completions.read_completions(config.files, **fields), completions.tokenize_parts
+    if config.format == "chats":
+        template = completions.chat_template(tokenizer)
+        chats = completions.read_chats(config.files, template, field=config.messages)
+        return chats, completions.tokenize_chats
+    documents = text.read_documents_of(config, label) if config.files else help_topics()
+    return documents, text.tokenize
+
+
+def prepare(config: Config, model: PyTree, key: Key[Array, ""]) -> PyTree:
+    """What training makes of a model at its start: adapters, if it trains those."""
+    return lora.adapt(model, config.lora, key=key) if config.method == "lora" else model
+
+
+def trainable(config: Config) -> Trainable | None:
+    """What is trained of it."""
+    if config.method == "lora":
+        return lora.trainable
+    return frozen(config.freeze) if config.freeze else None
+
+
+def train(run: run.Run, base: Base, data: text.Text) -> None:
+    """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
+    config: Config = run.config
+    state, after = language.fit(
+        run,
+        data,
+        lambda key, model: prepare(config, model, key),
+        pretrained=base.model,
+        trainable=trainable(config),
+    )
+    save(run, base, state.model, {**after, "steps": int(state.step)})
+    before = read_metrics(run.folder / "metrics.jsonl")[0]
+    run.say(_compare(before, after))
+    prompt = sample_prompt(data)
+    for when, name in (("before", base.folder), ("after", run.folder / "model")):
+        model = publish.load(name)
+        if run.is_main:
+            shown = language.sample(
+                lora.merge(model),
+                data.tokenizer,
+                num_tokens=config.sample_tokens,
+                seed=config.seed,
+                prompt=prompt,
+            )
+            run.say(f"\n--- a sample {when} ---\n{shown}")
+
+
+def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> None:
+    """Save a model in its base's format, and its adapters alone if it has any."""
+    if lora.has_adapters(model):
+        lora.save(run.folder / "adapters", model, base=run.config.model)
+        run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    publish.save(
+        run.folder / "model",
+        eqx.filter_jit(lora.merge)(model),
+        format="hf" if base.is_hugging_face else "zoo",
+        tokenizer=base.tokenizer,
+        metrics=metrics,
+    )
+    run.say(f"the model is in {run.folder / 'model'}")
+
+
+def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:
+    """What to begin a sample with: the first held-out prompt, or nothing."""
+    corpus = data.held_out.corpus
+    if corpus.counts is None:
+        return np.zeros(0, np.int32)
+    first = corpus[0].astype(np.int32)
+    return first[: int(np.argmax(corpus.counts))]
+
+
+def _compare(before: dict[str, float], after: dict[str, float]) -> str:
+    lines = [f"{'held out':18}{'before':>10}{'after':>10}"]
+    return "\n".join(
+        lines + [f"{name:18}{before[name]:10.4f}{value:10.4f}" for name, value in after.items()]
+    )
