@@ -15,6 +15,7 @@ from zoo import tabular as tabular
 from zoo import text as text
 from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
+from zoo.classifier import Classifier as Classifier
 from zoo.generate import generate as generate
 from zoo.loop import evaluator as evaluator
 from zoo.loop import fit as fit

@@ -5,7 +5,7 @@ are used. Legend of suffixes: B batch, T time, E embed.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -145,6 +145,12 @@ class BERT(eqx.Module):
             if config.pooler
             else None
         )
+
+    def hidden(
+        self, tokens: Int[Array, "batch seq"], **options: Any
+    ) -> Float[Array, "batch seq embed"]:
+        """What the model gives: a decoder gives it to its head, and an encoder has none."""
+        return self(tokens, **options)
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from zoo.ensemble import Ensemble, member_loss, per_member
 from zoo.plans import Plan
 from zoo.run import Run
 from zoo.tokenizer import Tokenizer
-from zoo.train import make_eval_step
+from zoo.train import TrainState, make_eval_step
 
 NUM_BINS = 15
 
@@ -44,16 +44,30 @@ def train(
     plan: Plan,
     held_out: Plan,
     *,
-    classes: Sequence[str],
-    fingerprint: str,
-    num_members: int = 1,
     tokenizer: Tokenizer | None = None,
-    flops_per_example: float | None = None,
+    **options: Any,
 ) -> None:
-    """Train a classifier, or an ensemble of more than one; judge, draw and save it.
+    """`fit` a classifier, or an ensemble of more than one, and save it."""
+    state, metrics = fit(run, make_model, plan, held_out, **options)
+    save(run, state.model, metrics, tokenizer)
+
+
+def fit(
+    run: Run,
+    make_model: Callable[..., PyTree],
+    plan: Plan,
+    held_out: Plan,
+    *,
+    classes: Sequence[str],
+    num_members: int = 1,
+    flops_per_example: float | None = None,
+    **options: Any,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Train a classifier, or an ensemble of more than one; judge and draw it.
 
     The model takes a batch of the plan as `losses.classification` does. The run's folder gets
-    `confusion.png` and `calibration.png`.
+    `confusion.png` and `calibration.png`. `loop.fit` takes the options, and a `fingerprint`.
+    Returns the state, and what a saved model's metrics are.
     """
     config = run.config
     optimizer = optimizers.make_optimizer(config.optimizer, config.steps)
@@ -71,27 +85,30 @@ def train(
         loss_fn,
         optimizer,
         plan,
-        fingerprint=fingerprint,
         evaluate=lambda model, whole: judge(predict(model, whole)),
         schedule=optimizers.make_schedule(config.optimizer, config.steps),
         flops_per_token=flops_per_example,
         clip=alone,
+        **options,
     )
     predictions = predict(state.model, True)
     run.say(report(predictions, result))
     if run.is_main:
         plot_confusion(run.folder / "confusion.png", predictions, classes)
         plot_calibration(run.folder / "calibration.png", predictions)
-    publish.save(
-        run.folder / "model",
-        state.model,
-        tokenizer=tokenizer,
-        metrics={**result, "steps": int(state.step), "classes": list(classes)},
-    )
     run.say(
-        f"the model is in {run.folder / 'model'}, and pictures of what it takes for what, and of "
-        f"how sure it is, in {run.folder}"
+        "pictures of what it takes for what, and of how sure it is, are confusion.png and "
+        f"calibration.png in {run.folder}"
     )
+    return state, {**result, "steps": int(state.step), "classes": list(classes)}
+
+
+def save(
+    run: Run, model: PyTree, metrics: dict[str, Any], tokenizer: Tokenizer | None = None
+) -> None:
+    """Save a classifier as the run's model."""
+    publish.save(run.folder / "model", model, tokenizer=tokenizer, metrics=metrics)
+    run.say(f"the model is in {run.folder / 'model'}")
 
 
 def predictor(run: Run, plan: Plan) -> Callable[[PyTree, bool], Predictions]:

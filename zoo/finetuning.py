@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from zoo import completions, language, lora, optimizers, publish, run, text
+from zoo import classification, completions, language, lora, optimizers, publish, run, text
+from zoo.classifier import Classifier, Pooling
 from zoo.documents import Document, help_topics
 from zoo.lora import Config as LoraConfig
 from zoo.monitor import read_metrics
@@ -43,6 +45,11 @@ class Config(run.Config):
     """Train the parameters themselves, or adapters of low rank beside them."""
     freeze: tuple[str, ...] = ()
     """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
+    label: str | None = None
+    """Field of --data that holds a row's label: puts a new head on the model, which classifies."""
+    pooling: Pooling = "auto"
+    """What that head reads: a row's last token, its first, the mean, or (auto) the last of a
+    decoder, which has seen the others, and the mean of an encoder."""
     sample_tokens: int = 128
     """Tokens of the samples at the end."""
     lora: LoraConfig = LoraConfig()
@@ -119,16 +126,28 @@ def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[l
     return documents, text.tokenize
 
 
-def prepare(config: Config, model: PyTree, key: Key[Array, ""]) -> PyTree:
-    """What training makes of a model at its start: adapters, if it trains those."""
-    return lora.adapt(model, config.lora, key=key) if config.method == "lora" else model
+def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
+    """What training makes of a model at its start: adapters and a head, if it trains those."""
+    adapters_key, head_key = jax.random.split(key)
+    if config.method == "lora":
+        model = lora.adapt(model, config.lora, key=adapters_key)
+    if num_classes:
+        model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
+    return model
 
 
 def trainable(config: Config) -> Trainable | None:
-    """What is trained of it."""
+    """What is trained of it; a new head always is."""
     if config.method == "lora":
-        return lora.trainable
+        return _adapters_and_head
     return frozen(config.freeze) if config.freeze else None
+
+
+def _adapters_and_head(model: PyTree) -> PyTree:
+    chosen = lora.trainable(model)
+    if not isinstance(model, Classifier):
+        return chosen
+    return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))
 
 
 def train(run: run.Run, base: Base, data: text.Text) -> None:
@@ -156,6 +175,23 @@ def train(run: run.Run, base: Base, data: text.Text) -> None:
                 prompt=prompt,
             )
             run.say(f"\n--- a sample {when} ---\n{shown}")
+
+
+def train_classifier(run: run.Run, base: Base, data: text.Text) -> None:
+    """Fine-tune a model under a head for the classes of labelled rows; judge and save it."""
+    state, metrics = classification.fit(
+        run,
+        lambda key, model: prepare(run.config, model, key, len(data.classes)),
+        data.train,
+        data.held_out,
+        classes=data.classes,
+        fingerprint=data.fingerprint,
+        pretrained=base.model,
+        trainable=trainable(run.config),
+    )
+    # No format but the zoo's has this head, and without it adapters are of no use.
+    model = eqx.filter_jit(lora.merge)(state.model)
+    classification.save(run, model, metrics, base.tokenizer)
 
 
 def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> None:

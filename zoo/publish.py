@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import checksums, sharding
+from zoo.classifier import Classifier
 from zoo.ensemble import Ensemble
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
@@ -249,8 +250,7 @@ def find(name_or_folder: str | Path) -> Path:
 
 def _describe_model(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
-    num_members = model.num_members if isinstance(model, Ensemble) else None
-    one = _one(model)
+    around, one = _around(model), _one(model)
     cls, family = type(one), family_name(one)
     if family not in FAMILIES:
         raise PublishError(f"{family} is no family of the zoo; those are {', '.join(FAMILIES)}")
@@ -264,18 +264,27 @@ def _describe_model(model: eqx.Module) -> dict:
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
     shapes = _shapes(model)
-    _check_tensors("the model", shapes, _shapes(_skeleton(cls, config, num_members)))
+    _check_tensors("the model", shapes, _shapes(_skeleton(cls, config, around)))
     return {
         "zoo": version(),
         "family": family,
-        **({} if num_members is None else {"num_members": num_members}),
+        **around,
         "num_parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
         "config": fields,
     }
 
 
-def _read_config(folder: Path) -> tuple[type, Any, int | None]:
-    """The model class, its Config, and the number of members of an ensemble, if it is one.
+def _around(model: PyTree) -> dict[str, Any]:
+    """What `config.json` says of an ensemble's members, or of a classification head."""
+    if isinstance(model, Ensemble):
+        return {"num_members": model.num_members}
+    if isinstance(model, Classifier):
+        return {"num_classes": model.num_classes, "pooling": model.pooling}
+    return {}
+
+
+def _read_config(folder: Path) -> tuple[type, Any, dict[str, Any]]:
+    """The model class, its Config, and what is around it, if it is an ensemble or a classifier.
 
     Nothing but a family of the zoo is ever imported.
     """
@@ -297,7 +306,7 @@ def _read_config(folder: Path) -> tuple[type, Any, int | None]:
         )
     try:
         config = module.Config(**values)
-        return getattr(module, class_name), config, description.get("num_members")
+        return getattr(module, class_name), config, description
     except (TypeError, ValueError) as error:
         raise PublishError(f"{folder / CONFIG}: {error}") from error
 
@@ -307,15 +316,18 @@ def _as_field(value: Any) -> Any:
     return tuple(_as_field(item) for item in value) if isinstance(value, list) else value
 
 
-def _skeleton(cls: type, config: Any, num_members: int | None) -> PyTree:
-    def make(key: Any) -> PyTree:
+def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
+    def one(key: Any) -> PyTree:
         return cls(config, key=key)
 
-    if num_members is None:
-        return eqx.filter_eval_shape(make, jax.random.key(0))
-    return eqx.filter_eval_shape(
-        lambda key: Ensemble(make, num_members, key=key), jax.random.key(0)
-    )
+    def make(key: Any) -> PyTree:
+        if "num_members" in around:
+            return Ensemble(one, around["num_members"], key=key)
+        if "num_classes" in around:
+            return Classifier(one(key), around["num_classes"], pooling=around["pooling"], key=key)
+        return one(key)
+
+    return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
 def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
@@ -380,7 +392,9 @@ def _readme(name: str, model: eqx.Module, card: str) -> str:
 
 
 def _one(model: eqx.Module) -> Any:
-    """What an ensemble has several of; any other model itself."""
+    """What an ensemble has several of, or a classification head stands on; else the model."""
+    if isinstance(model, Classifier):
+        return model.body
     return model.members if isinstance(model, Ensemble) else model
 
 
