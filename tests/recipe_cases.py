@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import zoo
+from zoo import transformer
 from zoo.monitor import read_metrics
+from zoo.tokenizer import ByteTokenizer
 
 TESTS = Path(__file__).parent
 STEPS = 40
@@ -49,6 +53,14 @@ CASES = {
         "--model.hidden-size=16",
         "--model.embed-size=16",
         "--model.dropout=0.1",
+    ),
+    "finetune": (
+        *TEXT,
+        "--model={shared}/base",
+        "--method=lora",
+        "--lora.rank=2",
+        "--data.seq-len=32",
+        "--data.batch-size=8",
     ),
     "mlp": (
         "--data.file={shared}/rows.csv",
@@ -128,6 +140,7 @@ def shared(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.getbasetemp() / "shared"
     write_corpus(folder / "corpus")
     write_rows(folder / "rows.csv")
+    write_base(folder / "base")
     yield folder
     for process in _started:  # what a test that failed has left
         process.kill()
@@ -159,6 +172,15 @@ def write_rows(path: Path, num_rows: int = 100) -> None:
         f"{','.join(map(str, x))},{'abc'[label]}" for x, label in zip(points, labels, strict=True)
     ]
     path.write_text("\n".join(["w,x,y,z,label", *lines]))
+
+
+def write_base(folder: Path) -> None:
+    """A model to fine-tune, which knows nothing."""
+    config = transformer.Config(
+        vocab_size=320, d_model=32, num_layers=1, num_heads=2, dropout=0.1, mlp="gelu"
+    )
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(folder, model, tokenizer=ByteTokenizer())
 
 
 def metrics(run_dir: Path) -> list[dict]:

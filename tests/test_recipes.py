@@ -76,6 +76,7 @@ def test_help_explains_each_flag(name):
 EVALUATION = {
     "lm": {"eval_loss", "perplexity", "bits_per_byte"},
     "rnn": {"eval_loss", "perplexity", "bits_per_byte"},
+    "finetune": {"eval_loss", "perplexity", "bits_per_byte"},
     "mlp": {"eval_loss", "eval_accuracy", "calibration_error"}
     | {"member_loss", "member_accuracy", "member_calibration_error"},
 }
@@ -98,7 +99,7 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
     run_dir = tmp_path / "run"
     train(name, run_dir, "--mesh=data=2,fsdp=2,tensor=2")
     output = capsys.readouterr().out
-    assert "a sample of it" in output or "held out: accuracy" in output
+    assert "a sample " in output or "held out: accuracy" in output
 
     stored = json.loads((run_dir / "config.json").read_text())
     assert stored["steps"] == STEPS
@@ -106,7 +107,8 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
     assert {f"recipes.{name} --{flag}" for flag in flatten(stored)} == set(flag_names(name))
     assert list(losses(run_dir)) == list(range(1, STEPS + 1))
     evaluations = [line for line in metrics(run_dir) if "eval_loss" in line]
-    assert [line["step"] for line in evaluations] == [20, 40]
+    first = [0] if name == "finetune" else []
+    assert [line["step"] for line in evaluations] == [*first, 20, 40]
     assert all(set(line) == EVALUATION[name] | {"step"} for line in evaluations)
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
     pictures = list(run_dir.glob("*.png"))
@@ -117,7 +119,8 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
     model = zoo.load(run_dir / "model")
     inputs = POINTS if name == "mlp" else TOKENS
     trained = jax.tree.map(jnp.asarray, jax.device_get(states[0].model))  # off its mesh
-    np.testing.assert_array_equal(model(inputs), trained(inputs))
+    merged = 1e-5 if name == "finetune" else 0  # the adapters, and only there
+    np.testing.assert_allclose(model(inputs), trained(inputs), rtol=0, atol=merged)
     assert json.loads((run_dir / "model" / "metrics.json").read_text())["steps"] == STEPS
     if name != "mlp":
         tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")

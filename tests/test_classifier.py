@@ -1,0 +1,96 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import VOCAB, arrays, drawn_transformer
+
+import zoo
+from zoo import bert, losses, mlp, rnn, sharding
+from zoo.classifier import Classifier
+
+KEY = jax.random.key(0)
+BODIES = {
+    "decoder": lambda: drawn_transformer(),
+    "encoder": lambda: drawn_transformer(causal=False),
+    "bert": lambda: bert.BERT(
+        bert.Config(VOCAB, d_model=32, num_layers=1, num_heads=4, max_seq_len=32), key=KEY
+    ),
+    "rnn": lambda: rnn.RNN(rnn.Config(VOCAB, hidden_size=32, num_layers=1), key=KEY),
+    "two-way rnn": lambda: rnn.RNN(
+        rnn.Config(VOCAB, hidden_size=16, num_layers=1, bidirectional=True), key=KEY
+    ),
+}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, VOCAB, (2, 8)), jnp.int32)
+MASK = jnp.asarray([[True] * 5 + [False] * 3, [True] * 8])
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_head_reads_what_it_should(name):
+    model = Classifier(BODIES[name](), 3, key=KEY)
+    assert model.pooling == ("last" if name in ("decoder", "rnn") else "mean")
+    hidden = np.asarray(model.body.hidden(TOKENS, mask=MASK))
+    pooled = {
+        "mean": [hidden[0, :5].mean(0), hidden[1].mean(0)],
+        "last": [hidden[0, 4], hidden[1, 7]],
+    }[model.pooling]
+    expected = np.stack(pooled) @ model.head.weight + model.head.bias
+    found = model(TOKENS, mask=MASK)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # What stands in padding makes no difference, nor do fewer columns of it.
+    other = jnp.where(MASK, TOKENS, 1)
+    np.testing.assert_allclose(model(other, mask=MASK), found, atol=1e-5)
+    np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_it_is_saved_and_loaded(name, tmp_path):
+    model = Classifier(BODIES[name](), 3, pooling="first", key=KEY)
+    zoo.save(tmp_path / "model", model)
+    loaded = zoo.load(tmp_path / "model")
+    assert isinstance(loaded, Classifier)
+    assert (loaded.pooling, loaded.num_classes) == ("first", 3)
+    assert arrays(loaded).keys() == arrays(model).keys()
+    np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
+
+
+def test_it_has_no_parameter_that_it_does_not_use():
+    assert Classifier(drawn_transformer(), 3, key=KEY).body.head is None
+    assert Classifier(BODIES["bert"](), 3, key=KEY).body.pooler is None
+
+
+@pytest.mark.parametrize("name", ["decoder", "bert", "rnn"])
+def test_training_on_a_mesh_is_training(name):
+    batch = {
+        "inputs": np.tile(np.asarray(TOKENS), (4, 1)),
+        "mask": np.tile(np.asarray(MASK), (4, 1)),
+        "labels": np.asarray([0, 1] * 4, np.int32),
+        "weights": np.ones(8, np.float32),
+    }
+    found = []
+    for mesh in (None, zoo.make_mesh("data=2,fsdp=2,tensor=2")):
+        optimizer, body = optax.adam(1e-2), BODIES[name]()
+        state = zoo.init_state(
+            lambda key, body: Classifier(body, 2, key=key),
+            optimizer,
+            key=KEY,
+            mesh=mesh,
+            pretrained=body,
+        )
+        step = zoo.make_train_step(losses.classification, optimizer, mesh=mesh, precision="fp32")
+        found.append([])
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found[-1].append(float(metrics["loss"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][-1] < found[0][0]
+    sharding.shardings(state.model, zoo.make_mesh("fsdp=2"))
+
+
+def test_what_gives_no_vector_a_token_is_refused():
+    pooled = rnn.RNN(rnn.Config(VOCAB, out_size=2, pooling="mean", hidden_size=8), key=KEY)
+    for body in (mlp.MLP(mlp.Config(4, 2), key=KEY), pooled):
+        with pytest.raises(ValueError, match="gives no vector a token: take a transformer"):
+            Classifier(body, 2, key=KEY)
+    with pytest.raises(ValueError, match="pooling='max': choose one of"):
+        Classifier(drawn_transformer(), 2, pooling="max", key=KEY)

@@ -1,0 +1,164 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import arrays, drawn_transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from zoo import completions, losses
+from zoo.plans import BucketPlan, PackedPlan
+from zoo.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    pairs = [("2+2=", "4"), ("capital of France: ", "Paris"), ("a", "bcd")]
+    return write_lines(tmp_path / "rows.jsonl", *({"prompt": p, "completion": c} for p, c in pairs))
+
+
+def counted(batch):
+    """The targets that count, row by row."""
+    return [row[w > 0].tolist() for row, w in zip(batch["targets"], batch["weights"], strict=True)]
+
+
+def test_only_completions_and_their_ends_count(rows):
+    tokenizer = ByteTokenizer()
+    corpus = completions.tokenize_parts(completions.read_completions(rows), tokenizer)
+    assert corpus.num_bytes == len("4Parisbcd")
+    plan = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
+    batch = plan.batch(0)
+    assert counted(batch) == [[*text.encode(), 256] for text in ("4", "Paris", "bcd")]
+    # What is read is all of it, from a separator on.
+    assert batch["tokens"][0][:6].tolist() == [256, *b"2+2=4"]
+
+
+def test_packed_and_split_rows_count_the_same(rows):
+    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    plan = PackedPlan(corpus, 256, seq_len=7, batch_size=2, seed=0, shuffle=False)
+    found = [
+        t for k in range(plan.batches_per_epoch) for row in counted(plan.batch(k)) for t in row
+    ]
+    assert bytes(t for t in found if t < 256) == b"4Parisbcd"
+    assert found.count(256) == 3
+
+
+def test_no_gradient_comes_from_a_prompt(rows):
+    model = drawn_transformer(vocab_size=320)
+    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    batch = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
+    other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], 7)}
+    assert not np.array_equal(other["targets"], batch["targets"])
+
+    @jax.jit
+    def gradient(batch):
+        return jax.grad(lambda model: losses.next_token(model, batch, None)[0])(model)
+
+    for name, array in arrays(gradient(batch)).items():
+        np.testing.assert_array_equal(array, arrays(gradient(other))[name])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a"}, r"rows.jsonl, line 1: no text in field 'completion'"),
+        ({"prompt": "a", "completion": 3}, r"line 1: no text in field 'completion'"),
+    ],
+)
+def test_what_is_no_completion_is_named(record, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        completions.read_completions(write_lines(tmp_path / "rows.jsonl", record))
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"is no .jsonl file"):
+        completions.read_completions(str(tmp_path / "rows.txt"))
+
+
+# --- Chats ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    vocabulary = {chr(i): i for i in range(128)}
+    vocabulary |= {
+        "<s>": 128,
+        "<|user|>": 129,
+        "<|assistant|>": 130,
+        "<|end|>": 131,
+        "<|system|>": 132,
+    }
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner.add_special_tokens(list(special))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    BPETokenizer(inner, "<s>", {"chat_template": TEMPLATE, "bos_token": "<s>"}).save(tmp_path / "t")
+    return load_tokenizer(tmp_path / "t")
+
+
+CHAT = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "bye"},
+]
+
+
+def test_what_the_assistant_says_counts(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    template = completions.chat_template(tokenizer)
+    documents = completions.read_chats(path, template, field="messages")
+    corpus = completions.tokenize_chats(documents, tokenizer)
+    batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
+    end = 131
+    assert counted(batch) == [[*b"yo", end, 10, *b"ok", end, 10, 128]]
+    # The template's own separator is not there twice, and special tokens are one token each.
+    assert batch["tokens"][0][:6].tolist() == [128, 132, ord("S"), end, 10, 129]
+
+
+def test_the_template_is_that_of_transformers(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    ours = completions.chat_template(tokenizer)
+    for prompt in (False, True):
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
+        assert ours(CHAT, add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (CHAT[:2], "the assistant says nothing"),
+        ("hello", "no list of messages in 'messages'"),
+        ([{"role": "assistant"}], "does not take it|no text in field"),
+    ],
+)
+def test_what_is_no_chat_is_named(messages, message, tokenizer, tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
+    template = completions.chat_template(tokenizer)
+    with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
+        completions.read_chats(path, template, field="messages")
+
+
+def test_templates_are_sandboxed_and_may_refuse(tokenizer):
+    for source, message in (
+        ("{{ ''.__class__.__mro__ }}", "does not take it"),
+        ("{{ raise_exception('no system') }}", "refuses it: no system"),
+    ):
+        tokenizer.config["chat_template"] = source
+        with pytest.raises(ValueError, match=message):
+            completions.chat_template(tokenizer)(CHAT, add_generation_prompt=False)
+    with pytest.raises(ValueError, match="has no chat template"):
+        completions.chat_template(ByteTokenizer())

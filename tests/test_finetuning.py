@@ -1,0 +1,196 @@
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from helpers import arrays
+from recipe_cases import Recipe, shared
+
+import zoo
+from zoo import finetuning, lora, rnn, transformer
+from zoo.monitor import read_metrics
+from zoo.publish import PublishError
+from zoo.tokenizer import BPETokenizer, ByteTokenizer
+
+__all__ = ["shared"]
+TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+
+
+@pytest.fixture
+def tune(shared, tmp_path):
+    """`tune(*flags)` runs the recipe in this process, and returns the run's folder."""
+    before = jax.config.jax_compilation_cache_dir
+    recipe = importlib.import_module("recipes.finetune")
+
+    def tune(*flags, run_dir=tmp_path / "run"):
+        flags = Recipe("finetune", shared).flags(run_dir, "--steps=8", *flags)
+        recipe.main(tyro.cli(recipe.Config, args=flags))
+        return run_dir
+
+    yield tune
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def test_it_shows_what_was_before_and_what_is_after(tune, capsys):
+    run_dir = tune("--method=full", "--optimizer.learning-rate=0.01")
+    output = capsys.readouterr().out
+    assert "--- a sample before ---" in output
+    assert "--- a sample after ---" in output
+    first, *_, last = [r for r in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in r]
+    assert (first["step"], last["step"]) == (0, 8)
+    assert f"eval_loss {first['eval_loss']:14.4f}{last['eval_loss']:10.4f}".split() == next(
+        line.split() for line in output.splitlines() if line.startswith("eval_loss")
+    )
+    assert last["eval_loss"] < first["eval_loss"]
+    assert not (run_dir / "adapters").exists()
+
+
+def test_adapters_alone_make_the_same_model(tune, shared):
+    run_dir = tune()
+    model = zoo.load(run_dir)  # a run's folder stands for its model
+    adapted = lora.load(run_dir / "adapters", zoo.load(shared / "base"))
+    np.testing.assert_allclose(adapted(TOKENS), model(TOKENS), atol=1e-5)
+    assert np.abs(model(TOKENS) - zoo.load(shared / "base")(TOKENS)).max() > 1e-4
+    again = tune("--model", str(run_dir / "adapters"), run_dir=run_dir.parent / "again")
+    before = read_metrics(again / "metrics.jsonl")[0]["eval_loss"]
+    assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
+
+
+def test_frozen_parts_stay(tune, shared):
+    run_dir = tune("--method=full", "--freeze", "embedding.*", "blocks.mlp.*")
+    base, model = arrays(zoo.load(shared / "base")), arrays(zoo.load(run_dir))
+    for name, array in model.items():
+        frozen = name.startswith(("embedding", "blocks.mlp."))
+        assert np.array_equal(array, base[name]) == frozen, name
+
+
+def test_completions(tune, tmp_path, capsys):
+    pairs = [{"question": f"{i} ", "answer": f"is {i}"} for i in range(60)]
+    path = write_lines(tmp_path / "rows.jsonl", *pairs)
+    flags = ("--data.format=completions", "--data.prompt=question", "--data.completion=answer")
+    run_dir = tune(*flags, f"--data.files={path}", "--method=full")
+    assert read_metrics(run_dir / "metrics.jsonl")[1]["tokens"] < 8 * 32 * 0.8
+    shown = capsys.readouterr().out.split("--- a sample after ---\n")[1]
+    assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
+
+
+@pytest.mark.parametrize("body", ["transformer", "rnn"])
+def test_labelled_rows_put_a_head_on_any_model(body, tune, tmp_path, capsys):
+    model = {
+        "transformer": lambda key: transformer.Transformer(
+            transformer.Config(320, d_model=32, num_layers=1, num_heads=2), key=key
+        ),
+        "rnn": lambda key: rnn.RNN(rnn.Config(320, hidden_size=32, num_layers=1), key=key),
+    }[body](jax.random.key(0))
+    zoo.save(tmp_path / "base", model, tokenizer=ByteTokenizer())
+    rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
+    run_dir = tune(
+        f"--model={tmp_path / 'base'}",
+        f"--data.files={write_lines(tmp_path / 'rows.jsonl', *rows)}",
+        "--data.rows=bucketed",
+        "--data.held-out=0.2",
+        "--label=kind",
+        "--optimizer.learning-rate=0.03",
+        "--steps=40",
+    )
+    assert "held out: accuracy 100.00%" in capsys.readouterr().out
+    model = zoo.load(run_dir)
+    assert isinstance(model, zoo.Classifier)
+    ids = jnp.asarray([[256, *b"99 up"]], jnp.int32)
+    assert model(ids).argmax() == 1
+
+
+def write_hugging_face(folder):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = BPETokenizer.train(["some text to train on"] * 9, 300)
+    tokenizer.config["chat_template"] = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save(folder)
+
+
+def test_a_hugging_face_folder_ends_as_one_that_transformers_opens(tune, tmp_path):
+    write_hugging_face(tmp_path / "hf")
+    import torch
+    import transformers
+
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
+    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat}] * 20)
+    run_dir = tune(
+        f"--model={tmp_path / 'hf'}",
+        f"--data.files={path}",
+        "--data.format=chats",
+        "--data.tokenizer=",
+        "--optimizer.learning-rate=0.01",
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.tensor(np.asarray(TOKENS), dtype=torch.long)
+    with torch.no_grad():
+        expected, before = theirs(ids).logits.numpy(), base(ids).logits.float().numpy()
+    np.testing.assert_allclose(zoo.load(run_dir)(TOKENS), expected, atol=1e-4)
+    assert np.abs(expected - before).max() > 1e-2
+    opened = transformers.AutoTokenizer.from_pretrained(run_dir / "model")
+    assert opened.apply_chat_template(chat, tokenize=False).startswith("user: hi\nassistant: some")
+
+
+MISTAKES = {
+    "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
+    "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
+    "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
+    "fields": (["--data.format=completions"], "is no .jsonl file"),
+    "template": (["--data.format=chats"], "has no chat template"),
+    "rows": (["--label=kind"], "needs data.rows='bucketed'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_before_any_step(mistake, tune, tmp_path):
+    flags, message = MISTAKES[mistake]
+    with pytest.raises((ValueError, PublishError)) as e:
+        tune(*flags)
+    assert message in str(e.value)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_models_and_tokenizers_that_do_not_go_together(tune, tmp_path):
+    model = transformer.Transformer(
+        transformer.Config(64, d_model=16, num_layers=1, num_heads=2), key=jax.random.key(0)
+    )
+    zoo.save(tmp_path / "small", model)
+    with pytest.raises(ValueError, match=r"257, and .*small a vocab_size of 64"):
+        tune(f"--model={tmp_path / 'small'}")
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
+        tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
+    (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(PublishError, match="is a run that has not come to its end"):
+        tune(f"--model={tmp_path / 'unfinished'}")
+    with pytest.raises(ValueError, match="trains nothing but adapters"):
+        finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
+
+
+def test_without_files_it_reads_pythons_help_texts():
+    documents = zoo.finetuning.help_topics()
+    found = {document.name: document.text for document in documents}
+    assert "Assignment statements" in found["assignment"]
+    assert sum(map(len, found.values())) > 200_000

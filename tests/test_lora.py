@@ -1,0 +1,256 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    FAMILIES,
+    arrays,
+    assert_trees_close,
+    copy,
+    drawn_transformer,
+    make_rnn,
+    make_transformer,
+    token_batch,
+)
+
+import zoo
+from zoo import lora, losses, mlp, sharding
+from zoo.publish import PublishError
+from zoo.train import frozen
+
+CONFIG = lora.Config(rank=4, alpha=8.0)
+KEY = jax.random.key(0)
+ADAPTER = (".down", ".up")
+
+
+def drawn(model, seed=0):
+    """The model with adapters that change it: `up` is drawn as `down` is."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: (
+            eqx.tree_at(
+                lambda a: (a.down, a.up),
+                x,
+                tuple(
+                    jnp.asarray(rng.normal(size=y.shape), jnp.float32) / 8 for y in (x.down, x.up)
+                ),
+            )
+            if isinstance(x, lora.Adapted)
+            else x
+        ),
+        lora.adapt(model, CONFIG, key=KEY),
+        is_leaf=lambda x: isinstance(x, lora.Adapted),
+    )
+
+
+def test_an_adapted_mlp_is_its_formula():
+    model = drawn(mlp.MLP(mlp.Config(6, 3, hidden_size=16, activation="relu"), key=KEY))
+    x = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
+    first, last = model.first.linear, model.last.linear
+    hidden = np.maximum(x @ first.weight + first.bias, 0)
+    adapted = last.weight
+    around = (hidden @ adapted.down) @ adapted.up * (CONFIG.alpha / CONFIG.rank)
+    hidden = np.maximum(hidden @ adapted.weight + around + last.bias, 0)
+    expected = hidden @ model.head.weight + model.head.bias
+    np.testing.assert_allclose(model(jnp.asarray(x)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_merged_adapters_equal_applied_ones(family, remat):
+    if remat == "full" and family.name != "transformer":
+        pytest.skip("once is enough")
+    plain = family.make_model(0.0)(KEY)
+    if remat == "full":
+        plain = make_transformer(remat="full", tie_embeddings=True)(KEY)
+    model = drawn(plain)
+    merged = lora.merge(model)
+    assert jax.tree.structure(merged) == jax.tree.structure(plain)
+    batch = jax.tree.map(jnp.asarray, family.make_batch(2, 8, 0))
+    inputs = batch["inputs"] if "inputs" in batch else batch["tokens"]
+    applied = eqx.filter_jit(lambda model, x: model(x))(model, inputs)
+    np.testing.assert_allclose(applied, merged(inputs), atol=1e-5)
+    assert np.abs(applied - plain(inputs)).max() > 1e-2  # and they do something
+
+
+def test_stacked_matrices_are_merged_one_by_one():
+    plain = drawn_transformer()
+    model = drawn(plain)
+    wo, mixed = plain.blocks.attention.wo, model.blocks.attention.wo
+    for layer in range(2):
+        added = np.einsum("nhr,re->nhe", mixed.down[layer], mixed.up[layer])
+        merged = lora.merge(model).blocks.attention.wo[layer]
+        np.testing.assert_allclose(merged, wo[layer] + 2.0 * added, atol=1e-5)
+
+
+def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32"):
+    optimizer = optax.adamw(1e-2, mask=zoo.optimizers.matrices)
+    options = {"mesh": mesh, "trainable": lora.trainable}
+    base = family.make_model(0.0)(KEY)
+    state = zoo.init_state(
+        lambda key, model: lora.adapt(model, config, key=key),
+        optimizer,
+        key=jax.random.key(1),
+        pretrained=base,
+        **options,
+    )
+    step = zoo.make_train_step(family.loss, optimizer, precision=precision, **options)
+    found = []
+    for k in range(steps):
+        state, metrics = step(state, family.make_batch(8, 16, k))
+        found.append(float(metrics["loss"]))
+    return base, state, found
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_training_changes_the_adapters_alone(family):
+    base, state, found = train(family)
+    assert found[-1] < found[0]
+    trained, given = arrays(state.model), arrays(base)
+    for name, array in trained.items():
+        if name.endswith(ADAPTER):
+            assert np.abs(array).max() > 0, name
+        else:
+            np.testing.assert_array_equal(
+                array,
+                given[
+                    name.removesuffix(".weight") if name.removesuffix(".weight") in given else name
+                ],
+                err_msg=name,
+            )
+    moments = [name for name in arrays(state.opt_state) if ".mu." in name]
+    assert moments
+    assert all(name.endswith(ADAPTER) for name in moments)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_mesh_changes_nothing_and_shards_adapters_like_their_matrix(family):
+    mesh = zoo.make_mesh("data=2,fsdp=2,tensor=2")
+    _, alone, losses_alone = train(family)
+    _, state, found = train(family, mesh)
+    assert found == pytest.approx(losses_alone, rel=1e-5)
+    assert_trees_close(state.model, alone.model, rtol=1e-3)
+    for names in adapters_of(sharding.logical_axes(state.model)):
+        matrix, down, up = names
+        assert (*down[:-1], *up[len(up) - (len(matrix) - len(down) + 1) :]) == matrix
+    wanted = sharding.shardings(state.model, mesh)
+    for path, array in arrays(state.model).items():
+        assert array.sharding.is_equivalent_to(arrays_of(wanted)[path], array.ndim), path
+
+
+def arrays_of(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {sharding.keystr(path): leaf for path, leaf in leaves}
+
+
+def adapters_of(axes):
+    nodes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, lora.Adapted))
+    return [(x.weight, x.down, x.up) for x in nodes if isinstance(x, lora.Adapted)]
+
+
+def test_bf16_steps_see_what_merged_weights_would():
+    family = FAMILIES[0]
+    model = drawn(family.make_model(0.0)(KEY))
+    batch = family.make_batch(8, 16, 0)
+    evaluate = zoo.make_eval_step(family.loss, precision="bf16")
+    applied = evaluate(model, batch)[1]["loss"]
+    merged = zoo.make_eval_step(family.loss, precision="bf16")(lora.merge(model), batch)[1]["loss"]
+    np.testing.assert_array_equal(applied, merged)
+
+
+def test_targets_are_chosen_by_path():
+    model = drawn_transformer()
+    every = lora.targets(model, lora.Config())
+    assert [name.rpartition(".")[2] for name in every] == [
+        *("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+    ]
+    chosen = lora.Config(targets=("*.wq", "head.*"))
+    assert lora.targets(model, chosen) == ["blocks.attention.wq", "head.weight"]
+    adapted = lora.adapt(model, chosen, key=KEY)
+    np.testing.assert_array_equal(adapted(TOKENS), model(TOKENS))
+    with pytest.raises(ValueError, match=r"targets='blocks.mpl.\*' matches no matrix; those are"):
+        lora.adapt(model, lora.Config(targets=("blocks.mpl.*",)), key=KEY)
+    with pytest.raises(ValueError, match="has adapters already: merge them"):
+        lora.adapt(adapted, chosen, key=KEY)
+    tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
+    with pytest.raises(ValueError, match="the model has no other matrix"):
+        lora.adapt(tiny, lora.Config(), key=KEY)
+    with pytest.raises(ValueError, match="rank=0"):
+        lora.Config(rank=0)
+
+
+TOKENS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = drawn_transformer()
+    zoo.save(tmp_path / "base", model)
+    adapted = drawn(model)
+    lora.save(tmp_path / "adapters", adapted, base=tmp_path / "base")
+    return tmp_path, adapted
+
+
+def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
+    folder, adapted = saved
+    size = lambda name: (folder / name / "model.safetensors").stat().st_size
+    assert size("adapters") < size("base") / 2
+    for model in (
+        zoo.load(folder / "adapters"),
+        lora.load(folder / "adapters"),
+        lora.load(folder / "adapters", zoo.load(folder / "base")),
+    ):
+        assert arrays(model).keys() == arrays(adapted).keys()
+        for name, array in arrays(adapted).items():
+            np.testing.assert_array_equal(arrays(model)[name], array)
+        np.testing.assert_array_equal(model(TOKENS), adapted(TOKENS))
+    mesh = zoo.make_mesh("fsdp=2,tensor=2")
+    sharded = zoo.load(folder / "adapters", mesh=mesh)
+    for path, where in arrays_of(sharding.shardings(sharded, mesh)).items():
+        assert arrays(sharded)[path].sharding.is_equivalent_to(where, arrays(sharded)[path].ndim)
+    np.testing.assert_allclose(sharded(TOKENS), adapted(TOKENS), atol=1e-4)
+
+
+def test_adapters_that_do_not_fit_are_refused(saved):
+    folder, _ = saved
+    with pytest.raises(PublishError, match=r"of a zoo.transformer.Transformer, not of a zoo.rnn"):
+        lora.load(folder / "adapters", make_rnn(0.0)(KEY))
+    with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
+        lora.load(folder / "adapters", drawn_transformer(d_ff=128))
+    with pytest.raises(PublishError, match="holds no adapters"):
+        lora.load(folder / "base")
+    with pytest.raises(ValueError, match="no adapters to save"):
+        lora.save(folder / "other", zoo.load(folder / "base"), base="base")
+    data = bytearray((folder / "adapters" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "adapters" / "model.safetensors").write_bytes(data)
+    with pytest.raises(PublishError, match="is damaged"):
+        zoo.load(folder / "adapters")
+
+
+# --- Frozen parts -----------------------------------------------------------------------------
+
+
+def test_frozen_parts_stay_and_have_no_optimizer_state():
+    chosen = frozen(("embedding.*", "blocks.mlp.*"))
+    optimizer = optax.adam(1e-2)
+    state = zoo.init_state(make_transformer(), optimizer, key=KEY, trainable=chosen)
+    before = copy(state.model)
+    step = zoo.make_train_step(losses.next_token, optimizer, trainable=chosen, precision="fp32")
+    state, _ = step(state, token_batch())
+    for name, array in arrays(state.model).items():
+        still = name.startswith(("embedding.", "blocks.mlp."))
+        assert np.array_equal(array, arrays_of(before)[name]) == still, name
+    moments = [name for name in arrays(state.opt_state) if ".mu." in name]
+    assert any("blocks.attention" in name for name in moments)
+    assert not any("embedding" in name or "mlp" in name.split(".") for name in moments)
+
+
+def test_what_freezes_nothing_or_all_is_refused():
+    model = drawn_transformer()
+    with pytest.raises(ValueError, match=r"freeze='blocks.mpl.\*' matches no parameter; those are"):
+        frozen(("blocks.mpl.*",))(model)
+    with pytest.raises(ValueError, match="nothing of the model is trainable"):
+        zoo.init_state(make_transformer(), optax.sgd(1.0), key=KEY, trainable=frozen(("*",)))
