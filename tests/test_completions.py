@@ -92,13 +92,8 @@ def test_other_files_are_refused(tmp_path):
 @pytest.fixture
 def tokenizer(tmp_path):
     vocabulary = {chr(i): i for i in range(128)}
-    vocabulary |= {
-        "<s>": 128,
-        "<|user|>": 129,
-        "<|assistant|>": 130,
-        "<|end|>": 131,
-        "<|system|>": 132,
-    }
+    special = ("<s>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>")
+    vocabulary |= {name: 128 + i for i, name in enumerate(special)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     inner.add_special_tokens(list(special))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -35,7 +35,7 @@ class Classifier(eqx.Module):
         seen the others, and of other models the mean.
 
         Raises:
-            ValueError: a model that gives no vector a token, or a pooling that there is not.
+            ValueError: a model that gives no vector a token.
         """
         config = body.config
         if not hasattr(body, "hidden") or getattr(config, "pooling", "none") != "none":
@@ -43,8 +43,6 @@ class Classifier(eqx.Module):
                 f"a {type(body).__name__} with pooling={getattr(config, 'pooling', None)!r} gives "
                 "no vector a token: take a transformer, a BERT, or an RNN with pooling='none'"
             )
-        if pooling not in ("auto", "mean", "last", "first"):
-            raise ValueError(f"pooling={pooling!r}: choose one of auto, mean, last, first")
         if pooling == "auto":
             both_ways = getattr(config, "bidirectional", not getattr(config, "causal", False))
             pooling = "mean" if both_ways else "last"

@@ -54,6 +54,7 @@ def read_chats(pattern: str, template: Callable[..., str], *, field: str) -> lis
         for i, message in enumerate(messages):
             if _text(message, "role") != "assistant":
                 continue
+            _text(message, "content")
             before = template(messages[:i], add_generation_prompt=True)
             after = template(messages[: i + 1], add_generation_prompt=False)
             if not before.startswith(written) or not after.startswith(before):

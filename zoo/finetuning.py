@@ -1,5 +1,6 @@
 """Fine-tuning: a published model, whatever its format, on other data, in full or in part."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -218,7 +219,7 @@ def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:
     return first[: int(np.argmax(corpus.counts))]
 
 
-def _compare(before: dict[str, float], after: dict[str, float]) -> str:
+def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
     lines = [f"{'held out':18}{'before':>10}{'after':>10}"]
     return "\n".join(
         lines + [f"{name:18}{before[name]:10.4f}{value:10.4f}" for name, value in after.items()]
