@@ -353,8 +353,7 @@ def test_a_model_of_the_zoo_becomes_what_it_is_there(options: dict, kind: str, t
     again = zoo.load(tmp_path / "model")
     for path, x in arrays(model).items():
         np.testing.assert_array_equal(x, arrays(again)[path], err_msg=path)
-    tokens = jnp.arange(10, dtype=jnp.int32)[None]
-    np.testing.assert_array_equal(model(tokens), again(tokens))
+    assert again.config == hf.canonical.of_transformer(model.config)
     zoo.save(tmp_path / "model", again, format="hf")  # it may be replaced
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damage")
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
