@@ -3,6 +3,7 @@
 from zoo import bert as bert
 from zoo import classification as classification
 from zoo import ensemble as ensemble
+from zoo import hf as hf
 from zoo import language as language
 from zoo import losses as losses
 from zoo import mlp as mlp

@@ -88,6 +88,9 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "max_seq_len"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        for name in ("num_kv_heads", "head_dim", "d_ff", "num_experts", "window"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name}={value}: must be positive")
         require(
             self.head_dim is not None or self.d_model % self.num_heads == 0,
             f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change either, "
@@ -107,7 +110,6 @@ class Config:
             "high frequency factors and the length trained on",
         )
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
-        require(self.window is None or self.window > 0, f"window={self.window}: must be positive")
         require(
             len(self.window_pattern) > 0, "window_pattern=(): needs a 'local' or 'global' at least"
         )
