@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+import benchmarks.generate
 import benchmarks.recipe
 import benchmarks.transformer
 from benchmarks.report import Table, provenance
@@ -29,8 +30,8 @@ class Config:
     """Time the zoo side by side with its peers, and keep the results."""
 
     names: Annotated[
-        tuple[Literal["transformer", "startup", "pipeline"], ...], tyro.conf.Positional
-    ] = ("transformer", "startup", "pipeline")
+        tuple[Literal["transformer", "startup", "pipeline", "generate"], ...], tyro.conf.Positional
+    ] = ("transformer", "startup", "pipeline", "generate")
     """Benchmarks to run."""
     results: Path = Path(__file__).parent / "results"
     """Folder of the results."""
@@ -38,12 +39,14 @@ class Config:
     transformer: benchmarks.transformer.Options = field(
         default_factory=benchmarks.transformer.Options
     )
+    generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
 
 
 BENCHMARKS: dict[str, Callable[[Config], list[Table]]] = {
     "transformer": lambda config: benchmarks.transformer.measure(config.transformer, config.timing),
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
+    "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
 }
 
 
