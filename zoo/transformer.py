@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo import attention as attention_module
 from zoo.attention import attention
+from zoo.decoder import Attend, AttentionDecoder
 from zoo.layers import (
     Embedding,
     LayerNorm,
@@ -173,8 +174,12 @@ class Attention(eqx.Module):
         x_BTE: Float[Array, "batch seq embed"],
         segment_ids: Int[Array, "batch seq"] | None,
         rotary: Rotary | None,
+        attend: Attend = attention,
     ) -> Float[Array, "batch seq embed"]:
-        """Attend within each row's segments; `rotary` are the tables of its positions."""
+        """Attend within each row's segments; `rotary` are the tables of its positions.
+
+        `attend` takes the place of `attention` where keys and values are kept, or were.
+        """
         q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
         k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
         v_BTKH = add_bias(matmul(x_BTE, self.wv), self.bv)
@@ -182,7 +187,7 @@ class Attention(eqx.Module):
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
-        out_BTNH = attention(
+        out_BTNH = attend(
             constrain(q_BTNH, "batch", None, "heads", "head_dim"),
             constrain(k_BTKH, "batch", None, "kv_heads", "head_dim"),
             constrain(v_BTKH, "batch", None, "kv_heads", "head_dim"),
@@ -252,11 +257,13 @@ class Block(eqx.Module):
         segment_ids: Int[Array, "batch seq"] | None,
         rotary: Rotary | None,
         key: Key[Array, ""] | None,
+        attend: Attend = attention,
     ) -> Float[Array, "batch seq embed"]:
         """Apply the layer to the residual stream."""
         keys = (None, None) if key is None else jax.random.split(key)
+        attention_part = lambda x: self.attention(x, segment_ids, rotary, attend)  # noqa: E731
         parts = (
-            (self.attention_norm, lambda x: self.attention(x, segment_ids, rotary), keys[0]),
+            (self.attention_norm, attention_part, keys[0]),
             (self.mlp_norm, self.mlp, keys[1]),
         )
         for norm, part, part_key in parts:
@@ -267,7 +274,7 @@ class Block(eqx.Module):
         return x_BTE
 
 
-class Transformer(eqx.Module):
+class Transformer(AttentionDecoder):
     """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
 
     embedding: Embedding
@@ -341,17 +348,8 @@ class Transformer(eqx.Module):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
-        rotary = None
-        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
-        if self.position_embedding is None:
-            rotary = rotary_tables(positions, config.head_size, config.rope_theta)
-        else:
-            _require(
-                tokens.shape[1] <= config.max_seq_len,
-                f"a sequence of {tokens.shape[1]} is longer than max_seq_len={config.max_seq_len}",
-            )
-            x_BTE = x_BTE + gather(self.position_embedding)(positions)
-        x_BTE = constrain(x_BTE, "batch", "seq", "embed")
+        self.check_length(tokens.shape[1])
+        x_BTE, rotary = self.embed(tokens, positions)
         layers_key = None
         if key is not None:
             layers_key, embedding_key = jax.random.split(key)
@@ -362,6 +360,29 @@ class Transformer(eqx.Module):
             return block(x_BTE, segment_ids, rotary, layer_key)
 
         x_BTE = scan_layers(block, self.blocks, x_BTE, policy=config.remat, scan=config.scan_layers)
+        return self.finish(x_BTE)
+
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence longer than a table of learned positions."""
+        _require(
+            self.position_embedding is None or length <= self.config.max_seq_len,
+            f"a sequence of {length} is longer than max_seq_len={self.config.max_seq_len}",
+        )
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
+    ) -> tuple[Float[Array, "batch seq embed"], Rotary | None]:
+        """The residual stream that the layers begin with, and the tables of its positions."""
+        rotary = None
+        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
+        if self.position_embedding is None:
+            rotary = rotary_tables(positions, self.config.head_size, self.config.rope_theta)
+        else:
+            x_BTE = x_BTE + gather(self.position_embedding)(positions)
+        return constrain(x_BTE, "batch", "seq", "embed"), rotary
+
+    def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """What the output head reads, from what the last layer gives."""
         return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
 
     def logits(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
