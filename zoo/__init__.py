@@ -14,7 +14,9 @@ from zoo import tabular as tabular
 from zoo import text as text
 from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
+from zoo.beam_search import beam_search as beam_search
 from zoo.generate import generate as generate
+from zoo.generate import stream as stream
 from zoo.loop import evaluator as evaluator
 from zoo.loop import fit as fit
 from zoo.plans import ArrayPlan as ArrayPlan

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo import cudnn, recurrence
+from zoo.decoder import RecurrentDecoder
 from zoo.layers import (
     Embedding,
     LayerNorm,
@@ -203,8 +204,12 @@ class State(eqx.Module):
     segment_ids: Int[Array, "batch"]
     """The segment that each row is in; 0 before the first."""
 
+    def take(self, rows: Int[Array, "rows"]) -> "State":
+        """The state of those rows, in that order; one may come several times."""
+        return jax.tree.map(lambda x: x[rows], self)
 
-class RNN(eqx.Module):
+
+class RNN(RecurrentDecoder):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
     Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].
@@ -276,12 +281,27 @@ class RNN(eqx.Module):
         So a stream can be read in pieces: what comes out is what the whole would give (but for
         the mean of its steps, and for a second direction, which begins at the end of each piece).
         """
+        state = self.initial_state(inputs.shape[0]) if state is None else state
+        x, state = self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)
+        if self.config.pooling == "none":
+            return gather(self).outputs(x), state
+        return gather(self).outputs(x)[:, 0], state
+
+    def read(
+        self,
+        inputs: Inputs,
+        state: State,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "batch read width"], State]:
+        """What the head reads: of each step, or with a pooling one vector a row."""
         config = self.config
         _require(
             inputs.ndim == (2 if config.in_size is None else 3),
             f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
         )
-        state = self.initial_state(inputs.shape[0]) if state is None else state
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
         model = gather(self)
         chunks = config.chunks(inputs.shape[1])
@@ -306,8 +326,7 @@ class RNN(eqx.Module):
             counted = jnp.ones(inputs.shape[:2], bool) if valid is None else valid
             count = jnp.maximum(counted.sum(1), 1).astype(jnp.float32)[:, None, None]
             x_BTD = (x_BTD.astype(jnp.float32).sum(1, keepdims=True) / count).astype(x_BTD.dtype)
-        outputs = model._head(x_BTD)
-        return outputs if config.pooling == "none" else outputs[:, 0], State(finals, segments)
+        return x_BTD, State(finals, segments)
 
     def _stack(
         self,
@@ -365,7 +384,7 @@ class RNN(eqx.Module):
         ones = jnp.ones((x_BTD.shape[0], 1, x_BTD.shape[2]), x_BTD.dtype)
         return x_BTD * dropout(ones, self.config.dropout, jax.random.fold_in(key, index))
 
-    def _head(self, x_BTD: Float[Array, "batch seq width"]) -> Float[Array, "batch seq out"]:
+    def outputs(self, x_BTD: Float[Array, "batch seq width"]) -> Float[Array, "batch seq out"]:
         """The outputs in fp32, with the embedding as the head where it is tied."""
         if self.head is None:
             assert self.embedding is not None

@@ -153,6 +153,12 @@ class Config:
         """The kinds of layers that take turns: all are global where there is no window."""
         return ("global",) if self.window is None else self.window_pattern
 
+    @property
+    def all_layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        kinds = self.layer_kinds
+        return tuple(kinds[index % len(kinds)] for index in range(self.num_layers))
+
     def window_of(self, kind: LayerKind) -> int | None:
         """The sliding window of a layer of that kind."""
         return self.window if kind == "local" else None
@@ -184,7 +190,5 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
         keys = min(seq_len, window or seq_len)
         return keys / 2 if config.causal and keys == seq_len else float(keys)
 
-    kinds = config.layer_kinds
-    layers = (kinds[index % len(kinds)] for index in range(config.num_layers))
-    all_visible = sum(visible(config.window_of(kind)) for kind in layers)
+    all_visible = sum(visible(config.window_of(kind)) for kind in config.all_layer_kinds)
     return 6.0 * weights + 12.0 * heads * size * all_visible
