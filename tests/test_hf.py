@@ -22,6 +22,10 @@ GOLDEN = Path(__file__).parent / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 DECODERS = [name for name in CASES if name != "bert"]
 WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral"}
+# Every variant of the maths by default, the others with -m slow.
+QUICK = {"gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
+SLOW = pytest.mark.slow
+GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -64,7 +68,7 @@ def test_a_round_trip_keeps_every_bit(name: str, tmp_path: Path):
     assert again.config == model.config
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", GREEDY)
 def test_greedy_tokens_are_the_same_with_a_cache_and_without(name: str):
     """Prompts of unequal length, and so many tokens that windows are left behind."""
     model, golden = zoo.load(GOLDEN / name), np.load(GOLDEN / name / "golden.npz")

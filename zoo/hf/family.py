@@ -25,7 +25,8 @@ IGNORED = frozenset(
     max_length model_type num_labels output_attentions output_hidden_states output_past
     output_router_logits pad_token_id prefix problem_type resid_pdrop return_dict
     router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
-    tokenizer_class torch_dtype torchscript transformers_version use_cache use_return_dict
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache use_return_dict
     """.split()  # noqa: SIM905
 )
 # Of no consequence to the maths of the zoo's model either, and not in Hugging Face's fields.
@@ -96,10 +97,14 @@ class Same(Rule):
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """A field of which one value is supported: Hugging Face's default too."""
+    """A field of which one value is supported: Hugging Face's default too.
+
+    One that transformers does not know itself is not written.
+    """
 
     theirs: str
     value: Any
+    written: bool = True
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """Fields of the `Config`."""
@@ -108,7 +113,7 @@ class Fixed(Rule):
 
     def write(self, config: Any) -> dict[str, Any]:
         """Fields of `config.json`."""
-        return {self.theirs: self.value}
+        return {self.theirs: self.value} if self.written else {}
 
 
 @dataclass(frozen=True)
