@@ -19,6 +19,11 @@ PEERS: dict[str, Peer] = {
     "pytorch": Peer("rnn.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("rnn.pytorch", {"compiled": True}),
 }
+# What `rnn-memory` compiles; a reader has no outputs but the last.
+READERS = {
+    "zoo-reader": Peer("rnn.zoo_reader", {"remat": "none"}),
+    "zoo-reader-remat": Peer("rnn.zoo_reader", {"remat": "full"}),
+}
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,10 @@ def measure(options: Options, timing: Timing) -> list[Table]:
 class MemoryOptions:
     """The memory of an LSTM's train step by the length of its sequences."""
 
-    peers: tuple[Literal["handwritten", "zoo", "zoo-remat", "equinox"], ...] = (
-        "handwritten",
-        "equinox",
-        "zoo",
-        "zoo-remat",
-    )
+    peers: tuple[
+        Literal["handwritten", "equinox", "zoo", "zoo-remat", "zoo-reader", "zoo-reader-remat"],
+        ...,
+    ] = ("handwritten", "equinox", "zoo", "zoo-remat", "zoo-reader", "zoo-reader-remat")
     """Peers that XLA compiles."""
     lengths: tuple[int, ...] = (256, 1024, 4096)
     """Lengths of a sequence."""
@@ -74,7 +77,7 @@ def measure_memory(options: MemoryOptions) -> list[Table]:
         planned = {}
         for length in options.lengths:
             shape = dataclasses.replace(options.shape, seq_len=length)
-            built = PEERS[name].build(shape, options.precision)
+            built = (PEERS | READERS)[name].build(shape, options.precision)
             planned[str(length)] = built.planned_bytes / 2**20
         table.rows.append({"peer": name, **planned})
     table.print()

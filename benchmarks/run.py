@@ -19,6 +19,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 import benchmarks.ensemble
+import benchmarks.generate
 import benchmarks.mlp
 import benchmarks.recipe
 import benchmarks.rnn
@@ -26,7 +27,9 @@ import benchmarks.transformer
 from benchmarks.report import Table, provenance
 from benchmarks.timing import Timing
 
-Name = Literal["transformer", "rnn", "mlp", "ensemble", "rnn-memory", "startup", "pipeline"]
+Name = Literal[
+    "transformer", "rnn", "mlp", "ensemble", "rnn-memory", "startup", "pipeline", "generate"
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Config:
     mlp: benchmarks.mlp.Options = field(default_factory=benchmarks.mlp.Options)
     ensemble: benchmarks.ensemble.Options = field(default_factory=benchmarks.ensemble.Options)
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
+    generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
 
 
 BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
@@ -55,6 +59,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
+    "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
 }
 
 

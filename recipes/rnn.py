@@ -28,7 +28,7 @@ class Config(language.Config):
 
     run_dir: Path = Path("runs/rnn")
     """Folder of the run; the same command on the same folder resumes it."""
-    steps: int = 600
+    steps: int = 400
     """Optimizer steps in all; more than before continues a finished run."""
     label: str | None = None
     """Field of --data that holds a row's label: trains a classifier of rows."""
@@ -39,7 +39,7 @@ class Config(language.Config):
         rows="bucketed",
         buckets=(32, 64, 128, 256),
         too_long="split",
-        batch_size=32,
+        batch_size=64,
     )
     optimizer: optimizers.Config = optimizers.Config(learning_rate=3e-3)
 

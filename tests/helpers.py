@@ -50,13 +50,25 @@ def drawn_transformer(**changes: Any) -> transformer.Transformer:
 
     The model's own start takes longer to compile than what most tests do with it.
     """
+    return _draw(make_transformer(**changes))
+
+
+def drawn_rnn(cell: str, **changes: Any) -> rnn.RNN:
+    """A recurrent language model likewise, with layers that eight devices divide."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "cell": cell}
+    config = rnn.Config(**{**sizes, **changes})
+    # Large, or greedy tokens would come to one that repeats itself.
+    return _draw(lambda key: rnn.RNN(config, key=key), 0.6)
+
+
+def _draw(make_model: Callable[[Any], Any], scale: float = 0.2) -> Any:
     rng = np.random.default_rng(0)
 
     def draw(path: tuple, x: Any) -> Any:
         mean = 1.0 if path[-1].name == "scale" else 0.0
-        return jnp.asarray(mean + 0.2 * rng.normal(size=x.shape), x.dtype)
+        return jnp.asarray(mean + scale * rng.normal(size=x.shape), x.dtype)
 
-    skeleton = eqx.filter_eval_shape(make_transformer(**changes), jax.random.key(0))
+    skeleton = eqx.filter_eval_shape(make_model, jax.random.key(0))
     return jtu.tree_map_with_path(draw, skeleton)
 
 

@@ -530,7 +530,7 @@ def test_arrays_that_do_not_fit_together_are_refused():
 def labelled(**options):
     documents = [np.full(n, n) for n in (3, 5, 7, 2, 30)]
     corpus = Corpus.from_arrays(documents, 50, 47)
-    options = {"too_long": "split", "buckets": (4, 8), "batch_size": 2, "seed": 0} | options
+    options = {"too_long": "split", "buckets": (4, 8), "batch_size": 3, "seed": 0} | options
     return plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
 
 
@@ -548,6 +548,7 @@ def test_labelled_rows_have_their_documents_label():
                 assert not tokens[~mask].any()
                 counts[int(label)] = counts.get(int(label), 0) + 1
     assert counts == {3: 1, 5: 1, 7: 1, 2: 1, 30: 4}  # 31 with the separator, in rows of 8
+    assert sum(not plan.batch(k)["mask"].any(1).all() for k in range(plan.batches_per_epoch)) == 1
     assert plan.unit == "examples"
 
 

@@ -1,5 +1,7 @@
-"""zoo.generate: greedy is the argmax, and samples have the model's probabilities."""
+"""zoo.generate: with the cache as without it, and samples with the model's probabilities."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -7,23 +9,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_transformer
+from helpers import VOCAB, drawn_rnn, drawn_transformer
 
 import zoo
+from zoo import mlp, precision, sharding
 from zoo.generate import sample
+from zoo.monitor import CompileCounter
+from zoo.recurrence import CELLS
 
 KEY = jax.random.key(0)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 
 
+DECODERS: dict[str, Callable[[], Any]] = {
+    "rotary": lambda: drawn_transformer(num_layers=1),
+    "learned": lambda: drawn_transformer(
+        positions="learned", norm="layer", mlp="gelu", bias=True, tie_embeddings=True
+    ),
+    "grouped": lambda: drawn_transformer(num_kv_heads=2, qk_norm=True, scan_layers=False),
+    "window": lambda: drawn_transformer(num_layers=1, window=5),
+    "soft caps": lambda: drawn_transformer(
+        num_layers=1,
+        num_kv_heads=1,
+        window=7,
+        attention_soft_cap=5.0,
+        logit_soft_cap=10.0,
+        positions="learned",
+    ),
+    **{cell: functools.partial(drawn_rnn, cell) for cell in CELLS},
+    "tied lstm": lambda: drawn_rnn("lstm", tie_embeddings=True, norm="rms"),
+}
+
+
+@functools.cache
+def decoder(name: str) -> Any:
+    return DECODERS[name]()
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return drawn_transformer(num_layers=1)
+    return decoder("rotary")
+
+
+@eqx.filter_jit
+def without_cache(model: Any, tokens: jax.Array, start: jax.Array) -> jax.Array:
+    """Greedy tokens in the simplest way there is: the whole model over the whole row for each."""
+
+    def add(position: Any, tokens: jax.Array) -> jax.Array:
+        logits = jax.lax.dynamic_index_in_dim(model(tokens), position - 1, 1, keepdims=False)
+        token = logits.argmax(-1).astype(jnp.int32)
+        return jax.lax.dynamic_update_index_in_dim(tokens, token, position, 1)
+
+    return jax.lax.fori_loop(start, tokens.shape[1], add, tokens)
+
+
+def expected(model: Any, prompt: list[int], new: int) -> list[int]:
+    tokens = jnp.asarray(np.pad([prompt], ((0, 0), (0, 40 - len(prompt)))), jnp.int32)
+    return without_cache(model, tokens, jnp.int32(len(prompt)))[0, : len(prompt) + new].tolist()
 
 
 def generate(model: Any, **options: Any) -> np.ndarray:
-    return np.asarray(zoo.generate(model, PROMPT, max_new_tokens=4, **options))
+    return np.asarray(zoo.generate(model, PROMPT, **{"max_new_tokens": 4, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +78,67 @@ def greedy(model: Any) -> np.ndarray:
     return generate(model, temperature=0.0)
 
 
-def test_greedy_takes_the_likeliest_token_each_time(model: Any, greedy: np.ndarray):
-    tokens = PROMPT
-    for _ in range(4):
-        logits = eqx.filter_jit(model)(tokens)
-        tokens = jnp.concatenate([tokens, logits[:, -1:].argmax(-1).astype(jnp.int32)], axis=1)
-    np.testing.assert_array_equal(greedy, tokens)
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_with_the_cache_is_greedy_without_it(name: str):
+    """For prompts of different lengths in a batch as for each alone, beyond any window."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 14, 6)]
+    got = zoo.generate(decoder(name), prompts, max_new_tokens=20, temperature=0.0)
+    assert got == [expected(decoder(name), prompt, 20) for prompt in prompts]
+    assert len({*got[1][14:]}) > 1  # no token that repeats itself
+
+
+def test_a_sliding_window_keeps_its_window_alone():
+    tokens, mask = jnp.ones((2, 16), jnp.int32), jnp.ones((2, 16), bool)
+    for name, slots in (("rotary", 64), ("window", 5)):
+        prefill = eqx.filter_eval_shape(decoder(name).prefill, tokens, mask, 64)
+        for layer in prefill[1].layers:
+            assert layer.keys.shape == layer.values.shape == (2 * 8, slots, 4)
+
+
+@pytest.mark.parametrize("name", ["rotary", "lstm"])
+def test_in_bf16_tokens_are_among_the_likeliest(name: str):
+    model = precision.cast(decoder(name), jnp.bfloat16)
+    prompt = np.random.default_rng(4).integers(0, VOCAB, (2, 9)).astype(np.int32)
+    tokens = zoo.generate(model, prompt, max_new_tokens=12, temperature=0.0)
+    logits = np.asarray(eqx.filter_jit(model)(tokens))[:, 8:-1]
+    chosen = np.take_along_axis(logits, np.asarray(tokens)[:, 9:, None], -1)[:, :, 0]
+    assert (logits.max(-1) - chosen < 0.05 * logits.std()).all()
+    _, cache = eqx.filter_eval_shape(model.prefill, tokens, tokens > -1, 32)
+    if name != "lstm":
+        assert {x.dtype for x in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("grouped", "data=4,tensor=2"), ("window", "fsdp=2"), ("lstm", "fsdp=2")]
+)
+def test_on_a_mesh_as_on_one_device(name: str, axes: str):
+    model, prompts = decoder(name), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    options: dict = {"max_new_tokens": 6, "stop_tokens": [3], "key": KEY}
+    mesh = zoo.make_mesh(axes)
+    placed = jax.device_put(model, sharding.shardings(model, mesh))
+    assert zoo.generate(placed, prompts, **options) == zoo.generate(model, prompts, **options)
+    if name != "lstm":
+        with sharding.use(mesh):
+            tokens = jnp.ones((4, 16), jnp.int32)
+            _, cache = eqx.filter_jit(type(model).prefill)(placed, tokens, tokens > 0, 32)
+        keys, devices = cache.layers[0].keys, mesh.size
+        assert keys.addressable_shards[0].data.size == keys.size // devices
+
+
+def test_compiles_once_a_bucket():
+    model = drawn_transformer(num_layers=1, d_ff=48)
+    with CompileCounter() as counter:
+        run = functools.partial(zoo.generate, model, temperature=0.0)
+        run([[1] * 3, [2]], max_new_tokens=5)
+        once = counter.compiles
+        run([[1] * 16, [2]], max_new_tokens=16)
+        run([[1], [2] * 9], max_new_tokens=11)
+        for _ in zoo.stream(model, [[1] * 8, [2] * 8], max_new_tokens=7, temperature=0.0):
+            pass
+        assert counter.compiles == once
+        run([[1] * 17, [2]], max_new_tokens=5)
+        assert counter.compiles > once
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
@@ -59,6 +161,38 @@ def test_samples_follow_the_key(model: Any):
 def test_no_new_token_is_the_prompt(model: Any):
     got = zoo.generate(model, PROMPT, max_new_tokens=0, key=KEY)
     np.testing.assert_array_equal(got, PROMPT)
+    assert list(zoo.stream(model, PROMPT, max_new_tokens=0, key=KEY)) == []
+
+
+def test_a_row_ends_with_its_stop_token(model: Any):
+    whole = generate(model, max_new_tokens=12, temperature=0.0)
+    new = whole[:, 3:].tolist()
+    stop = next(token for token in new[0] if token != new[0][0] and token not in new[1])
+    end = new[0].index(stop)
+    options: dict = {"max_new_tokens": 12, "temperature": 0.0, "stop_tokens": [stop]}
+    got = generate(model, **options)
+    np.testing.assert_array_equal(got[1], whole[1])
+    assert got[0].tolist() == [*whole[0, : 4 + end], *[stop] * (11 - end)]
+    as_lists = zoo.generate(model, np.asarray(PROMPT).tolist(), **options)
+    assert as_lists == [whole[0, : 4 + end].tolist(), whole[1].tolist()]
+    alone = zoo.generate(model, PROMPT[:1], **options)
+    np.testing.assert_array_equal(alone, got[:1])
+    assert len(list(zoo.stream(model, PROMPT[:1], **options))) == end + 1
+
+
+@pytest.mark.parametrize("name", ["rotary", "gru"])
+def test_a_stream_has_the_same_tokens(name: str):
+    options: dict = {"max_new_tokens": 9, "top_p": 0.9, "temperature": 1.3, "key": KEY}
+    streamed = np.stack(list(zoo.stream(decoder(name), PROMPT, **options)), axis=1)
+    np.testing.assert_array_equal(streamed, generate(decoder(name), **options)[:, 3:])
+
+
+def test_a_row_is_sampled_as_if_alone(model: Any):
+    options: dict = {"max_new_tokens": 8, "temperature": 2.0, "key": KEY}
+    others = [[4] * 9, [7, 8]]
+    first, second = (zoo.generate(model, [[1, 2, 3], other], **options) for other in others)
+    assert first[0] == second[0]
+    assert first[1][9:] != second[1][2:]
 
 
 def renormalised(kept: int, temperature: float = 1.0) -> np.ndarray:
@@ -101,13 +235,18 @@ def test_samples_have_the_probabilities(options: dict, expected: np.ndarray):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "temperature=1.0 samples, and needs a key"),
+        ({}, "temperature=0.8 samples, and needs a key"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 in"),
         ({"top_p": 1.5}, "top_p=1.5 in"),
         ({"prompt": PROMPT[:, :0]}, "prompt is empty"),
+        ({"prompt": [[1], []]}, "prompt is empty"),
+        ({"prompt": []}, "give int32"),
+        ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: the model's are 0 to {VOCAB - 1}"),
+        ({"prompt": [[-1]]}, "prompt has the id -1"),
+        ({"stop_tokens": [VOCAB]}, "stop_tokens has the id"),
     ],
     ids=str,
 )
@@ -115,3 +254,26 @@ def test_parameters_out_of_range_are_errors(model: Any, options: dict, message: 
     options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: drawn_transformer(num_layers=1, causal=False),
+            "causal=False: this is an encoder",
+        ),
+        (
+            lambda: drawn_transformer(num_layers=1, positions="learned", max_seq_len=4),
+            "a sequence of 5 is longer than max_seq_len=4",
+        ),
+        (lambda: drawn_rnn("gru", bidirectional=True), "bidirectional=True"),
+        (lambda: drawn_rnn("gru", pooling="last", out_size=VOCAB), "pooling='last'"),
+        (lambda: drawn_rnn("gru", out_size=3), "out_size=3"),
+        (lambda: mlp.MLP(mlp.Config(in_size=2, out_size=2), key=KEY), "a MLP is no decoder"),
+    ],
+    ids=["encoder", "positions", "bidirectional", "pooled", "classes", "mlp"],
+)
+def test_what_has_no_next_token_is_an_error(model: Callable[[], Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(model(), PROMPT, max_new_tokens=2, temperature=0.0)

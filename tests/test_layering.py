@@ -13,7 +13,18 @@ MODULES = {path.relative_to(ZOO).with_suffix("").as_posix(): path for path in ZO
 FAMILIES = {"bert", "blocks", "mlp", "moe", "rnn", "transformer", "transformer_config"}
 # What works for every family, and so knows none.
 SHARED = {"attention", "checkpoint", "data", "layers", "loop", "losses", "optimizers"}
-SHARED |= {"precision", "publish", "remat", "run", "sharding", "train"}
+SHARED |= {
+    "beam_search",
+    "cache",
+    "decoder",
+    "generate",
+    "precision",
+    "publish",
+    "remat",
+    "run",
+    "sharding",
+    "train",
+}
 # What layers and families stand on.
 GROUND = {"precision", "remat", "sharding"}
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import optimizers, sharding, train
+from zoo import mlp, optimizers, sharding, train
 from zoo.optimizers import Config, make_optimizer, make_schedule
 
 NAMES = ["adam", "adamw", "lion", "adafactor", "muon"]
@@ -179,6 +179,15 @@ def test_muon_orthogonalises_each_layers_matrix():
     assert dimensions.wo == numbers((1, 2), (3,))  # [layers, heads, head_dim, embed]
     assert dimensions.w_up == numbers((1,), (2,))
     assert [dimensions.embedding, dimensions.bq, dimensions.scale] == [None] * 3
+
+
+def test_muon_leaves_out_what_has_inputs_or_outputs_for_an_axis():
+    config = mlp.Config(in_size=4, out_size=3, hidden_size=8, num_layers=3)
+    model = eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
+    dimensions = optimizers.muon_dimensions(eqx.filter(model, lambda x: hasattr(x, "shape")))
+    assert dimensions.blocks.up.linear.weight is not None
+    assert dimensions.first.linear.weight is None
+    assert dimensions.head.weight is None
 
 
 def test_muons_update_has_singular_values_of_one_size():

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib
 import json
 import re
@@ -15,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
-from zoo import loop
+from recipes import generate
+from zoo import loop, rnn
 from zoo.precision import native_precision
 from zoo.run import RunError, as_json
 
@@ -42,17 +44,20 @@ def train(shared, monkeypatch):
 
 
 def flag_names(name: str) -> list[str]:
+    config_class = importlib.import_module(f"recipes.{name}").Config
+    positional = {f.name for f in dataclasses.fields(config_class) if "Positional" in repr(f.type)}
+
     def walk(config, prefix):
         for field, value in config.items():
             if isinstance(value, dict):
                 yield from walk(value, f"{prefix}{field}.")
-            else:
+            elif field not in positional:
                 yield f"recipes.{name} --{prefix}{field}".replace("_", "-")
 
-    return list(walk(as_json(importlib.import_module(f"recipes.{name}").Config()), ""))
+    return list(walk(as_json(config_class()), ""))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "generate"])
 def test_flags_are_frozen(name):
     """Scripts have these names: after a change that is meant, write the new list to the file."""
     frozen = [
@@ -61,7 +66,7 @@ def test_flags_are_frozen(name):
     assert flag_names(name) == frozen
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "generate"])
 def test_help_explains_each_flag(name):
     command = [sys.executable, "-m", f"recipes.{name}", "--help"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -193,6 +198,62 @@ def test_what_else_a_run_can_do(shared, tmp_path):
     assert "https://ui.perfetto.dev" in output
     [events] = (run_dir / "tensorboard").glob("events.out.tfevents.*")
     assert b"tokens_per_second" in events.read_bytes()
+
+
+# --- What is made of a model --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """The model of a run, as a run leaves it."""
+    folder = tmp_path_factory.mktemp("run") / "model"
+    config = rnn.Config(vocab_size=257, hidden_size=16, num_layers=1, cell="gru")
+    zoo.save(
+        folder, rnn.RNN(config, key=jax.random.key(0)), tokenizer=zoo.tokenizer.ByteTokenizer()
+    )
+    return folder
+
+
+def continued(capsys, *flags):
+    """What the recipe prints, with each text's tokens by zoo.generate beside."""
+    args = ["--max-new-tokens=12", *map(str, flags)]
+    generate.main(tyro.cli(generate.Config, args=args))
+    return capsys.readouterr().out
+
+
+def test_texts_are_continued(model_folder, capsys):
+    model, tokenizer = zoo.load(model_folder), zoo.tokenizer.ByteTokenizer()
+    prompts = [[256, *b"def "], [256, *"漢".encode()]]
+    options = {"max_new_tokens": 12, "stop_tokens": [256, 10], "key": jax.random.key(3)}
+    first, second = map(tokenizer.decode, zoo.generate(model, prompts, **options))
+    flags = ("--seed=3", "--stop", "\n")
+    for folder in (model_folder, model_folder.parent):
+        printed = continued(capsys, folder, "def ", "漢", *flags)
+        assert printed == f"{first}\n{generate.RULE}\n{second}\n"
+
+
+def test_beams_come_with_their_scores(model_folder, capsys):
+    printed = continued(capsys, model_folder, "def ", "--num-beams=3")
+    tokens, scores = zoo.beam_search(
+        zoo.load(model_folder), [[256, *b"def "]], max_new_tokens=12, num_beams=3, stop_tokens=[256]
+    )
+    for ids, score in zip(tokens[0], scores[0], strict=True):
+        text = zoo.tokenizer.ByteTokenizer().decode(ids)
+        assert f"log-probability {score:.2f}\n{text}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "'nowhere' is no model: the shelf has"),
+        (["{folder}", "--stop", "ab"], "stop='ab' is 2 tokens"),
+        (["{folder}", "--top-k=0"], "top_k=0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_continued_is_named(model_folder, capsys, flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        continued(capsys, *(flag.format(folder=model_folder) for flag in flags))
 
 
 # --- What goes wrong --------------------------------------------------------------------------

@@ -147,10 +147,10 @@ def test_a_missing_tokenizer_is_named(corpus):
         load(corpus, tokenizer="nowhere")
 
 
-def labelled(tmp_path, kinds, **options):
+def labelled(tmp_path, kinds, lines=None, **options):
     tmp_path.mkdir(exist_ok=True)
-    lines = [f'{{"text": "{kind} {i}", "kind": "{kind}"}}' for i, kind in enumerate(kinds)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    rows = [f'{{"text": "{kind} {i}", "kind": "{kind}"}}' for i, kind in enumerate(kinds)]
+    (tmp_path / "rows.jsonl").write_text(lines or "\n".join(rows))
     options = {"rows": "bucketed", "buckets": (16,), "batch_size": 4, "cache": None} | options
     return text.load(
         text.Config(files=f"{tmp_path}/rows.jsonl", **options),
@@ -166,8 +166,10 @@ def test_labels_are_classes_by_name(tmp_path):
     batch = loaded.train.batch(0)
     for tokens, label in zip(batch["inputs"], batch["labels"], strict=True):
         assert loaded.tokenizer.decode(tokens[tokens > 0]).find(loaded.classes[label]) >= 0
-    other = labelled(tmp_path / "other", ["north", "east"] * 29 + ["east", "north"])
-    assert other.fingerprint != loaded.fingerprint
+    path = tmp_path / "rows.jsonl"
+    lines = path.read_text().replace('"kind": "north"', '"kind": "east"', 1)
+    changed = labelled(tmp_path, ["north", "east"] * 30, lines=lines)
+    assert changed.fingerprint != loaded.fingerprint
 
 
 def test_labels_that_make_no_classifier_are_refused(tmp_path):

@@ -134,3 +134,19 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content):
 def test_a_missing_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*'bytes'"):
         tok.get_tokenizer(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_the_text_and_never_half_a_character(tokenizer, text):
+    stream = tok.TextStream(tokenizer)
+    parts = [stream.add(int(id)) for id in tokenizer.encode(text)]
+    assert not any("\ufffd" in part for part in parts)
+    assert "".join(parts) + stream.end() == text
+
+
+def test_a_stream_does_not_wait_for_what_never_comes():
+    stream = tok.TextStream(tok.ByteTokenizer())
+    assert stream.add(*"a漢".encode()[:3]) == "a"
+    assert stream.add(*b"b") == "\ufffdb"
+    assert stream.add(*"漢".encode()[:2]) == ""
+    assert stream.end() == "\ufffd"

@@ -297,6 +297,7 @@ def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: st
         ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"window": 0}, "window=0: must be positive"),
+        ({"d_ff": 0}, "d_ff=0: must be positive"),
         ({"window_pattern": ()}, "needs a 'local' or 'global'"),
         ({"rope_scaling": (8.0, 1.0)}, r"rope_scaling=\(8.0, 1.0\): give nothing, a factor, or"),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3: must be in 1 to"),

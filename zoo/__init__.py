@@ -4,6 +4,7 @@ from zoo import bert as bert
 from zoo import classification as classification
 from zoo import ensemble as ensemble
 from zoo import finetuning as finetuning
+from zoo import hf as hf
 from zoo import language as language
 from zoo import lora as lora
 from zoo import losses as losses
@@ -15,8 +16,10 @@ from zoo import tabular as tabular
 from zoo import text as text
 from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
+from zoo.beam_search import beam_search as beam_search
 from zoo.classifier import Classifier as Classifier
 from zoo.generate import generate as generate
+from zoo.generate import stream as stream
 from zoo.loop import evaluator as evaluator
 from zoo.loop import fit as fit
 from zoo.plans import ArrayPlan as ArrayPlan

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from zoo.precision import low_on_cpu
+
 Implementation = Literal["auto", "chunked", "xla", "cudnn"]
 
 # Long enough for efficient products, short enough that a causal chunk skips most of the future.
@@ -65,6 +67,33 @@ def attention(
         local_window_size=None if window is None else (window - 1, 0 if causal else window - 1),
         implementation=implementation,
     )
+
+
+def attend_to_slots(
+    q_B1NH: Float[Array, "batch 1 heads head_dim"],
+    k_BKSH: Float[Array, "batch kv_heads slots head_dim"],
+    v_BKSH: Float[Array, "batch kv_heads slots head_dim"],
+    seen_BS: Bool[Array, "batch slots"],
+    *,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> Float[Array, "batch 1 heads head_dim"]:
+    """Softmax attention of one query a row over the slots it sees, as decoding needs it.
+
+    `soft_cap` and `scale` are those of `attention`; the softmax is in fp32.
+    """
+    batch, kv_heads, _, size = k_BKSH.shape
+    q_BKGH = q_B1NH.reshape(batch, kv_heads, -1, size)
+    num_queries = q_BKGH.shape[2]
+    if num_queries == 1 and low_on_cpu(q_BKGH):
+        # XLA for CPU converts all keys and values to fp32 for one query, not for two.
+        q_BKGH = jnp.repeat(q_BKGH, 2, axis=2)
+    logits = _einsum32("bkgh,bksh->bkgs", q_BKGH, k_BKSH) * (size**-0.5 if scale is None else scale)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    weights = jax.nn.softmax(jnp.where(seen_BS[:, None, None, :], logits, _MASKED), axis=-1)
+    out = _einsum32("bkgs,bksh->bkgh", weights.astype(v_BKSH.dtype), v_BKSH)
+    return out[:, :, :num_queries].astype(q_B1NH.dtype).reshape(q_B1NH.shape)
 
 
 def _refusal(implementation: str, q_BTNH: Array, soft_cap: float | None) -> str | None:

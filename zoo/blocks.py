@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.attention import attention
+from zoo.decoder import Attend
 from zoo.layers import LayerNorm, RMSNorm, add_bias, dropout, gelu, gelu_erf, normal, rotate
 from zoo.moe import Activation, MoE
 from zoo.precision import matmul
@@ -82,8 +83,12 @@ class Attention(eqx.Module):
         segment_ids: Int[Array, "batch seq"] | None,
         rotary: Rotary | None,
         window: int | None,
+        attend: Attend = attention,
     ) -> Float[Array, "batch seq embed"]:
-        """Attend within each row's segments; `rotary` are the tables of its positions."""
+        """Attend within each row's segments; `rotary` are the tables of its positions.
+
+        `attend` takes the place of `attention` where keys and values are kept, or were.
+        """
         q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
         k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
         v_BTKH = add_bias(matmul(x_BTE, self.wv), self.bv)
@@ -91,7 +96,7 @@ class Attention(eqx.Module):
             q_BTNH, k_BTKH = _norm_heads(self.q_norm, q_BTNH), _norm_heads(self.k_norm, k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
-        out_BTNH = attention(
+        out_BTNH = attend(
             constrain(q_BTNH, "batch", None, "heads", "head_dim"),
             constrain(k_BTKH, "batch", None, "kv_heads", "head_dim"),
             constrain(v_BTKH, "batch", None, "kv_heads", "head_dim"),
@@ -176,6 +181,7 @@ class Block(eqx.Module):
         rotary: Rotary | None,
         window: int | None,
         key: Key[Array, ""] | None,
+        attend: Attend = attention,
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
         """Apply the layer to the residual stream; also the `load_balance` of its experts."""
         keys = (None, None) if key is None else jax.random.split(key)
@@ -188,11 +194,11 @@ class Block(eqx.Module):
             y, balance_B = self.mlp(x, _is_token(segment_ids, x))
             return y
 
-        def attend(x: Array) -> Array:
-            return self.attention(x, segment_ids, rotary, window)
+        def attention_part(x: Array) -> Array:
+            return self.attention(x, segment_ids, rotary, window, attend)
 
         parts = (
-            (self.attention_norm, attend, self.attention_out_norm, keys[0]),
+            (self.attention_norm, attention_part, self.attention_out_norm, keys[0]),
             (self.mlp_norm, mlp, self.mlp_out_norm, keys[1]),
         )
         for norm, part, out_norm, part_key in parts:

@@ -72,8 +72,27 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        # In fp32, or the gradient of a frequent id would add up its rows in the compute dtype.
-        return self.weight.astype(jnp.float32).at[ids].get(mode="clip").astype(self.weight.dtype)
+        return _look_up(self.weight, ids)
+
+
+# The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
+# to convert the table for that: decoding would do so for every token.
+@jax.custom_vjp
+def _look_up(weight: Array, ids: Array) -> Array:
+    return weight.at[ids].get(mode="clip")
+
+
+def _look_up_forward(weight: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(weight, ids), (weight, ids)
+
+
+def _look_up_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+    weight, ids = residuals
+    rows = jnp.zeros(weight.shape, jnp.float32)
+    return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class RMSNorm(eqx.Module):

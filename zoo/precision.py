@@ -112,6 +112,11 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
         yield model if at_use else cast(resolve(model), dtype)
 
 
+def low_on_cpu(x: Array) -> bool:
+    """Whether x is bf16 or fp16 on a CPU, where XLA is fast in some forms of a product only."""
+    return x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
+
+
 def product(
     x: Float[Array, "..."],
     y: Float[Array, "..."],
@@ -123,8 +128,7 @@ def product(
     XLA for CPU uses the bf16 instructions only where a product of bf16 returns fp32; an
     accelerator accumulates in fp32 anyway, and writes half as much.
     """
-    on_cpu = x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
-    preferred = jnp.float32 if on_cpu else dtype
+    preferred = jnp.float32 if low_on_cpu(x) else dtype
     z = lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=preferred)
     return z.astype(dtype)
 
@@ -140,7 +144,12 @@ def _matmul(
 def _matmul_forward(x: Array, w: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
     # Not by way of `_matmul`: a remat policy does not see the products inside a custom gradient.
     b, m, k = x.shape
-    return product(x.reshape(b * m, k), w, ((1,), (0,)), dtype).reshape(b, m, -1), (x, w)
+    rows = x.reshape(b * m, k)
+    if b * m == 1 and low_on_cpu(x):
+        # XLA for CPU converts the whole weight to fp32 to multiply it with one row, not with two.
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    result = product(rows, w, ((1,), (0,)), dtype)
+    return result[: b * m].reshape(b, m, -1), (x, w)
 
 
 def _matmul_backward(

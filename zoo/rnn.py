@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo import cudnn, recurrence
+from zoo.decoder import RecurrentDecoder
 from zoo.layers import (
     Embedding,
     LayerNorm,
@@ -203,8 +204,12 @@ class State(eqx.Module):
     segment_ids: Int[Array, "batch"]
     """The segment that each row is in; 0 before the first."""
 
+    def take(self, rows: Int[Array, "rows"]) -> "State":
+        """The state of those rows, in that order; one may come several times."""
+        return jax.tree.map(lambda x: x[rows], self)
 
-class RNN(eqx.Module):
+
+class RNN(RecurrentDecoder):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
     Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].

@@ -177,6 +177,12 @@ def _check_divides(field: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
             )
 
 
+def is_sharding() -> bool:
+    """Whether a mesh of several devices is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.size == 1)
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """Shard an activation by logical axis names, one a dimension; without a mesh, the identity.
 
@@ -184,9 +190,9 @@ def constrain(x: Array, *names: str | None) -> Array:
         ShardingError: a number of names that is not the rank, an unknown name, or a size that
             the mesh axis does not divide.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not is_sharding():
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     if len(names) != x.ndim:
         raise ShardingError(f"an activation of shape {x.shape} is named {names}")
     spec = partition_spec(names, mesh)
@@ -201,9 +207,9 @@ def gather(tree: Tree) -> Tree:
     layer at a time is whole, and what crosses the network is in the compute dtype.
     """
     tree = cast_for_use(tree)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not is_sharding():
         return tree
+    mesh = jax.sharding.get_abstract_mesh()
 
     def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
         spec = partition_spec(names, mesh, without=STORAGE_AXES, field=keystr(path))
@@ -218,10 +224,10 @@ def mapped(name: str) -> Iterator[tuple[str, ...] | None]:
 
     Yields them for `spmd_axis_name`; None where nothing shards it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not is_sharding():
         yield None
         return
+    mesh = jax.sharding.get_abstract_mesh()
     [entry] = partition_spec([name], mesh)
     taken = (entry,) if isinstance(entry, str) else entry or ()
 
@@ -410,6 +416,15 @@ def canonical(placed: jax.sharding.Sharding) -> Any:
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
+
+
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The mesh that a model or state was placed on; None if on one device, without a mesh."""
+    for leaf in jax.tree.leaves(tree):
+        placed = getattr(leaf, "sharding", None)
+        if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh):
+            return placed.mesh
+    return None
 
 
 def num_batch_parts(mesh: Mesh, rules: Rules | None = None) -> int:

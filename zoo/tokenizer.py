@@ -57,6 +57,33 @@ class Tokenizer(Protocol):
         ...
 
 
+class TextStream:
+    """Ids to text as they come: `add` gives what is certain by now, never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._length = 0  # of the text given so far
+
+    def add(self, *ids: int) -> str:
+        """The text that is certain once these ids have come."""
+        self._ids.extend(ids)
+        text = self._tokenizer.decode(self._ids)
+        # The bytes of a character that is not yet whole are decoded as U+FFFD, three at most.
+        for _ in range(3):
+            text = text.removesuffix("\ufffd")
+        return self._give(text)
+
+    def end(self) -> str:
+        """The rest, when no id is to come."""
+        return self._give(self._tokenizer.decode(self._ids))
+
+    def _give(self, text: str) -> str:
+        new = text[self._length :]
+        self._length += len(new)
+        return new
+
+
 class ByteTokenizer:
     """The 256 byte values of UTF-8, and the separator as id 256."""
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.blocks import Block, Rotary, make_norm
+from zoo.decoder import AttentionDecoder
 from zoo.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
 from zoo.precision import matmul
 from zoo.remat import scan_layers
@@ -22,7 +23,7 @@ from zoo.transformer_config import LayerKind, require
 from zoo.transformer_config import num_flops_per_token as num_flops_per_token
 
 
-class Transformer(eqx.Module):
+class Transformer(AttentionDecoder):
     """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
 
     embedding: Embedding
@@ -113,7 +114,8 @@ class Transformer(eqx.Module):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
-        x_BTE = self._embed(tokens, positions)
+        self.check_length(tokens.shape[1])
+        x_BTE, rotaries = self.embed(tokens, positions)
         layers_key = None
         if key is not None:
             layers_key, embedding_key = jax.random.split(key)
@@ -127,33 +129,34 @@ class Transformer(eqx.Module):
             x_BTE, balance_B = block(x_BTE, segment_ids, rotary, window, layer_key)
             return x_BTE, None if balance_B is None else sum_B + balance_B
 
-        kinds = config.layer_kinds
-        rotaries = {kind: self._rotary(kind, positions) for kind in set(kinds)}
         x_BTE, balance_B = scan_layers(
-            [partial(block, kind) for kind in kinds],
+            [partial(block, kind) for kind in config.layer_kinds],
             self.blocks,
             (x_BTE, balance_B),
             policy=config.remat,
             scan=config.scan_layers,
         )
         balance_B = None if balance_B is None else balance_B / config.num_layers
-        return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed"), balance_B
+        return self.finish(x_BTE), balance_B
 
-    def _embed(
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence longer than a table of learned positions."""
+        require(
+            self.position_embedding is None or length <= self.config.max_seq_len,
+            f"a sequence of {length} is longer than max_seq_len={self.config.max_seq_len}",
+        )
+
+    def embed(
         self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
-    ) -> Float[Array, "batch seq embed"]:
-        """The residual stream that the layers begin with."""
+    ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
+        """The residual stream that the layers begin with, and each kind's tables of positions."""
         x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
         if self.config.scale_embedding:
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
-            limit = self.config.max_seq_len
-            require(
-                tokens.shape[1] <= limit,
-                f"a sequence of {tokens.shape[1]} is longer than max_seq_len={limit}",
-            )
             x_BTE = x_BTE + gather(self.position_embedding)(positions)
-        return constrain(x_BTE, "batch", "seq", "embed")
+        rotaries = {kind: self._rotary(kind, positions) for kind in set(self.config.layer_kinds)}
+        return constrain(x_BTE, "batch", "seq", "embed"), rotaries
 
     def _rotary(self, kind: LayerKind, positions: Int[Array, "#batch seq"]) -> Rotary | None:
         """The tables of rotary positions in layers of a kind."""
@@ -163,6 +166,10 @@ class Transformer(eqx.Module):
         if kind == "local" and config.local_rope_theta is not None:
             return rotary_tables(positions, config.head_size, config.local_rope_theta)
         return rotary_tables(positions, config.head_size, config.rope_theta, config.rope_scaling)
+
+    def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """What the output head reads, from what the last layer gives."""
+        return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
 
     def logits(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """The output head's logits in fp32, with the embedding as the head where it is tied."""

@@ -88,6 +88,9 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "max_seq_len"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        for name in ("num_kv_heads", "head_dim", "d_ff", "num_experts", "window"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name}={value}: must be positive")
         require(
             self.head_dim is not None or self.d_model % self.num_heads == 0,
             f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change either, "
@@ -107,7 +110,6 @@ class Config:
             "high frequency factors and the length trained on",
         )
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
-        require(self.window is None or self.window > 0, f"window={self.window}: must be positive")
         require(
             len(self.window_pattern) > 0, "window_pattern=(): needs a 'local' or 'global' at least"
         )
@@ -151,6 +153,12 @@ class Config:
         """The kinds of layers that take turns: all are global where there is no window."""
         return ("global",) if self.window is None else self.window_pattern
 
+    @property
+    def all_layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        kinds = self.layer_kinds
+        return tuple(kinds[index % len(kinds)] for index in range(self.num_layers))
+
     def window_of(self, kind: LayerKind) -> int | None:
         """The sliding window of a layer of that kind."""
         return self.window if kind == "local" else None
@@ -182,7 +190,5 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
         keys = min(seq_len, window or seq_len)
         return keys / 2 if config.causal and keys == seq_len else float(keys)
 
-    kinds = config.layer_kinds
-    layers = (kinds[index % len(kinds)] for index in range(config.num_layers))
-    all_visible = sum(visible(config.window_of(kind)) for kind in layers)
+    all_visible = sum(visible(config.window_of(kind)) for kind in config.all_layer_kinds)
     return 6.0 * weights + 12.0 * heads * size * all_visible

@@ -12,7 +12,6 @@ from jax import Array
 import zoo
 from benchmarks.peers import jax_step
 from benchmarks.peers.common import CLIP_NORM, Batch, Built, Precision
-from zoo import losses
 from zoo.train import LossFunction
 
 
@@ -48,14 +47,6 @@ def token_batch(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def class_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """What `classification` takes."""
-    points, classes = batch
-    return {"points": points, "classes": classes, "weights": np.ones(classes.shape, np.float32)}
-
-
-def classification(
-    model: Any, batch: dict[str, Array], key: Array | None
-) -> tuple[Array, Array, dict[str, Array]]:
-    """The loss of a classifier, as `zoo.make_train_step` takes it."""
-    logits = model(batch["points"], key=key)
-    return *losses.cross_entropy(logits, batch["classes"], batch["weights"]), {}
+    """What `zoo.losses.classification` takes."""
+    inputs, labels = batch
+    return {"inputs": inputs, "labels": labels, "weights": np.ones(labels.shape, np.float32)}

@@ -127,7 +127,7 @@ def make(name: str) -> torch.nn.Module:
             elif "emb" in path or ".wte" in path or ".wpe" in path:
                 x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
             else:
-                x.copy_(noise * 1.5 / math.sqrt(x.shape[-1]))
+                x.copy_(noise * 1.3 / math.sqrt(x.shape[-1]))
     return model
 
 

@@ -80,7 +80,18 @@ BERT = Family(
     tensors=_tensors,
     prefixes=("", "bert."),
     marker="{prefix}embeddings.word_embeddings.weight",
-    ignored=frozenset({"tie_word_embeddings"}),  # of a head that these models lack
+    # Of a head that these models lack, and of a pooler that transformers does not have.
+    ignored=frozenset(
+        {
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "pooler_type",
+            "tie_word_embeddings",
+        }
+    ),
     buffers=("embeddings.position_ids",),
     adapt=_with_pooler,
 )

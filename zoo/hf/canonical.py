@@ -8,8 +8,7 @@ from zoo import bert, transformer
 
 def of_transformer(config: transformer.Config) -> transformer.Config:
     """Derived sizes written out, the shortest pattern, and defaults for what has no effect."""
-    kinds = config.layer_kinds
-    pattern = tuple(kinds[i % len(kinds)] for i in range(config.num_layers))
+    pattern = config.all_layer_kinds
     changes: dict[str, Any] = {
         "num_kv_heads": config.kv_heads,
         "head_dim": config.head_size,

@@ -25,12 +25,14 @@ IGNORED = frozenset(
     max_length model_type num_labels output_attentions output_hidden_states output_past
     output_router_logits pad_token_id prefix problem_type resid_pdrop return_dict
     router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
-    tokenizer_class torch_dtype torchscript transformers_version use_cache use_return_dict
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache use_return_dict
     """.split()  # noqa: SIM905
 )
 # Of no consequence to the maths of the zoo's model either, and not in Hugging Face's fields.
 _RUNTIME = ("dropout", "attention", "remat", "scan_layers")
 _ABSENT = object()
+_MOST = 4096  # layers or experts: a damaged file can name any number, and they are counted out
 
 
 class Fields:
@@ -95,10 +97,14 @@ class Same(Rule):
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """A field of which one value is supported: Hugging Face's default too."""
+    """A field of which one value is supported: Hugging Face's default too.
+
+    One that transformers does not know itself is not written.
+    """
 
     theirs: str
     value: Any
+    written: bool = True
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """Fields of the `Config`."""
@@ -107,7 +113,7 @@ class Fixed(Rule):
 
     def write(self, config: Any) -> dict[str, Any]:
         """Fields of `config.json`."""
-        return {self.theirs: self.value}
+        return {self.theirs: self.value} if self.written else {}
 
 
 @dataclass(frozen=True)
@@ -169,13 +175,16 @@ class Family:
             PublishError: a field that is missing, unknown, or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
-        for rule in self.rules:
-            found |= rule.read(fields)
-        fields.finish(self.ignored)
         types = {x.name: x.type for x in dataclasses.fields(self.config)}
-        for name, value in found.items():
-            if isinstance(value, int) and not isinstance(value, bool) and _is_float(types[name]):
-                found[name] = float(value)
+        for rule in self.rules:
+            for name, value in rule.read(fields).items():
+                if not _fits(value, types[name]):
+                    raise fields.refusal(f"{value!r} is no value for {name}")
+                is_float = types[name] in (float, float | None)
+                found[name] = float(value) if is_float and value is not None else value
+            if found.get("num_layers", 0) > _MOST or (found.get("num_experts") or 0) > _MOST:
+                raise fields.refusal(f"{found} has more layers or experts than {_MOST}")
+        fields.finish(self.ignored)
         try:
             return self.canonical(self.config(**found))
         except (TypeError, ValueError) as error:
@@ -205,5 +214,14 @@ class Family:
         ]
 
 
-def _is_float(annotation: Any) -> bool:
-    return annotation is float or float in typing.get_args(annotation)
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value out of JSON is of a field's type; an integer will do for a float."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return value in typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple)
+    if arguments := typing.get_args(annotation):
+        return any(_fits(value, argument) for argument in arguments)
+    if isinstance(value, bool) or annotation is bool:
+        return isinstance(value, bool) and annotation is bool
+    return isinstance(value, int | float if annotation is float else annotation)

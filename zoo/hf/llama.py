@@ -126,9 +126,16 @@ def decoder(
 LLAMA = decoder(
     "llama",
     "LlamaForCausalLM",
-    (*sizes(), Same("head_dim", "head_dim", None), SILU, Rotary(), *NO_BIASES),
+    (
+        *sizes(),
+        Same("head_dim", "head_dim", None),
+        SILU,
+        Rotary(),
+        *NO_BIASES,
+        Fixed("rope_interleaved", False, written=False),
+    ),
     {},
-    ignored=frozenset({"pretraining_tp"}),  # how products are cut
+    ignored=frozenset({"is_llama_config", "pretraining_tp"}),  # the latter: how products are cut
 )
 MISTRAL = decoder(
     "mistral",
@@ -151,6 +158,7 @@ QWEN2 = decoder(
         SILU,
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(),
+        Fixed("use_mrope", False, written=False),
     ),
     {"qkv_bias": True},
 )

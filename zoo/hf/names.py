@@ -49,17 +49,24 @@ class Piece(NamedTuple):
 class Layout:
     """One parameter of a model, and the Hugging Face tensors that it is made of."""
 
-    def __init__(self, path: str, leaf: Any, names: tuple[str | None, ...], tensor: Tensor, prefix):
-        self.path, self.shape, self.tensor = path, tuple(leaf.shape), tensor
+    def __init__(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        names: tuple[str | None, ...],
+        tensor: Tensor,
+        prefix: str,
+    ):
+        self.tensor = tensor
         self.axes = tuple(name or LAYER for name in names)
-        self.sizes = dict(zip(self.axes, self.shape, strict=True))
+        self.sizes = dict(zip(self.axes, shape, strict=True))
         fields = [field for _, field, _, _ in Formatter().parse(tensor.name) if field]
         self.numbered = [axis for axis in self.axes if axis in fields]
         inner = [axis for axis in self.axes if axis not in fields]
         self.factors = [group.split(".") for group in (tensor.axes or " ".join(inner)).split()]
         self._prefix = prefix
         named = [axis for group in self.factors for axis in group if axis != "part"]
-        assert sorted(named) == sorted(inner), (path, named, inner)
+        assert sorted(named) == sorted(inner), f"the map of {path} has {named}, not {inner}"
 
     def name(self, index: Mapping[str, int]) -> str:
         """The name of the tensor at these numbers."""
@@ -117,23 +124,23 @@ class Layout:
         """What to read of a tensor, and how to cut it to the ranges, once in the shape given."""
         where, cuts, shape = [], [], []
         for group in self.factors:
-            low, high = 0, 1
+            low, high = 0, 1  # of what is read, in blocks as small as the factors so far make them
             for axis in group:
                 size = self._size(axis)
-                if axis == "part" and self.tensor.part:
-                    start, stop = self.tensor.part[0], self.tensor.part[0] + 1
-                else:
-                    start, stop = ranges[axis]
-                if high - low == 1:
-                    low, high, cut, read = low * size + start, low * size + stop, slice(None), None
-                    read = stop - start
-                else:  # rows of several blocks: whole ones are read, and cut
-                    low, high, cut, read = low * size, high * size, slice(start, stop), size
+                start, stop = self._part() if axis == "part" else ranges[axis]
+                cut = slice(None)
+                if high - low > 1:  # of several blocks the whole is read, and then cut
+                    cut, start, stop = slice(start, stop), 0, size
+                low, high = low * size + start, (high - 1) * size + stop
                 if axis != "part":
                     cuts.append(cut)
-                    shape.append(read)
+                    shape.append(stop - start)
             where.append(slice(low, high))
         return tuple(where), tuple(cuts), shape
+
+    def _part(self) -> Range:
+        index = self.tensor.part[0] if self.tensor.part else 0
+        return index, index + 1
 
 
 def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Layout]:
@@ -147,7 +154,7 @@ def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dic
     ):
         if hasattr(leaf, "shape"):
             key = sharding.keystr(path)
-            found[key] = Layout(key, leaf, axes, tensors[key], prefix)
+            found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
     assert found.keys() == tensors.keys(), found.keys() ^ tensors.keys()
     return found
 

@@ -182,8 +182,7 @@ def _kinds(fields: Fields, given: Any) -> tuple[str, ...]:
 
 
 def _layer_types(config: Any) -> list[str]:
-    kinds = config.layer_kinds
-    return [_TYPES[kinds[i % len(kinds)]] for i in range(config.num_layers)]
+    return [_TYPES[kind] for kind in config.all_layer_kinds]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.peers.common import Built, Precision
 from benchmarks.peers.ensemble import given
 from benchmarks.peers.ensemble.given import Shape
 from benchmarks.peers.mlp.zoo_model import init
-from zoo import ensemble
+from zoo import ensemble, losses
 
 
 class Mean:
@@ -34,7 +34,7 @@ def together(shape: Shape, precision: Precision) -> Built:
         return eqx.tree_at(lambda model: model.members, model, stacked)
 
     return zoo_step.build(
-        ensemble.member_loss(zoo_step.classification),
+        ensemble.member_loss(losses.classification),
         make_model,
         zoo_step.class_batch(given.batch(shape)),
         precision,
@@ -46,7 +46,7 @@ def together(shape: Shape, precision: Precision) -> Built:
 def apart(shape: Shape, precision: Precision) -> Built:
     built = [
         zoo_step.build(
-            zoo_step.classification,
+            losses.classification,
             lambda key, weights=weights: init(shape, weights, key),
             zoo_step.class_batch(given.batch(shape)),
             precision,

@@ -8,7 +8,7 @@ from benchmarks.peers import zoo_step
 from benchmarks.peers.common import Built, Precision
 from benchmarks.peers.mlp import given
 from benchmarks.peers.mlp.given import Shape, Weights
-from zoo import mlp
+from zoo import losses, mlp
 
 
 def init(shape: Shape, weights: Weights, key: Array) -> mlp.MLP:
@@ -33,5 +33,5 @@ def build(shape: Shape, precision: Precision) -> Built:
     batch = zoo_step.class_batch(given.batch(shape))
     weights = given.weights(shape)
     return zoo_step.build(
-        zoo_step.classification, lambda key: init(shape, weights, key), batch, precision
+        losses.classification, lambda key: init(shape, weights, key), batch, precision
     )

@@ -31,11 +31,16 @@ def init(config: rnn.Config, shape: Shape, key: Array) -> rnn.RNN:
 
 
 def build(shape: Shape, precision: Precision, *, remat: Literal["none", "full"]) -> Built:
-    config = rnn.Config(
+    config = sizes(shape, remat)
+    batch = zoo_step.token_batch(given.batch(shape))
+    return zoo_step.build(losses.next_token, lambda key: init(config, shape, key), batch, precision)
+
+
+def sizes(shape: Shape, remat: Literal["none", "full"]) -> rnn.Config:
+    """The zoo's configuration of those sizes."""
+    return rnn.Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         remat=remat,
     )
-    batch = zoo_step.token_batch(given.batch(shape))
-    return zoo_step.build(losses.next_token, lambda key: init(config, shape, key), batch, precision)

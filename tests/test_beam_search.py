@@ -1,0 +1,91 @@
+"""zoo.beam_search against all continuations there are."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drawn_rnn, drawn_transformer
+
+import zoo
+from zoo import sharding
+
+VOCAB, NEW = 5, 3
+PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
+MODELS: dict[str, Callable[[], Any]] = {
+    "transformer": lambda: drawn_transformer(vocab_size=VOCAB, num_layers=1, window=4),
+    "lstm": lambda: drawn_rnn("lstm", vocab_size=VOCAB, num_layers=1),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+def brute_force(model: Any, prompt: list[int], stop: int | None) -> list[tuple[float, list[int]]]:
+    """Every continuation, up to its first stop token, with its log-probability; best first."""
+    whole = np.array([[*prompt, *new] for new in itertools.product(range(VOCAB), repeat=NEW)])
+    logs = jax.nn.log_softmax(eqx.filter_jit(model)(jnp.asarray(whole, jnp.int32)), axis=-1)
+    found = {}
+    for row, row_logs in zip(whole, np.asarray(logs), strict=True):
+        score, end = 0.0, len(prompt)
+        while end < len(row):
+            score += float(row_logs[end - 1, row[end]])
+            end += 1
+            if row[end - 1] == stop:
+                break
+        found[tuple(row[:end].tolist())] = score
+    return sorted(((score, [*row]) for row, score in found.items()), reverse=True)
+
+
+@pytest.mark.parametrize("stop", [None, 2], ids=["no stop", "stop"])
+def test_wide_enough_it_finds_the_best_of_all(model: Any, stop: int | None):
+    """With as many beams as there are beginnings nothing is ever dropped too early."""
+    num_beams, stops = VOCAB ** (NEW - 1), [] if stop is None else [stop]
+    options: dict = {"max_new_tokens": NEW, "num_beams": num_beams, "stop_tokens": stops}
+    tokens, scores = zoo.beam_search(model, PROMPTS, **options)
+    for prompt, beams, beam_scores in zip(PROMPTS, tokens, scores, strict=True):
+        best = brute_force(model, prompt, stop)[:num_beams]
+        np.testing.assert_allclose(beam_scores, [score for score, _ in best], rtol=1e-4)
+        assert beams == [row for _, row in best]
+
+
+def test_one_beam_is_greedy(model: Any):
+    tokens, _ = zoo.beam_search(model, PROMPTS, max_new_tokens=12, num_beams=1)
+    greedy = zoo.generate(model, PROMPTS, max_new_tokens=12, temperature=0.0)
+    assert [beams[0] for beams in tokens] == greedy
+
+
+def test_an_array_gives_an_array_whatever_the_mesh():
+    model = MODELS["transformer"]()
+    prompt = jnp.array([[1, 2, 3]], jnp.int32)
+    options: dict = {"max_new_tokens": 6, "num_beams": 3, "stop_tokens": [2]}
+    tokens, scores = zoo.beam_search(model, prompt, **options)
+    assert tokens.shape == (1, 3, 9)
+    assert (tokens[:, :, :3] == prompt[:, None]).all()
+    for beam in np.asarray(tokens)[0, :, 3:].tolist():  # what follows a stop token repeats it
+        assert 2 not in beam or {*beam[beam.index(2) :]} == {2}
+    mesh = zoo.make_mesh("data=2,tensor=2")
+    rules = {**sharding.RULES, "vocab": None}
+    with sharding.use(mesh, rules):
+        placed = jax.device_put(model, sharding.shardings(model, mesh))
+        again, same_scores = zoo.beam_search(placed, prompt, **options)
+    np.testing.assert_array_equal(again, tokens)
+    np.testing.assert_allclose(same_scores, scores, rtol=1e-5)
+
+
+def test_more_beams_than_continuations(model: Any):
+    tokens, scores = zoo.beam_search(model, PROMPTS[:1], max_new_tokens=1, num_beams=VOCAB + 2)
+    assert sorted(beam[-1] for beam in tokens[0][:VOCAB]) == [*range(VOCAB)]
+    np.testing.assert_allclose(np.exp(scores[0]).sum(), 1, rtol=1e-5)
+    assert np.isneginf(scores[0, VOCAB:]).all()
+
+
+def test_no_beam_is_an_error(model: Any):
+    with pytest.raises(ValueError, match="num_beams=0 must be at least 1"):
+        zoo.beam_search(model, PROMPTS, num_beams=0)
