@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zoo
-from zoo import language, optimizers, text, transformer
+from zoo import language, losses, optimizers, text, transformer
 from zoo.run import cli
 
 
@@ -26,6 +26,8 @@ class Config(language.Config):
     """Folder of the run; the same command on the same folder resumes it."""
     steps: int = 500
     """Optimizer steps in all; more than before continues a finished run."""
+    balance: float = 0.01
+    """Weight of the uneven load in the loss of a model with experts."""
     model: transformer.Config = transformer.Config(
         vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
@@ -42,6 +44,9 @@ def main(config: Config) -> None:
             data,
             lambda key: transformer.Transformer(model, key=key),
             transformer.num_flops_per_token(model, max(data.train.buckets)),
+            losses.next_token
+            if model.num_experts is None
+            else losses.balanced_next_token(config.balance),
         )
 
 

@@ -79,6 +79,30 @@ def test_layers_run_in_order_with_their_index(scan: bool):
     assert set(seen) == {"not an array"}
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 4, 5])
+@pytest.mark.parametrize("scan", [True, False])
+def test_functions_take_turns(scan: bool, num_layers: int):
+    by = jnp.arange(2.0, 2.0 + num_layers)
+
+    def add(layer: Any, carry: Any, index: Any) -> Any:
+        return carry * 10 + layer["by"] * (index + 1).astype(jnp.float32)
+
+    def multiply(layer: Any, carry: Any, index: Any) -> Any:
+        return carry * layer["by"] + index.astype(jnp.float32)
+
+    def run(by: Any) -> Any:
+        return remat.scan_layers([add, multiply], {"by": by}, jnp.float32(1), scan=scan)
+
+    def plain(by: Any) -> Any:
+        x = jnp.float32(1)
+        for i in range(num_layers):
+            x = x * by[i] + i if i % 2 else x * 10 + by[i] * (i + 1)
+        return x
+
+    got, want = jax.value_and_grad(run)(by), jax.value_and_grad(plain)(by)
+    assert_trees_close(got, want, rtol=1e-6)
+
+
 def test_an_unknown_policy_is_an_error():
     # Past the run-time type checker, which has an error of its own.
     checkpoint = getattr(remat.checkpoint, "__wrapped__", remat.checkpoint)

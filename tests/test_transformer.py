@@ -92,6 +92,7 @@ def influence(options: dict, **inputs: Any) -> np.ndarray:
 
 
 T, S = np.mgrid[:12, :12]
+LOCAL_BUT_LAST: dict[str, Any] = {"window_pattern": ("local", "local", "local", "global")}
 SEGMENTS = np.array([1] * 5 + [2] * 4 + [0] * 3)
 SAME = SEGMENTS[T] == SEGMENTS[S]
 
@@ -106,6 +107,9 @@ SAME = SEGMENTS[T] == SEGMENTS[S]
         # Each layer sees three positions further.
         ({"num_layers": 2, "window": 4}, False, (S <= T) & (T - S < 7)),
         ({"num_layers": 1, "window": 4, "causal": False}, False, abs(T - S) < 4),
+        # One layer with a window, one without; and three with and one without.
+        ({"window": 2, "window_pattern": ("local", "global")}, False, S <= T),
+        ({"num_layers": 3, "window": 2, **LOCAL_BUT_LAST}, False, (S <= T) & (T - S < 4)),
         ({}, True, (S <= T) & SAME),
         ({"causal": False}, True, SAME),
     ],
@@ -116,6 +120,8 @@ SAME = SEGMENTS[T] == SEGMENTS[S]
         "window",
         "windows",
         "two ways",
+        "pattern",
+        "no turn",
         "packed",
         "bidirectional",
     ],
@@ -161,6 +167,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "max_seq_len": 12, "mlp": "geglu", "norm": "layer"},
     "capped": {"attention_soft_cap": 5.0, "logit_soft_cap": 3.0, "d_ff": None, "head_dim": None},
     "encoder": {"causal": False, "bias": True, "attention": "xla", "mlp": "swiglu"},
+    "both norms": {
+        "norms": "both",
+        "norm": "rms_offset",
+        "scale_embedding": True,
+        "attention_scale": 0.3,
+        "window": 5,
+        "window_pattern": ("local", "global"),
+        "num_layers": 3,
+        "local_rope_theta": 100.0,
+        "rope_scaling": (8.0,),
+    },
+    "post norms": {
+        "norms": "post",
+        "qk_norm": True,
+        "qk_norm_per_head": False,
+        "qkv_bias": True,
+        "mlp": "gelu_erf",
+        "rope_scaling": (8.0, 1.0, 4.0, 16.0),
+    },
+    "experts": {"num_experts": 4, "experts_per_token": 2, "d_ff": 12},
 }
 
 
@@ -182,15 +208,19 @@ def test_every_parameter_learns(name: str):
 def test_flops_are_six_a_weight_and_those_of_attention(name: str):
     config = small_config(**OPTIONS[name])
     shapes = {path: x.shape for path, x in arrays(drawn_transformer(**OPTIONS[name])).items()}
+    products = ("wq", "wk", "wv", "wo", "router", "w_gate", "w_up", "w_down")
     weights = [
+        # A token goes to two of the four experts.
         shape
+        if name != "experts" or len(shape) < 4 or "mlp" not in path
+        else (2, shape[0], *shape[2:])
         for path, shape in shapes.items()
-        if path.rpartition(".")[2] in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+        if path.rpartition(".")[2] in products
         or path == ("embedding.weight" if config.tie_embeddings else "head.weight")
     ]
-    # A window of five; or all twelve keys, of which a causal query sees half.
-    keys = {"biased": 5, "encoder": 12}.get(name, 6)
-    attention = 12 * 2 * config.num_heads * config.head_size * keys
+    # A window of five; or all twelve keys, of which a causal query sees half; and two layers.
+    keys = {"biased": 2 * 5, "encoder": 2 * 12, "both norms": 5 + 6 + 5}.get(name, 2 * 6)
+    attention = 12 * config.num_heads * config.head_size * keys
     expected = 6 * sum(map(math.prod, weights)) + attention
     assert transformer.num_flops_per_token(config, 12) == expected
 
@@ -267,6 +297,11 @@ def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: st
         ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"window": 0}, "window=0: must be positive"),
+        ({"d_ff": 0}, "d_ff=0: must be positive"),
+        ({"window_pattern": ()}, "needs a 'local' or 'global'"),
+        ({"rope_scaling": (8.0, 1.0)}, r"rope_scaling=\(8.0, 1.0\): give nothing, a factor, or"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3: must be in 1 to"),
+        ({"num_experts": 2, "mlp": "gelu"}, "num_experts=2: experts are gated MLPs"),
     ],
     ids=str,
 )

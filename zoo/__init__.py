@@ -1,7 +1,9 @@
 """A model zoo of sharded reference models in Equinox and JAX."""
 
+from zoo import bert as bert
 from zoo import classification as classification
 from zoo import ensemble as ensemble
+from zoo import hf as hf
 from zoo import language as language
 from zoo import losses as losses
 from zoo import mlp as mlp
@@ -10,6 +12,7 @@ from zoo import rnn as rnn
 from zoo import sharding as sharding
 from zoo import tabular as tabular
 from zoo import text as text
+from zoo import tokenizer as tokenizer
 from zoo import transformer as transformer
 from zoo.beam_search import beam_search as beam_search
 from zoo.generate import generate as generate

@@ -13,6 +13,7 @@ A cache has `take(rows)`, which gives the cache of those rows, in that order.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -31,7 +32,10 @@ Logits = Float[Array, "batch vocab"]
 
 
 class AttentionDecoder(eqx.Module):
-    """Decoding for a stack of `blocks` that take an `attend` in the place of `attention`."""
+    """Decoding for a stack of `blocks` that take an `attend` in the place of `attention`.
+
+    Kinds of layers take turns, each with a window and positions of its own.
+    """
 
     def check_decoder(self: Any, length: int) -> None:
         """Refuse an encoder, and more tokens than a table of learned positions has."""
@@ -45,10 +49,10 @@ class AttentionDecoder(eqx.Module):
         """Read prompts; a layer with a sliding window keeps only its window."""
         config = self.config
         positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-        x_BTE, rotary = self.embed(tokens, positions)
+        x_BTE, rotaries = self.embed(tokens, positions)
         segment_ids = mask.astype(jnp.int32)
 
-        def block(block: Any, carry: tuple, index: Array) -> tuple:
+        def block(kind: Any, block: Any, carry: tuple, index: Array) -> tuple:
             x_BTE, *stacks = carry
             kept: list[Array] = []
 
@@ -56,17 +60,22 @@ class AttentionDecoder(eqx.Module):
                 kept.extend((k, v))
                 return attention(q, k, v, **options)
 
-            x_BTE = block(x_BTE, segment_ids, rotary, None, attend)
+            window = config.window_of(kind)
+            x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, attend)
             return (x_BTE, *(s.at[index].set(new) for s, new in zip(stacks, kept, strict=True)))
 
         shape = (config.num_layers, *tokens.shape, config.kv_heads, config.head_size)
         empty = jnp.zeros(shape, x_BTE.dtype)
         x_BTE, keys, values = scan_layers(
-            block, self.blocks, (x_BTE, empty, empty), scan=config.scan_layers
+            [partial(block, kind) for kind in config.layer_kinds],
+            self.blocks,
+            (x_BTE, empty, empty),
+            scan=config.scan_layers,
         )
-        num_slots = min(length, config.window or length)
+        windows = [config.window_of(kind) for kind in config.all_layer_kinds]
         layers = tuple(
-            LayerCache.filled(k, v, num_slots) for k, v in zip(keys, values, strict=True)
+            LayerCache.filled(k, v, min(length, window or length))
+            for k, v, window in zip(keys, values, windows, strict=True)
         )
         logits = self.logits(self.finish(x_BTE[:, -1:]))[:, 0]
         return logits, Cache(layers, Clock.after(mask))
@@ -83,15 +92,18 @@ class AttentionDecoder(eqx.Module):
     def decode(self: Any, tokens: Int[Array, "batch"], cache: Cache) -> tuple[Logits, Cache]:
         """Read one more token a row."""
         clock = cache.clock
-        x_B1E, rotary = self.embed(tokens[:, None], clock.positions[:, None])
+        x_B1E, rotaries = self.embed(tokens[:, None], clock.positions[:, None])
         layers: list[LayerCache] = []
-        for block, before in zip(self.blocks, cache.layers, strict=True):
+        kinds = self.config.all_layer_kinds
+        for kind, block, before in zip(kinds, self.blocks, cache.layers, strict=True):
 
-            def attend(q: Array, k: Array, v: Array, *, soft_cap: float | None, **_: Any) -> Array:
+            def attend(
+                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ) -> Array:
                 layers.append(before.write(k, v, clock))  # noqa: B023
-                return layers[-1].attend(q, clock, soft_cap=soft_cap)
+                return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
 
-            x_B1E = gather(block)(x_B1E, None, rotary, None, attend)
+            x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
         return self.logits(self.finish(x_B1E))[:, 0], Cache(tuple(layers), clock.tick())
 
 

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from zoo import generate, loop, losses, optimizers, publish, run, text
 from zoo.plans import BucketPlan
 from zoo.tokenizer import Tokenizer
+from zoo.train import LossFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ def train(
     data: text.Text,
     make_model: Callable[[Any], PyTree],
     flops_per_token: float,
+    loss: LossFunction = losses.next_token,
 ) -> None:
     """Train a language model, compare it with compressors, save it, and show a sample of it."""
     config = run.config
@@ -65,7 +67,7 @@ def train(
     state, result = loop.fit(
         run,
         make_model,
-        losses.next_token,
+        loss,
         optimizers.make_optimizer(config.optimizer, config.steps),
         data.train,
         fingerprint=data.fingerprint,

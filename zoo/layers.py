@@ -96,20 +96,28 @@ _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class RMSNorm(eqx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis."""
+    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis.
+
+    What it multiplies by is `scale + offset`; Gemma's norms have an offset of one.
+    """
 
     scale: Float[Array, "features"]
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
-    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-6):
-        self.scale = jnp.ones(size)
+    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-6, offset: float = 0.0):
+        self.scale = jnp.full(size, 1 - offset)
         self.eps = eps
+        self.offset = offset
         self.axes = (("features", axis),)
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         """Normalise x, reducing in fp32."""
-        return _normalise(x, self.scale, self.eps, False)
+        scale = self.scale
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        return _normalise(x, scale, self.eps, False)
 
 
 class LayerNorm(eqx.Module):
@@ -200,6 +208,11 @@ def _gelu_backward(x: Array, g: Array) -> tuple[Array]:
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU as it is defined, by the error function, in fp32 inside."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "gelu": gelu,
     "relu": jax.nn.relu,
@@ -217,10 +230,27 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
 
 
 def rotary_tables(
-    positions: Int[Array, "batch seq"], head_dim: int, theta: float
+    positions: Int[Array, "batch seq"],
+    head_dim: int,
+    theta: float,
+    scaling: tuple[float, ...] = (),
 ) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
-    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32.
+
+    `scaling` stretches the wavelengths: all by one factor (Chen et al. 2023); or, given a factor,
+    a low, a high and a length, by the factor those that fit the length less than `low` times, by
+    nothing those that fit it more than `high` times, and in between by something in between
+    (Llama 3, Grattafiori et al. 2024).
+    """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling:
+        stretched = frequency / scaling[0]
+        kept = jnp.zeros(())
+        if len(scaling) == 4:
+            _, low, high, length = scaling
+            fits = length * frequency / (2 * math.pi)
+            kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
+        frequency = stretched + kept.reshape(-1) * (frequency - stretched)
     angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)

@@ -3,6 +3,8 @@
 Legend of suffixes: B batch, T time, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
@@ -68,6 +70,31 @@ def next_token(
     )
     total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
     return total, weight, {}
+
+
+def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
+    """`next_token` for a mixture of experts: plus `coefficient` times its uneven load.
+
+    `balance` among the metrics is the mean `moe.load_balance` a token: 1 where experts share alike.
+    """
+
+    def loss(
+        model: PyTree, batch: dict[str, Array], key: Array | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        x_BTE, balance_B = model.hidden_and_balance(
+            batch["tokens"],
+            segment_ids=batch.get("segment_ids"),
+            positions=batch.get("positions"),
+            key=key,
+        )
+        logits = model.logits(x_BTE)
+        total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
+        if balance_B is None:
+            raise ValueError("balanced_next_token: the model has no experts; set num_experts")
+        balance = balance_B.sum()
+        return total + coefficient * balance, weight, {"balance": balance}
+
+    return loss
 
 
 def classification(

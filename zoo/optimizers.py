@@ -102,7 +102,7 @@ _ENDS = {"vocab", "positions", "features", "classes"}
 
 
 def muon_dimensions(parameters: PyTree) -> Any:
-    """What Muon orthogonalises: the hidden matrices, stacked layers apart; None for the rest.
+    """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
 
     The rest is what has inputs or outputs for an axis, and vectors.
 
@@ -113,7 +113,7 @@ def muon_dimensions(parameters: PyTree) -> Any:
     def dimensions(names: tuple[str | None, ...]) -> Any:
         if not is_matrix(names) or _ENDS & set(names):
             return None
-        named = [axis for axis, name in enumerate(names) if name is not None]
+        named = [axis for axis, name in enumerate(names) if name not in (None, "experts")]
         rows = 2 if names[named[1]] == "head_dim" else 1
         return optax.contrib.MuonDimensionNumbers(tuple(named[:rows]), tuple(named[rows:]))
 

@@ -2,9 +2,11 @@
 
 The folder holds `config.json` (family, parameter count, the fields of its `Config`),
 `model.safetensors` (a tensor a parameter, named by its dotted path in the model), `README.md`,
-`metrics.json` and the tokenizer's files where there are any, and `checksums.json`.
+`metrics.json` and the tokenizer's files where there are any, and `checksums.json`. Folders in
+Hugging Face's format, whose `config.json` has a `model_type`, are read and written by `zoo.hf`.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -12,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -29,7 +31,7 @@ from zoo import checksums, sharding
 from zoo.ensemble import Ensemble
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
-FAMILIES = ("zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
+FAMILIES = ("zoo.bert.BERT", "zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
 
 
@@ -53,37 +55,57 @@ def save(
     folder: Path | str,
     model: eqx.Module,
     *,
+    format: Literal["zoo", "hf"] = "zoo",
     tokenizer: Any = None,
     card: str = "",
     metrics: dict | None = None,
 ) -> None:
     """Writes `model`, in the dtypes it has, as the folder that `load` opens, all or nothing.
 
-    A model already there is replaced, and a folder with other files is refused. `tokenizer` is any
-    object with `.save(folder)`, `card` is Markdown for the README, `metrics` is JSON. All processes
-    call it, and the first writes. Raises PublishError where `load` could not make the model again.
+    A model already there is replaced, and a folder with other files is refused. `format="hf"` is
+    what transformers opens too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown
+    for the README, `metrics` is JSON. All processes call it, and the first writes. Raises
+    PublishError where `load` could not make the model again, or no Hugging Face family has it.
     """
     folder = Path(folder).absolute()
-    description = _describe_model(model)
-    tensors = {name: _on_host(leaf) for name, leaf in _named(model)}
-    if jax.process_index() == 0:
-        _check_replaceable(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-            new = Path(temporary) / "new"
-            new.mkdir()
-            safetensors.numpy.save_file(tensors, new / WEIGHTS)
+    _check_replaceable(folder)
+    with _replacing(folder) as new:
+        if format == "hf":
+            from zoo import hf
+
+            family, description = hf.describe(model, tokenizer)
+            hf.write(new, model, family)
+        else:
+            description = _describe_model(model)
+            tensors = {name: _on_host(leaf) for name, leaf in _named(model)}
+            if new is not None:
+                safetensors.numpy.save_file(tensors, new / WEIGHTS)
+        if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-            (new / README).write_text(_readme(folder.name, description, card), encoding="utf-8")
+            readme = _readme(folder.name, model, card)
+            (new / README).write_text(readme, encoding="utf-8")
             if metrics is not None:
                 (new / METRICS).write_text(json.dumps(metrics, indent=1) + "\n")
             if tokenizer is not None:
                 tokenizer.save(new)
             # A card may be edited by hand, and the model opens still.
             checksums.write(new, skip=(README,))
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path | None]:
+    """A new folder to fill, which then takes the place of `folder`; None on other processes."""
+    if jax.process_index() == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
+            yield new
             if folder.exists():
                 folder.rename(Path(temporary) / "old")
             new.rename(folder)
+    else:
+        yield None
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"zoo.save {folder}")
 
@@ -91,21 +113,23 @@ def save(
 def load(
     name_or_folder: str | Path, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
 ) -> Any:
-    """The model in a folder, or of a name on the shelf, born on `mesh` (None: one device).
+    """The model in a folder, of a name on the shelf, or of a Hugging Face hub id.
 
-    Each device reads its own slices, so that no device or host holds the whole; floating point
-    parameters are cast to `dtype` slice by slice (None: as stored). Every checksum is verified
-    first. Raises PublishError, naming the file, field or tensor at fault.
+    It is born on `mesh` (None: one device): each device reads its own slices, so that no device
+    or host holds the whole; floating point parameters are cast to `dtype` slice by slice (None: as
+    stored). The checksums of a folder that has them are verified first; Hugging Face's have none.
+    Nothing in a folder is executed. Raises PublishError, naming the file, field or tensor at fault.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise PublishError(f"dtype={dtype}: parameters can be cast to floating point types only")
     folder = _find(name_or_folder)
-    if problems := checksums.problems(folder):
-        raise PublishError(
-            f"{folder} is damaged or not a model of the zoo:\n  "
-            + "\n  ".join(problems)
-            + "\nPut back the files from a copy, or publish it again."
-        )
+    values = _hugging_face_config(folder)
+    if values is None or (folder / checksums.NAME).exists():
+        _verify(folder)
+    if values is not None:
+        from zoo import hf
+
+        return hf.load(folder, values, mesh=mesh, dtype=dtype)
     skeleton = _skeleton(*_read_config(folder))
     if mesh is None:
         one = SingleDeviceSharding(jax.local_devices()[0])
@@ -122,6 +146,28 @@ def load(
             return _read(file, sharding.keystr(path), leaf.shape, where, dtype)
 
         return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
+
+
+def _verify(folder: Path) -> None:
+    if problems := checksums.problems(folder):
+        raise PublishError(
+            f"{folder} is damaged or not a model of the zoo:\n  "
+            + "\n  ".join(problems)
+            + "\nPut back the files from a copy, or publish it again."
+        )
+
+
+def _hugging_face_config(folder: Path) -> dict | None:
+    """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
+    try:
+        values = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {values!r:.40}")
+    except ValueError as error:
+        if (folder / checksums.NAME).exists():
+            return None  # the checksums will tell
+        raise PublishError(f"{folder / CONFIG} is damaged: {error}") from error
+    return None if "family" in values else values
 
 
 def published() -> dict[str, Card]:
@@ -151,12 +197,18 @@ def _card(folder: Path) -> Card:
 
 
 def _find(name_or_folder: str | Path) -> Path:
-    """A folder that exists comes before a name on the shelf."""
+    """A folder that exists comes before a name on the shelf, and that before a hub id."""
+    from zoo import hf
+
     for folder in (Path(name_or_folder), _shelf() / name_or_folder):
         if (folder / CONFIG).is_file():
             return folder
+    if Path(name_or_folder).is_file():
+        raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
     if Path(name_or_folder).exists():
         raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
+    if hf.is_hub_id(str(name_or_folder)):
+        return hf.snapshot(str(name_or_folder))
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")
@@ -166,9 +218,8 @@ def _find(name_or_folder: str | Path) -> Path:
 def _describe_model(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
     num_members = model.num_members if isinstance(model, Ensemble) else None
-    one: Any = model.members if isinstance(model, Ensemble) else model
-    cls = type(one)
-    family = f"{cls.__module__}.{cls.__qualname__}"
+    one = _one(model)
+    cls, family = type(one), _family(one)
     if family not in FAMILIES:
         raise PublishError(f"{family} is no family of the zoo; those are {', '.join(FAMILIES)}")
     config = one.config
@@ -287,12 +338,22 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-def _readme(name: str, description: dict, card: str) -> str:
+def _readme(name: str, model: eqx.Module, card: str) -> str:
+    num_parameters = sum(int(np.prod(shape)) for shape in _shapes(model).values())
     return (
         f"# {name}\n\n{card.strip()}\n\n"
-        f"- Family: `{description['family']}`, {description['num_parameters']:,} parameters\n"
+        f"- Family: `{_family(_one(model))}`, {num_parameters:,} parameters\n"
         f'- Open it with `zoo.load("{name}")`, or the path of this folder\n'
     )
+
+
+def _one(model: eqx.Module) -> Any:
+    """What an ensemble has several of; any other model itself."""
+    return model.members if isinstance(model, Ensemble) else model
+
+
+def _family(model: eqx.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _version() -> str:

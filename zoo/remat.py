@@ -1,6 +1,6 @@
 """Rematerialisation: named policies, and the checkpointed scan over stacked layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from zoo import sharding
 
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
+LayerFunction = Callable[[Any, PyTree, Array], PyTree]
 
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,  # keep every intermediate
@@ -40,7 +41,7 @@ def checkpoint(
 
 
 def scan_layers(
-    function: Callable[[Any, PyTree, Array], PyTree],
+    function: LayerFunction | Sequence[LayerFunction],
     layers: PyTree,
     carry: PyTree,
     *,
@@ -49,24 +50,44 @@ def scan_layers(
 ) -> PyTree:
     """Run `carry = function(layer, carry, index)` over layers stacked along their arrays' axis 0.
 
-    Each layer's parameters are gathered where they are used, one layer at a time, inside the
-    rematerialised body, so that no gathered copy is kept. `scan=False` unrolls the loop: faster to
-    run on a few small layers, slower to compile.
+    Several functions take turns: the loop is then over as many layers at once, and what is left
+    over comes after it. Each layer's parameters are gathered where they are used, one layer at a
+    time, inside the rematerialised body, so that no gathered copy is kept. `scan=False` unrolls
+    the loop: faster to run on a few small layers, slower to compile.
     """
+    functions = [function] if callable(function) else list(function)
     arrays, static = eqx.partition(layers, eqx.is_array)
-    num_layers = jax.tree.leaves(arrays)[0].shape[0]
+    num_layers, turns = jax.tree.leaves(arrays)[0].shape[0], len(functions)
 
-    def body(carry: PyTree, layer_and_index: tuple[PyTree, Array]) -> tuple[PyTree, None]:
-        layer, index = layer_and_index
-        layer = sharding.gather(eqx.combine(layer, static))
-        return function(layer, carry, index), None
+    def one(turn: int, in_scan: bool) -> LayerFunction:
+        def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
+            return functions[turn](sharding.gather(eqx.combine(layer, static)), carry, index)
 
-    body = checkpoint(body, policy, in_scan=scan)
-    if scan:
-        return lax.scan(body, carry, (arrays, jnp.arange(num_layers)))[0]
-    # Not by indexing, whose gradient would add up as many whole stacks as there are layers.
-    split = jax.tree.map(lambda x: lax.split(x, (1,) * num_layers), arrays)
-    for index in range(num_layers):
-        layer = jax.tree.map(lambda x, parts: parts[index][0], arrays, split)  # noqa: B023
-        carry, _ = body(carry, (layer, jnp.asarray(index)))
-    return carry
+        return checkpoint(body, policy, in_scan=in_scan)
+
+    def each(arrays: PyTree, carry: PyTree, first: int | Array, in_scan: bool = False) -> PyTree:
+        for turn, layer in enumerate(_unstack(arrays)):
+            carry = one(turn % turns, in_scan)(layer, carry, jnp.asarray(first + turn))
+        return carry
+
+    rounds = num_layers // turns if scan else 0
+    if rounds == 0:
+        return each(arrays, carry, 0)
+    if turns == 1:
+        body, xs = one(0, True), (arrays, jnp.arange(num_layers))
+        return lax.scan(lambda carry, x: (body(x[0], carry, x[1]), None), carry, xs)[0]
+    whole, rest = rounds * turns, num_layers % turns
+    xs = jax.tree.map(lambda x: x[:whole].reshape(rounds, turns, *x.shape[1:]), arrays)
+    xs = (xs, jnp.arange(0, whole, turns))
+    carry = lax.scan(lambda carry, x: (each(x[0], carry, x[1], True), None), carry, xs)[0]
+    return each(jax.tree.map(lambda x: x[whole:], arrays), carry, whole) if rest else carry
+
+
+def _unstack(arrays: PyTree) -> list[PyTree]:
+    """The layers one by one; not by indexing, whose gradient would add up whole stacks."""
+    length = jax.tree.leaves(arrays)[0].shape[0]
+    split = jax.tree.map(lambda x: lax.split(x, (1,) * length), arrays)
+    return [
+        jax.tree.map(lambda x, parts: parts[index][0], arrays, split)  # noqa: B023
+        for index in range(length)
+    ]

@@ -46,6 +46,8 @@ RULES: Rules = types.MappingProxyType(
         "positions": None,
         "features": None,  # what a model reads and gives that are no tokens: any number of them
         "classes": None,
+        "experts": "tensor",  # of a mixture: each device holds whole ones
+        "routes": None,  # what a router says of each expert
         # the leading axis of an ensemble, which then leaves the tensor axis to no axis inside
         "member": "tensor",
     }
@@ -314,9 +316,11 @@ def is_matrix(names: tuple[str | None, ...]) -> bool:
     """Whether logical axes name a matrix (what weight decay and Muon are for), not a vector.
 
     A head's axes count as one: ("heads", "head_dim") is a bias, ("embed", "heads", "head_dim") a
-    matrix; so do ("gates", "hidden"). The leading axes of what is stacked do not count.
+    matrix; so do ("gates", "hidden"). The leading axes of what is stacked do not count, nor do
+    experts.
     """
-    return sum(name not in (None, "member", "gates", "head_dim") for name in names) >= 2
+    apart = (None, "member", "experts", "gates", "head_dim")
+    return sum(name not in apart for name in names) >= 2
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:

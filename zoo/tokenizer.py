@@ -192,8 +192,8 @@ class BPETokenizer:
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
 
-    The separator is `separator`, else what `tokenizer_config.json` beside it calls the bos or eos
-    token, else the first of `SEPARATORS` in the vocabulary.
+    The separator is `separator`, else what `tokenizer_config.json` beside it calls the bos, eos or
+    cls token, else the first of `SEPARATORS` in the vocabulary.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -225,7 +225,7 @@ def _configured_separator(file: Path) -> str | None:
     if not config_file.is_file():
         return None
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    token = config.get("bos_token") or config.get("eos_token")
+    token = config.get("bos_token") or config.get("eos_token") or config.get("cls_token")
     return token["content"] if isinstance(token, dict) else token
 
 

