@@ -22,9 +22,9 @@ def test_bins_hold_examples_by_their_confidence():
 
 
 def test_calibration_error_is_the_distance_of_confidence_from_accuracy():
-    given = probabilities([0.61, 0.69, 0.95, 1.0], [0, 1, 2, 0])
+    given = probabilities([0.61, 0.69, 0.65, 0.94], [0, 1, 2, 0])
     error = calibration_error(given, np.array([0, 0, 2, 0]), num_bins=10)
-    assert error == pytest.approx(0.5 * (0.65 - 0.5) + 0.5 * (1 - 0.975))
+    assert error == pytest.approx(0.75 * (2 / 3 - 0.65) + 0.25 * (1 - 0.94))
     # As sure as right: nine of ten, with a confidence of 0.9.
     sure = probabilities([0.9] * 10, [0] * 10)
     assert calibration_error(sure, np.array([0] * 9 + [1])) == pytest.approx(0, abs=1e-6)

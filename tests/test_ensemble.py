@@ -10,7 +10,7 @@ from zoo.ensemble import Ensemble
 from zoo.train import init_state, make_train_step
 
 KEY = jax.random.key(0)
-NUM_MEMBERS = 4
+NUM_MEMBERS = 8
 TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 16)
 POINTS = jax.random.normal(jax.random.key(2), (8, 4))
 
@@ -137,10 +137,10 @@ def test_the_rule_of_members_can_be_another():
     mesh = sharding.make_mesh("data=4,fsdp=2")
     model = Ensemble(make_mlp, NUM_MEMBERS, key=KEY)
     names = sharding.shardings(eqx.filter(model, eqx.is_array), mesh, rules)
-    assert names.members.first.linear.bias.shard_shape((4, 8)) == (1, 4)
+    assert names.members.first.linear.bias.shard_shape((8, 8)) == (2, 4)
     with sharding.use(mesh, rules):
         outputs = eqx.filter_jit(lambda model: model(POINTS))(eqx.filter_shard(model, names))
-    assert outputs.sharding.shard_shape(outputs.shape) == (1, 4, 3)
+    assert outputs.sharding.shard_shape(outputs.shape) == (2, 4, 3)
     np.testing.assert_allclose(outputs, model(POINTS), atol=1e-5)
 
 

@@ -223,12 +223,19 @@ class Run:
 
 
 def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
-    """Parse the command line of `python -m module` into a configuration, and run `main` with it.
+    """Parse the command line of `python -m module` into a configuration, and run `main` with it."""
+    with cli_errors():
+        main(tyro.cli(config_class, prog=f"python -m {module}"))
 
-    What the user can mend is shown as its message alone; ZOO_TRACEBACK=1 shows where it came from.
+
+@contextlib.contextmanager
+def cli_errors() -> Iterator[None]:
+    """Within, what the user can mend is shown as its message alone, and ends the program.
+
+    ZOO_TRACEBACK=1 shows where it came from.
     """
     try:
-        main(tyro.cli(config_class, prog=f"python -m {module}"))
+        yield
     except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
         if os.environ.get("ZOO_TRACEBACK"):
             raise

@@ -1,0 +1,55 @@
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import zoo
+from zoo import __main__ as main
+from zoo import mlp, publish
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    config = mlp.Config(in_size=4, out_size=2, hidden_size=8)
+    card = "Tells irises from roses.\n\nMore of it."
+    zoo.save(tmp_path / "flowers", mlp.MLP(config, key=jax.random.key(0)), card=card)
+    monkeypatch.setattr(publish, "_shelf", lambda: tmp_path)
+    return tmp_path
+
+
+def test_the_list_has_a_line_for_each_model(shelf, capsys):
+    main.list_models()
+    lines = capsys.readouterr().out.splitlines()
+    assert "what it is" in lines[0]
+    [line] = [line for line in lines if line.strip().startswith("flowers")]
+    assert "MLP" in line
+    assert "130" in line  # 4·8 + 8 + 8·8 + 8 + 8·2 + 2
+    assert "Tells irises from roses." in line
+
+
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_a_description_has_the_card_the_sizes_and_each_parameter(shelf, capsys, by):
+    main.describe("flowers" if by == "name" else str(shelf / "flowers"), mesh="fsdp=2")
+    output = capsys.readouterr().out
+    for text in ("Tells irises", "hidden_size=8", "head.weight", "8×2", "fsdp", "all"):
+        assert text in output
+
+
+def test_damage_is_found_and_named(shelf, capsys):
+    main.verify()
+    assert "flowers: 2 files are as they were written" in capsys.readouterr().out
+    weights = shelf / "flowers" / publish.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(publish.PublishError, match="damaged: flowers"):
+        main.verify(("flowers",))
+    assert "model.safetensors is damaged" in capsys.readouterr().out
+
+
+def test_the_commands_without_one_list():
+    command = [sys.executable, "-m", "zoo"]
+    for arguments, text in (([], ""), (["--help"], "describe"), (["describe", "no such"], "error")):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == (1 if text == "error" else 0)
+        assert text in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,78 @@
+"""The shelf on the command line: `python -m zoo`, `… describe lm-python`, `… verify`."""
+
+import sys
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zoo import checksums, publish, sharding
+from zoo.run import cli_errors
+
+
+def list_models() -> None:
+    """List the published models."""
+    cards = publish.published()
+    table = Table("name", "family", "parameters", "MB", "what it is", box=None)
+    for card in cards.values():
+        lines = (line.strip() for line in card.text.splitlines())
+        summary = next((line for line in lines if line and not line.startswith("#")), "")
+        megabytes = f"{folder_bytes(card.folder) / 1e6:.1f}"
+        family = card.family.rpartition(".")[2]
+        table.add_row(card.name, family, f"{card.num_parameters:,}", megabytes, summary)
+    Console().print(table if cards else "The shelf is empty.")
+
+
+def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
+    """Show a model's card, and where each of its parameters goes.
+
+    Args:
+        model: Name on the shelf, folder of a model, or id on the Hugging Face hub.
+        mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
+    """
+    devices = sharding.make_mesh(mesh)
+    loaded = publish.load(model, mesh=devices)
+    cards = publish.published()
+    readme = Path(model, publish.README)
+    if readme.is_file():
+        print(readme.read_text(encoding="utf-8"))
+    elif model in cards:
+        print(cards[model].text)
+    print(loaded.config if hasattr(loaded, "config") else loaded.members.config, end="\n\n")
+    print(sharding.placement_table(loaded, devices))
+
+
+def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
+    """Verify the checksums of every file.
+
+    Args:
+        models: Names on the shelf or folders; without any, the whole shelf.
+    """
+    cards = publish.published()
+    folders = {name: cards[name].folder if name in cards else Path(name) for name in models}
+    damaged = []
+    for name, folder in (folders or {card.name: card.folder for card in cards.values()}).items():
+        problems = checksums.problems(folder)
+        files = len(checksums.listed(folder))
+        print(f"{name}: " + ("; ".join(problems) or f"{files} files are as they were written"))
+        damaged += [name] if problems else []
+    if damaged:
+        raise publish.PublishError(f"damaged: {', '.join(damaged)}")
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+COMMANDS = {"list": list_models, "describe": describe, "verify": verify}
+
+if __name__ == "__main__":
+    with cli_errors():
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="python -m zoo",
+            description="The published models: list them, describe one, verify their files.",
+            args=sys.argv[1:] or ["list"],
+        )
