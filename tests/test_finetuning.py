@@ -82,7 +82,7 @@ def test_completions(tune, tmp_path, capsys):
     assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
 
 
-@pytest.mark.parametrize("body", ["transformer", "rnn"])
+@pytest.mark.parametrize("body", ["transformer", pytest.param("rnn", marks=pytest.mark.slow)])
 def test_labelled_rows_put_a_head_on_any_model(body, tune, tmp_path, capsys):
     model = {
         "transformer": lambda key: transformer.Transformer(

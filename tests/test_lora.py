@@ -17,8 +17,8 @@ from helpers import (
 
 import zoo
 from zoo import lora, losses, mlp, sharding
+from zoo.finetuning import frozen
 from zoo.publish import PublishError
-from zoo.train import frozen
 
 CONFIG = lora.Config(rank=4, alpha=8.0)
 KEY = jax.random.key(0)

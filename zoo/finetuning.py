@@ -1,22 +1,34 @@
 """Fine-tuning: a published model, whatever its format, on other data, in full or in part."""
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from zoo import classification, completions, language, lora, optimizers, publish, run, text
+from zoo import (
+    classification,
+    completions,
+    language,
+    lora,
+    optimizers,
+    publish,
+    run,
+    sharding,
+    text,
+)
 from zoo.classifier import Classifier, Pooling
 from zoo.documents import Document, help_topics
 from zoo.lora import Config as LoraConfig
 from zoo.monitor import read_metrics
 from zoo.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
-from zoo.train import Trainable, frozen
+from zoo.train import Trainable
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,26 @@ def trainable(config: Config) -> Trainable | None:
     if config.method == "lora":
         return _adapters_and_head
     return frozen(config.freeze) if config.freeze else None
+
+
+def frozen(patterns: Sequence[str]) -> Trainable:
+    """What to train: all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
+
+    Raises:
+        ValueError: at the call with a model, a pattern that matches none of its parameters.
+    """
+
+    def trainable(model: PyTree) -> PyTree:
+        paths = [sharding.keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
+        for pattern in patterns:
+            if not fnmatch.filter(paths, pattern):
+                raise ValueError(
+                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
+                )
+        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(model), kept)
+
+    return trainable
 
 
 def _adapters_and_head(model: PyTree) -> PyTree:

@@ -6,8 +6,7 @@ is the same whatever the microbatches, the padding and the mesh.
 """
 
 import contextlib
-import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -121,26 +120,6 @@ def _trained(model: PyTree, trainable: Trainable | None) -> PyTree:
     if not any(jax.tree.leaves(trained)):
         raise ValueError("nothing of the model is trainable: freeze less of it")
     return trained
-
-
-def frozen(patterns: Sequence[str]) -> Trainable:
-    """What to train: all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
-
-    Raises:
-        ValueError: at the call with a model, a pattern that matches none of its parameters.
-    """
-
-    def trainable(model: PyTree) -> PyTree:
-        paths = [sharding.keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
-        for pattern in patterns:
-            if not fnmatch.filter(paths, pattern):
-                raise ValueError(
-                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
-                )
-        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
-        return jax.tree.unflatten(jax.tree.structure(model), kept)
-
-    return trainable
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
