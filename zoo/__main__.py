@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -66,7 +67,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-COMMANDS = {"list": list_models, "describe": describe, "verify": verify}
+COMMANDS: dict[str, Any] = {"list": list_models, "describe": describe, "verify": verify}
 
 if __name__ == "__main__":
     with cli_errors():
