@@ -84,6 +84,7 @@ def test_what_differs_is_named():
     assert disagreements({}, 1e-4) == []
 
 
+@pytest.mark.slow
 def test_a_run_fails_where_a_peer_computes_something_else(tmp_path, monkeypatch):
     """Peers in processes of their own, one of which is made to train eight models instead."""
     config = benchmarks.run.Config(

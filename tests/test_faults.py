@@ -64,9 +64,17 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
     return saving(run_dir)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+# By default each recipe on one device, and the first on a mesh too.
+KILLS = [(name, "one device", 2) for name in CASES]
+KILLS += [("lm", "2x2x2", 2)]
+SLOW_KILLS = [(name, "2x2x2", 2) for name in CASES if name != "lm"]
+SLOW_KILLS += [("lm", mesh, 20) for mesh in MESHES]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "kills"),
+    [*KILLS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_KILLS)],
+)
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(
     name, mesh, kills, shared, tmp_path
 ):
@@ -87,7 +95,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(
     assert read_batches(batches) == read_batches(shared / f"{straight.name}.batches")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["lm", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "lm")],
+)
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_code(name, shared, tmp_path):
     recipe, run_dir = Recipe(name, shared), tmp_path / "run"
     last = 0

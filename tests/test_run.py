@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zoo
 from recipes import lm
 from zoo import sharding
 from zoo.checkpoint import Checkpointer
+from zoo.precision import native_precision
 from zoo.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
 
 
@@ -67,7 +69,7 @@ def test_a_field_out_of_range_is_named(field, value, tmp_path):
 def test_the_folder_holds_the_whole_configuration(tmp_path):
     folder = begin(config(tmp_path, seed=3))
     stored = json.loads((folder / "config.json").read_text())
-    assert stored == as_json(config(tmp_path, seed=3))
+    assert stored == as_json(config(tmp_path, seed=3, precision=native_precision()))
     assert stored["seed"] == 3
     assert stored["run_dir"] == str(folder)
     assert stored["model"] == {"width": 8, "buckets": [1, 2], "remat": "none"}
@@ -97,10 +99,21 @@ def test_another_configuration_is_refused_with_what_differs(tmp_path):
 
 def test_what_may_differ_may(tmp_path):
     folder = begin(config(tmp_path))
-    other = config(tmp_path, steps=5, mesh="data=2", eval_every=7, model=Model(remat="full"))
+    changes = {"steps": 5, "mesh": "data=2", "eval_every": 7, "model": Model(remat="full")}
+    other = config(tmp_path, precision=native_precision(), **changes)
     with Run(other) as run:
         assert run.mesh.size == 2
     assert json.loads((folder / "config.json").read_text()) == as_json(other)
+
+
+def test_a_run_never_changes_the_precision_that_it_chose(tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo.run, "native_precision", lambda: "bf16")
+    begin(config(tmp_path))
+    monkeypatch.setattr(zoo.run, "native_precision", lambda: "fp32")
+    with pytest.raises(RunError, match="precision: was 'bf16', is 'fp32'"), Run(config(tmp_path)):
+        pass
+    with Run(config(tmp_path, precision="bf16")) as run:
+        assert run.config.precision == "bf16"
 
 
 def test_what_may_differ_are_fields_of_a_recipe():
