@@ -13,7 +13,11 @@ CARDS = zoo.published()
 
 
 def test_there_is_a_model_of_each_family():
-    assert {card.family.rpartition(".")[2] for card in CARDS.values()} >= {"MLP", "RNN", "Transformer"}
+    assert {card.family.rpartition(".")[2] for card in CARDS.values()} >= {
+        "MLP",
+        "RNN",
+        "Transformer",
+    }
     assert sum(folder_bytes(card.folder) for card in CARDS.values()) < 20e6
 
 
