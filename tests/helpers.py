@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from zoo import losses, mlp, rnn, transformer
-from zoo.sharding import keystr
+from zoo.axes import keystr
 
 VOCAB = 64
 Batch = dict[str, np.ndarray]

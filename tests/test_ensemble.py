@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
+from zoo.axes import is_matrix, logical_axes
 from zoo.ensemble import Ensemble
 from zoo.train import init_state, make_train_step
 
@@ -145,13 +146,13 @@ def test_the_rule_of_members_can_be_another():
 
 
 def test_weight_decay_sees_matrices_through_the_stack():
-    names = sharding.logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
+    names = logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
     direction = names.layers[0].directions[0]
     assert direction.weight_ih == ("member", "embed", "gates", "hidden")
-    assert sharding.is_matrix(direction.weight_ih)
-    assert not sharding.is_matrix(direction.bias)
-    assert not sharding.is_matrix(names.head.bias)
-    stacked = sharding.logical_axes(Ensemble(make_transformer, NUM_MEMBERS, key=KEY)).members
+    assert is_matrix(direction.weight_ih)
+    assert not is_matrix(direction.bias)
+    assert not is_matrix(names.head.bias)
+    stacked = logical_axes(Ensemble(make_transformer, NUM_MEMBERS, key=KEY)).members
     assert stacked.blocks.mlp.w_up == ("member", None, "embed", "mlp")
 
 

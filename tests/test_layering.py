@@ -26,7 +26,7 @@ SHARED |= {
     "train",
 }
 # What layers and families stand on.
-GROUND = {"precision", "remat", "sharding"}
+GROUND = {"axes", "precision", "remat", "sharding"}
 
 
 def imports(path: Path) -> set[str]:

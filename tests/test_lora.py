@@ -17,6 +17,7 @@ from helpers import (
 
 import zoo
 from zoo import lora, losses, mlp, sharding
+from zoo.axes import keystr, logical_axes
 from zoo.finetuning import frozen
 from zoo.publish import PublishError
 
@@ -133,7 +134,7 @@ def test_a_mesh_changes_nothing_and_shards_adapters_like_their_matrix(family):
     _, state, found = train(family, mesh)
     assert found == pytest.approx(losses_alone, rel=1e-5)
     assert_trees_close(state.model, alone.model, rtol=1e-3)
-    for names in adapters_of(sharding.logical_axes(state.model)):
+    for names in adapters_of(logical_axes(state.model)):
         matrix, down, up = names
         assert (*down[:-1], *up[len(up) - (len(matrix) - len(down) + 1) :]) == matrix
     wanted = sharding.shardings(state.model, mesh)
@@ -143,7 +144,7 @@ def test_a_mesh_changes_nothing_and_shards_adapters_like_their_matrix(family):
 
 def arrays_of(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {sharding.keystr(path): leaf for path, leaf in leaves}
+    return {keystr(path): leaf for path, leaf in leaves}
 
 
 def adapters_of(axes):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from zoo import losses, mlp, sharding
+from zoo.axes import is_matrix, keystr, logical_axes
 from zoo.train import make_eval_step
 
 KEY = jax.random.key(0)
@@ -71,8 +72,8 @@ def test_a_residual_mlp_is_the_formula():
 def test_every_option_gives_each_parameter_a_gradient(changes):
     loss = eqx.filter_jit(eqx.filter_grad(lambda m: (m(inputs(), key=KEY) ** 2).sum()))
     for path, leaf in jax.tree_util.tree_leaves_with_path(loss(make(**changes))):
-        assert np.isfinite(leaf).all(), sharding.keystr(path)
-        assert np.abs(leaf).max() > 0, sharding.keystr(path)
+        assert np.isfinite(leaf).all(), keystr(path)
+        assert np.abs(leaf).max() > 0, keystr(path)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -190,9 +191,9 @@ def test_a_wrong_field_is_named(changes, message):
 @pytest.mark.parametrize("residual", [False, True])
 def test_flops_are_six_a_weight_in_a_product(residual):
     model = make(residual=residual, num_layers=4)
-    names = sharding.logical_axes(model)
+    names = logical_axes(model)
     is_axes = lambda x: isinstance(x, tuple)
-    matrices = jax.tree.map(sharding.is_matrix, names, is_leaf=is_axes)
+    matrices = jax.tree.map(is_matrix, names, is_leaf=is_axes)
     weights = eqx.filter(model, matrices)
     expected = 6 * sum(x.size for x in jax.tree.leaves(weights))
     assert mlp.num_flops_per_example(model.config) == expected

@@ -12,6 +12,7 @@ from helpers import arrays, assert_trees_close, copy, drawn_transformer, token_b
 
 import zoo
 from zoo import losses, moe, optimizers, sharding
+from zoo.axes import is_matrix
 
 EXPERTS, CHOICES = 8, 3
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "d_ff": 12}
@@ -143,5 +144,5 @@ def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():
     for weight in (mlp.w_gate, mlp.w_down):  # [layers, experts, in, out]
         assert (weight.reduction_axis, weight.output_axis) == ((2,), (3,))
     assert (mlp.router.reduction_axis, mlp.router.output_axis) == ((1,), (2,))
-    assert sharding.is_matrix((None, "experts", "embed", "mlp"))
-    assert not sharding.is_matrix((None, "experts", "embed"))
+    assert is_matrix((None, "experts", "embed", "mlp"))
+    assert not is_matrix((None, "experts", "embed"))

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import mlp, optimizers, sharding, train
+from zoo import mlp, optimizers, train
+from zoo.axes import is_parameter
 from zoo.optimizers import Config, make_optimizer, make_schedule
 
 NAMES = ["adam", "adamw", "lion", "adafactor", "muon"]
@@ -162,7 +163,7 @@ def test_matrices_decay_by_the_rate_times_the_decay(name: str, decays: set[str])
 def test_matrices_by_their_logical_axes():
     make_model = make_transformer(bias=True, norm="layer", qk_norm=True, positions="learned")
     found: dict[bool, set[str]] = {True: set(), False: set()}
-    skeleton = eqx.filter(eqx.filter_eval_shape(make_model, KEY), sharding._is_parameter)
+    skeleton = eqx.filter(eqx.filter_eval_shape(make_model, KEY), is_parameter)
     for path, matrix in jax.tree_util.tree_leaves_with_path(optimizers.matrices(skeleton)):
         found[matrix].add(path[-1].name)
     assert found[False] == {"scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down"}

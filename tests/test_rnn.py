@@ -10,6 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from zoo import cudnn, losses, recurrence, rnn, sharding
+from zoo.axes import keystr
 from zoo.recurrence import CELLS
 
 KEY = jax.random.key(0)
@@ -62,9 +63,7 @@ def assert_close(a, b, tolerance=1e-5):
         jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
     ):
         scale = max(1.0, float(np.abs(y).max()))
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=tolerance * scale, err_msg=sharding.keystr(path)
-        )
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale, err_msg=keystr(path))
 
 
 # Parity with PyTorch and Equinox
@@ -357,8 +356,8 @@ def test_every_option_gives_each_parameter_a_gradient(name):
     inputs = TOKENS if name != "features" else jax.random.normal(KEY, (8, 11, 3))
     key = KEY if model.config.dropout else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(model, inputs, key=key)[1]):
-        assert np.isfinite(leaf).all(), sharding.keystr(path)
-        assert np.abs(leaf).max() > 0, sharding.keystr(path)
+        assert np.isfinite(leaf).all(), keystr(path)
+        assert np.abs(leaf).max() > 0, keystr(path)
     assert (model.head is None) == (name == "tied")
 
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from zoo import sharding, transformer
-from zoo.sharding import ShardingError, make_mesh
+from zoo.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo.sharding import make_mesh
 
 CUBE = "data=2,fsdp=2,tensor=2"
 
@@ -92,7 +93,7 @@ def test_a_bad_mesh_is_an_error(spec: Any, message: str):
 
 
 def test_the_annotation_names_the_axes():
-    axes = sharding.logical_axes(model())
+    axes = logical_axes(model())
     assert axes.parts[0].weight == ("embed", "mlp")
     assert axes.parts[0].bias == ("mlp",)  # inside a union
     assert axes.parts[1].weight == (None, "embed", "mlp")  # stacked
@@ -166,7 +167,7 @@ def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, messag
     ],
 )
 def test_is_matrix(names: tuple, expected: bool):
-    assert sharding.is_matrix(names) is expected
+    assert is_matrix(names) is expected
 
 
 def test_the_placement_table_adds_up():
@@ -181,7 +182,7 @@ def test_the_placement_table_adds_up():
     assert rows[path] == [path, "2×32×2×4", "float32", *axes, *placed, "512"]
     sizes = [int(row[-1].replace(",", "")) for name, row in rows.items() if "." in name]
     assert rows["all"] == ["all", f"{sum(sizes):,}"]
-    assert len(sizes) == len(jax.tree.leaves(eqx.filter(skeleton, sharding._is_parameter)))
+    assert len(sizes) == len(jax.tree.leaves(eqx.filter(skeleton, is_parameter)))
     assert len({len(line) for line in lines}) == 1
 
 

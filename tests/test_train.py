@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses, sharding, train
+from zoo.axes import keystr
 from zoo.monitor import CompileCounter
 from zoo.precision import LossScale
 
@@ -492,7 +493,7 @@ def test_another_sharding_of_the_state_is_refused_by_name(buckets: Buckets):
 
     def gather_one(at: Any, x: Any) -> Any:
         mesh = buckets.step._mesh
-        return jax.device_put(x, sharding.replicated(mesh)) if sharding.keystr(at) == path else x
+        return jax.device_put(x, sharding.replicated(mesh)) if keystr(at) == path else x
 
     state = jtu.tree_map_with_path(gather_one, buckets.state)
     text = refused(buckets, state, buckets.batches[0])

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import checksums
-from zoo.sharding import keystr
+from zoo.axes import keystr
 
 _log = logging.getLogger(__name__)
 _NOTHING, _NONE_GOOD = -1, -2  # what process 0 tells the others instead of a step

@@ -20,9 +20,9 @@ from zoo import (
     optimizers,
     publish,
     run,
-    sharding,
     text,
 )
+from zoo.axes import keystr
 from zoo.classifier import Classifier, Pooling
 from zoo.documents import Document, help_topics
 from zoo.lora import Config as LoraConfig
@@ -164,7 +164,7 @@ def frozen(patterns: Sequence[str]) -> Trainable:
     """
 
     def trainable(model: PyTree) -> PyTree:
-        paths = [sharding.keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
+        paths = [keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
         for pattern in patterns:
             if not fnmatch.filter(paths, pattern):
                 raise ValueError(

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo import checksums, publish, sharding
+from zoo import checksums, publish
+from zoo.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
 
@@ -66,7 +67,7 @@ class Adapted(Derived):
         *,
         key: Key[Array, ""],
     ):
-        inputs, outputs = sharding.matrix_axes(names)
+        inputs, outputs = matrix_axes(names)
         stacked = weight.shape[: inputs[0]]
         rows, columns = ([weight.shape[axis] for axis in axes] for axes in (inputs, outputs))
         self.weight = weight
@@ -118,13 +119,13 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
     chosen = targets(model, config)
 
     def replace(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
-        name = sharding.keystr(path)
+        name = keystr(path)
         if name not in chosen:
             return leaf
         # By its name: what a matrix draws does not depend on which others are adapted.
         return Adapted(leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
-    return sharding.map_parameters(replace, model)
+    return map_parameters(replace, model)
 
 
 def targets(model: PyTree, config: Config) -> list[str]:
@@ -132,10 +133,10 @@ def targets(model: PyTree, config: Config) -> list[str]:
     matrices: dict[str, bool] = {}  # and whether it is a hidden one
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        if sharding.is_matrix(names):
-            matrices[sharding.keystr(path)] = sharding.is_hidden_matrix(names)
+        if is_matrix(names):
+            matrices[keystr(path)] = is_hidden_matrix(names)
 
-    sharding.map_parameters(add, model)
+    map_parameters(add, model)
     for pattern in config.targets:
         if not fnmatch.filter(matrices, pattern):
             raise ValueError(f"targets={pattern!r} matches no matrix; those are {[*matrices]}")
@@ -185,7 +186,7 @@ def save(folder: Path | str, model: PyTree, *, base: Path | str) -> None:
 
     def add(path: tuple, node: Any) -> None:
         if _is_adapted(node):
-            found[sharding.keystr(path)] = node
+            found[keystr(path)] = node
 
     jtu.tree_map_with_path(add, model, is_leaf=_is_adapted)
     if not found:

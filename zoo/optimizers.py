@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
-from zoo.sharding import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
+from zoo.axes import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
 
 
 @dataclass(frozen=True)

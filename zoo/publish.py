@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import checksums, sharding
+from zoo.axes import keystr
 from zoo.classifier import Classifier
 from zoo.ensemble import Ensemble
 
@@ -159,7 +160,7 @@ def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLi
         def fill(path: tuple, leaf: Any, where: Any) -> Any:
             if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
                 return leaf
-            return _read(file, sharding.keystr(path), leaf.shape, where, dtype)
+            return _read(file, keystr(path), leaf.shape, where, dtype)
 
         return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
 
@@ -333,7 +334,7 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
 def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            yield sharding.keystr(path), leaf
+            yield keystr(path), leaf
 
 
 def _shapes(model: PyTree) -> dict[str, tuple[int, ...]]:

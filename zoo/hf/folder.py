@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.axes import keystr
 from zoo.hf import bert, experts, gemma, gpt2, llama
 from zoo.hf.family import Family
 from zoo.hf.names import Layout, layouts, pieces
@@ -64,7 +65,7 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
     def fill(path: tuple, leaf: Any, where: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        layout = found[sharding.keystr(path)]
+        layout = found[keystr(path)]
         target = _dtype(weights, layout) if dtype is None else jnp.dtype(dtype)
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -106,7 +107,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
 def write(folder: Path | None, model: Any, family: Family) -> None:
     """Write the weights; all processes call it, and those without a folder write nothing."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
-    arrays = {sharding.keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
+    arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
     tensors, prefix = family.tensors(model.config), family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo import sharding
+from zoo.axes import keystr, logical_axes
 
 LAYER = "layer"  # what the first axis of stacked layers is called here
 Range = tuple[int, int]
@@ -145,7 +145,7 @@ class Layout:
 
 def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Layout]:
     """The layout of each parameter of a model (or of its skeleton), by its path."""
-    names = sharding.logical_axes(skeleton)
+    names = logical_axes(skeleton)
     found = {}
     for (path, leaf), axes in zip(
         jax.tree_util.tree_leaves_with_path(skeleton),
@@ -153,7 +153,7 @@ def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dic
         strict=True,
     ):
         if hasattr(leaf, "shape"):
-            key = sharding.keystr(path)
+            key = keystr(path)
             found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
     assert found.keys() == tensors.keys(), found.keys() ^ tensors.keys()
     return found
