@@ -9,11 +9,12 @@ from benchmarks.peers.mlp.given import Shape
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
 
-Name = Literal["handwritten", "zoo", "equinox", "pytorch", "pytorch-compiled"]
+Name = Literal["handwritten", "zoo", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("mlp.handwritten"),
     "zoo": Peer("mlp.zoo_model"),
     "equinox": Peer("mlp.equinox_documented"),
+    "flax-nnx": Peer("mlp.flax_nnx"),
     "pytorch": Peer("mlp.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("mlp.pytorch", {"compiled": True}),
 }

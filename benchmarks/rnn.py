@@ -10,12 +10,13 @@ from benchmarks.peers.rnn.given import Shape
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
 
-Name = Literal["handwritten", "zoo", "zoo-remat", "equinox", "pytorch", "pytorch-compiled"]
+Name = Literal["handwritten", "zoo", "zoo-remat", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("rnn.handwritten"),
     "zoo": Peer("rnn.zoo_model", {"remat": "none"}),
     "zoo-remat": Peer("rnn.zoo_model", {"remat": "full"}),
     "equinox": Peer("rnn.equinox_documented"),
+    "flax-nnx": Peer("rnn.flax_nnx"),
     "pytorch": Peer("rnn.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("rnn.pytorch", {"compiled": True}),
 }
@@ -30,7 +31,7 @@ READERS = {
 class Options:
     """The train step of an LSTM language model."""
 
-    peers: tuple[Name, ...] = ("handwritten", "zoo", "equinox", "pytorch", "pytorch-compiled")
+    peers: tuple[Name, ...] = ("handwritten", "zoo", "equinox", "flax-nnx", "pytorch", "pytorch-compiled")
     """Peers; the first that runs is the baseline of the ratios."""
     precision: tuple[Precision, ...] = ("fp32", "bf16")
     """Precisions of the compute, over fp32 weights."""

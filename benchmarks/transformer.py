@@ -9,12 +9,13 @@ from benchmarks.peers.transformer.given import Remat, Shape
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
 
-Name = Literal["handwritten", "zoo", "zoo-scan", "equinox", "pytorch", "pytorch-compiled"]
+Name = Literal["handwritten", "zoo", "zoo-scan", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("transformer.handwritten"),
     "zoo": Peer("transformer.zoo_model", {"scan": False}),
     "zoo-scan": Peer("transformer.zoo_model", {"scan": True}),
     "equinox": Peer("transformer.equinox_documented"),
+    "flax-nnx": Peer("transformer.flax_nnx"),
     "pytorch": Peer("transformer.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("transformer.pytorch", {"compiled": True}),
 }

@@ -10,6 +10,7 @@ from benchmarks.peers.common import Batch, normal, token_batch
 Remat = Literal["none", "full"]
 
 NORM_EPS, ROPE_THETA = 1e-6, 1e4
+ATTENTION = ("wq", "wk", "wv", "wo")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def weights(shape: Shape) -> dict[str, np.ndarray]:
     layers, embed, hidden = shape.num_layers, shape.d_model, shape.d_ff
     return {
         "embedding": normal(rng, shape.vocab_size, embed),
-        **{name: normal(rng, layers, embed, embed) for name in ("wq", "wk", "wv", "wo")},
+        **{name: normal(rng, layers, embed, embed) for name in ATTENTION},
         "w_up": normal(rng, layers, embed, hidden),
         "w_down": normal(rng, layers, hidden, embed),
         "head": normal(rng, embed, shape.vocab_size),
