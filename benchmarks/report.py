@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 Value = str | float | int | None
-LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "torch", "numpy")
+LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "flax", "torch", "numpy")
 
 
 @dataclass

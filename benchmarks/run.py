@@ -7,6 +7,7 @@ under benchmarks/results/.
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -88,4 +89,5 @@ def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers share a GPU
     main(tyro.cli(Config))

@@ -29,6 +29,10 @@ class Shape:
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
 
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
 
 def weights(shape: Shape) -> dict[str, np.ndarray]:
     """The first weights, as [in, out] matrices; layers are stacked on axis 0."""

@@ -7,8 +7,9 @@ from jax import Array
 from benchmarks.peers import zoo_step
 from benchmarks.peers.common import Built, Precision
 from benchmarks.peers.transformer import given
-from benchmarks.peers.transformer.given import Remat, Shape
+from benchmarks.peers.transformer.given import Shape
 from zoo import losses, transformer
+from zoo.remat import Policy
 
 
 def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Transformer:
@@ -39,8 +40,9 @@ def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Tr
     )
 
 
-def build(shape: Shape, precision: Precision, *, remat: Remat, scan: bool) -> Built:
-    config = transformer.Config(
+def sizes(shape: Shape, remat: Policy, scan: bool) -> transformer.Config:
+    """The zoo's configuration of those sizes."""
+    return transformer.Config(
         vocab_size=shape.vocab_size,
         d_model=shape.d_model,
         num_layers=shape.num_layers,
@@ -52,5 +54,9 @@ def build(shape: Shape, precision: Precision, *, remat: Remat, scan: bool) -> Bu
         remat=remat,
         scan_layers=scan,
     )
+
+
+def build(shape: Shape, precision: Precision, *, remat: Policy, scan: bool) -> Built:
+    config = sizes(shape, remat, scan)
     batch = zoo_step.token_batch(given.batch(shape))
     return zoo_step.build(losses.next_token, lambda key: init(config, shape, key), batch, precision)
