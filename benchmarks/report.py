@@ -30,7 +30,8 @@ class Table:
         for row in self.rows:
             grid.add_row(*map(_format, row.values()))
         console = Console(width=120)
-        console.print(grid, *self.notes, *(f"[red]{failure}[/]" for failure in self.failures))
+        failures = (f"[red]{failure}[/]" for failure in self.failures)
+        console.print(grid, *self.notes, *failures, sep="\n")
 
     def markdown(self) -> str:
         columns = self._columns()

@@ -1,0 +1,121 @@
+"""Memory by what is kept: remat policies, and logits of a large vocabulary.
+
+Memory is XLA's own plan of a compiled train step: nothing has to be run for it.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+import zoo
+from benchmarks.peers import jax_step, zoo_step
+from benchmarks.peers.common import Precision
+from benchmarks.peers.transformer import given, zoo_model
+from benchmarks.peers.transformer.given import Shape
+from benchmarks.report import Table
+from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
+from zoo import losses, transformer
+from zoo.remat import POLICIES, Policy
+from zoo.train import LossFunction
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class RematOptions:
+    """The remat policies: memory, time, and the largest batch within a budget."""
+
+    shape: Shape = Shape(num_layers=8, d_model=256, num_heads=4, d_ff=1024, batch_size=4)
+    """Sizes of the transformer, and the batch that is timed."""
+    precision: Precision = "fp32"
+    """Precision of the compute, over fp32 weights."""
+    budget_mib: int = 1024
+    """Memory that the largest batch has to fit in, in MiB."""
+
+
+def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
+    """A row for each policy of `zoo.remat`, with the layers in a scan."""
+    shape, precision = options.shape, options.precision
+    policies: list[Policy] = list(POLICIES)  # type: ignore[arg-type]
+    built = {
+        policy: zoo_model.build(shape, precision, remat=policy, scan=True) for policy in policies
+    }
+    seconds: dict[str, list[float]] = {policy: [] for policy in policies}
+    states = {policy: each.state for policy, each in built.items()}
+    for turn in range(timing.rounds + 1):  # the first one warms up
+        for policy, each in built.items():
+            time.sleep(PAUSE_SECONDS)
+            start, num_steps = time.perf_counter(), 2
+            for _ in range(num_steps):
+                states[policy], loss = each.step(states[policy], each.batch)
+            float(loss)
+            if turn:
+                seconds[policy].append((time.perf_counter() - start) / num_steps)
+    table = Table(
+        f"remat policies: {shape.num_layers} layers of {shape.d_model}, {shape.seq_len} tokens "
+        f"a row, {precision}, scanned"
+    )
+    for policy in policies:
+
+        def planned(batch_size: int, policy: Policy = policy) -> int:
+            config = zoo_model.sizes(shape, policy, scan=True)
+            sized = dataclasses.replace(shape, batch_size=batch_size)
+            return planned_bytes(config, sized, precision)
+
+        table.rows.append(
+            {
+                "policy": policy,
+                f"XLA plan MiB, batch {shape.batch_size}": built[policy].planned_bytes / MIB,
+                "steps/s": 1 / statistics.median(seconds[policy]),
+                "time / none": median_ratio(seconds[policy], seconds["none"]),
+                f"largest batch in {options.budget_mib} MiB": largest_batch(
+                    planned, options.budget_mib * MIB
+                ),
+            }
+        )
+    table.print()
+    return [table]
+
+
+def largest_batch(planned: Callable[[int], int], budget: int) -> int:
+    """The largest batch whose `planned(batch)` bytes are within the budget, to 3%; 0 if none is.
+
+    Memory grows nearly in a line with the batch: a line through two plans says where to look next,
+    so that few programs are compiled.
+    """
+    fits, too_large, sizes = 0, None, {}
+    batch = 1
+    while True:
+        sizes[batch] = planned(batch)
+        if sizes[batch] <= budget:
+            fits = batch
+        else:
+            too_large = batch
+        step = 1 + fits // 32
+        if too_large is not None and too_large - fits <= step:
+            return fits
+        known = sorted(sizes)[-2:] if len(sizes) > 1 else [0, *sizes]
+        low, high = (sizes.get(each, sizes[batch] // 2) for each in known)
+        slope = max(1.0, (high - low) / (known[1] - known[0]))
+        batch = max(fits + step, known[1] + int((budget - high) / slope))
+        if too_large is not None:
+            batch = min(batch, too_large - 1)
+
+
+def planned_bytes(
+    config: transformer.Config,
+    shape: Shape,
+    precision: Precision,
+    loss: LossFunction = losses.next_token,
+) -> int:
+    """XLA's planned peak of a train step, which is compiled and never run."""
+    optimizer = jax_step.optimizer()
+    state = zoo.init_state(
+        lambda key: transformer.Transformer(config, key=key), optimizer, key=jax.random.key(0)
+    )
+    step = zoo.make_train_step(loss, optimizer, precision=precision)
+    return jax_step.planned_bytes(step.lower(state, zoo_step.token_batch(given.batch(shape))))
