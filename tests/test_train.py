@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 import zoo
 from zoo import losses, sharding, train
 from zoo.axes import keystr
+from zoo.compiled import CompiledStep
 from zoo.monitor import CompileCounter
 from zoo.precision import LossScale
 
@@ -132,6 +133,15 @@ def test_a_step_keeps_the_shardings_and_donates_the_state(on_mesh: Trained):
         assert x.sharding.is_equivalent_to(on_mesh.placed[path], x.ndim), path
     old = arrays(on_mesh.first_state)
     assert all(x.is_deleted() for path, x in old.items() if path != "key")
+
+
+@pytest.mark.parametrize("mesh_name", ["", "fsdp", "all", "sequence"])
+def test_logits_in_chunks_change_nothing_on_any_mesh(mesh_name: str, monkeypatch: Any):
+    whole = train_five_steps(FAMILIES[0], "")
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)  # a step of time after another
+    chunked = train_five_steps.__wrapped__(FAMILIES[0], mesh_name)
+    np.testing.assert_allclose(chunked.losses, whole.losses, rtol=1e-5)
+    assert chunked.masks == whole.masks
 
 
 @every_family
@@ -429,7 +439,7 @@ def test_rows_that_do_not_divide_are_an_error_before_any_compile():
 
 class Buckets(NamedTuple):
     family: Family
-    step: train.CompiledStep
+    step: CompiledStep
     state: Any
     batches: list[Batch]
     compiles: list[int]  # at the announcement, and in 200 steps
