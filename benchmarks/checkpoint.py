@@ -104,7 +104,8 @@ def _table(
                 "save": name,
                 "steps/s": options.steps / statistics.median(times),
                 "stall s a save": statistics.median(stalls),
-                "stall in steps": statistics.median(stalls) * options.steps
+                "stall in steps": statistics.median(stalls)
+                * options.steps
                 / statistics.median(alone),
                 "the call takes s": statistics.median(calls) if calls else None,
             }

@@ -63,11 +63,11 @@ def compare(
     return table
 
 
-def mfu_note(flops: float, peak: Peak) -> str:
+def mfu_note(flops: float, peak: Peak, unit: str = "a step") -> str:
     """What the column MFU says."""
     return (
-        f"MFU = FLOPs of the model a step ({flops / 1e9:,.4g} GFLOP, forward and backward, nothing "
-        f"recomputed) / seconds a step / peak; peak {peak.flops / 1e12:,.3g} TFLOP/s: {peak.source}"
+        f"MFU = FLOPs of the model {unit} ({flops / 1e9:,.4g} GFLOP, forward and backward, nothing "
+        f"recomputed) / seconds {unit} / peak; peak {peak.flops / 1e12:,.3g} TFLOP/s: {peak.source}"
     )
 
 

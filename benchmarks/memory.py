@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 
@@ -20,7 +21,6 @@ from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from zoo import losses, transformer
 from zoo.remat import POLICIES, Policy
-from zoo.train import LossFunction
 
 MIB = 2**20
 
@@ -45,7 +45,7 @@ def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
         policy: zoo_model.build(shape, precision, remat=policy, scan=True) for policy in policies
     }
     seconds: dict[str, list[float]] = {policy: [] for policy in policies}
-    states = {policy: each.state for policy, each in built.items()}
+    states: dict[str, zoo.TrainState] = {policy: each.state for policy, each in built.items()}
     for turn in range(timing.rounds + 1):  # the first one warms up
         for policy, each in built.items():
             time.sleep(PAUSE_SECONDS)
@@ -62,9 +62,8 @@ def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
     for policy in policies:
 
         def planned(batch_size: int, policy: Policy = policy) -> int:
-            config = zoo_model.sizes(shape, policy, scan=True)
             sized = dataclasses.replace(shape, batch_size=batch_size)
-            return planned_bytes(config, sized, precision)
+            return planned_bytes(states[policy], sized, precision)
 
         table.rows.append(
             {
@@ -75,6 +74,50 @@ def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
                 f"largest batch in {options.budget_mib} MiB": largest_batch(
                     planned, options.budget_mib * MIB
                 ),
+            }
+        )
+    table.print()
+    return [table]
+
+
+@dataclass(frozen=True)
+class VocabularyOptions:
+    """The memory of a train step by the size of its vocabulary."""
+
+    sizes: tuple[int, ...] = (8192, 32768, 131072)
+    """Vocabularies."""
+    precision: Precision = "fp32"
+    """Precision of the compute, over fp32 weights."""
+    shape: Shape = Shape(
+        num_layers=2, d_model=128, num_heads=2, d_ff=512, seq_len=1024, batch_size=4, tied=True
+    )
+    """Sizes of the model, but for the vocabulary."""
+
+
+def measure_vocabulary(options: VocabularyOptions) -> list[Table]:
+    """XLA's planned peak with all logits in memory, and with the loss a stretch after another."""
+    shape = options.shape
+    table = Table(
+        f"train step, {shape.num_tokens} tokens, d_model {shape.d_model}, {options.precision}: "
+        "XLA plan in MiB by vocabulary"
+    )
+    for size in options.sizes:
+        sized = dataclasses.replace(shape, vocab_size=size)
+        config = zoo_model.sizes(sized, "none", scan=True)
+        state = zoo.init_state(
+            lambda key, config=config: transformer.Transformer(config, key=key),
+            jax_step.optimizer(),
+            key=jax.random.key(0),
+        )
+        with mock.patch.object(losses, "LOGITS_BYTES", 2**62):
+            whole = planned_bytes(state, sized, options.precision)
+        chunked = planned_bytes(state, sized, options.precision)
+        table.rows.append(
+            {
+                "vocabulary": size,
+                "logits in fp32": 4 * sized.num_tokens * size / MIB,
+                "all at once": whole / MIB,
+                f"{losses.LOGITS_BYTES / MIB:.0f} MiB at once (the zoo)": chunked / MIB,
             }
         )
     table.print()
@@ -106,16 +149,7 @@ def largest_batch(planned: Callable[[int], int], budget: int) -> int:
             batch = min(batch, too_large - 1)
 
 
-def planned_bytes(
-    config: transformer.Config,
-    shape: Shape,
-    precision: Precision,
-    loss: LossFunction = losses.next_token,
-) -> int:
-    """XLA's planned peak of a train step, which is compiled and never run."""
-    optimizer = jax_step.optimizer()
-    state = zoo.init_state(
-        lambda key: transformer.Transformer(config, key=key), optimizer, key=jax.random.key(0)
-    )
-    step = zoo.make_train_step(loss, optimizer, precision=precision)
+def planned_bytes(state: zoo.TrainState, shape: Shape, precision: Precision) -> int:
+    """XLA's planned peak of a language model's train step, which is compiled and never run."""
+    step = zoo.make_train_step(losses.next_token, jax_step.optimizer(), precision=precision)
     return jax_step.planned_bytes(step.lower(state, zoo_step.token_batch(given.batch(shape))))

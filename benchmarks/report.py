@@ -1,10 +1,12 @@
 """Tables of measurements: on the terminal, as markdown, and with where they come from."""
 
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -50,6 +52,18 @@ def _format(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)
+
+
+def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> None:
+    """Write <date>-<name>-<hardware>.json and .md."""
+    hardware = re.sub(r"\W+", "-", re.sub(r"\(.*?\)", "", source["hardware"])).strip("-").lower()
+    stem = folder / f"{source['date']}-{name}-{hardware}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**source, "tables": [asdict(table) for table in tables]}
+    stem.with_name(stem.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
+    header = "\n".join(f"- {key}: {value}" for key, value in source.items())
+    body = "\n".join(table.markdown() for table in tables)
+    stem.with_name(stem.name + ".md").write_text(f"# {name}\n\n{header}\n\n{body}")
 
 
 def provenance() -> dict[str, str]:

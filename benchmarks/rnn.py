@@ -13,7 +13,9 @@ from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
 from zoo.rnn import num_flops_per_token
 
-Name = Literal["handwritten", "zoo", "zoo-remat", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
+Name = Literal[
+    "handwritten", "zoo", "zoo-remat", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"
+]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("rnn.handwritten"),
     "zoo": Peer("rnn.zoo_model", {"remat": "none"}),
@@ -34,7 +36,14 @@ READERS = {
 class Options:
     """The train step of an LSTM language model."""
 
-    peers: tuple[Name, ...] = ("handwritten", "zoo", "equinox", "flax-nnx", "pytorch", "pytorch-compiled")
+    peers: tuple[Name, ...] = (
+        "handwritten",
+        "zoo",
+        "equinox",
+        "flax-nnx",
+        "pytorch",
+        "pytorch-compiled",
+    )
     """Peers; the first that runs is the baseline of the ratios."""
     precision: tuple[Precision, ...] = field(default_factory=worthwhile)
     """Precisions of the compute, over fp32 weights: bf16 where the device has it."""

@@ -12,7 +12,9 @@ from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
 from zoo.transformer import num_flops_per_token
 
-Name = Literal["handwritten", "zoo", "zoo-scan", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
+Name = Literal[
+    "handwritten", "zoo", "zoo-scan", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"
+]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("transformer.handwritten"),
     "zoo": Peer("transformer.zoo_model", {"scan": False}),

@@ -54,14 +54,14 @@ def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
         losses.append(float(loss))
         seconds.append(time.perf_counter() - start)
     typical, compile_seconds = statistics.median(seconds[1:]), built.compile_seconds
-    device_peak = _device_peak_bytes()
+    device_peak = device_peak_bytes()
     return built._replace(state=state), {
         "losses": losses,
         "step_seconds": typical,
         "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
         "planned_bytes": built.planned_bytes,
         "peak_bytes": device_peak or _resident_bytes("VmHWM") - before,
-        "published_peak": _published_peak(request["precision"]),
+        "published_peak": published_peak(request["precision"]),
     }
 
 
@@ -77,7 +77,7 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _device_peak_bytes() -> int | None:
+def device_peak_bytes() -> int | None:
     """The peak of an accelerator's memory since the start; nothing on CPU."""
     if torch := sys.modules.get("torch"):
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
@@ -85,7 +85,7 @@ def _device_peak_bytes() -> int | None:
     return None if device.platform == "cpu" else device.memory_stats()["peak_bytes_in_use"]
 
 
-def _published_peak(precision: Precision) -> float | None:
+def published_peak(precision: Precision) -> float | None:
     """The data sheet's FLOP/s of the device, where JAX is here to say which it is."""
     if "jax" not in sys.modules:
         return None

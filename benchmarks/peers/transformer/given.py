@@ -24,6 +24,10 @@ class Shape:
     vocab_size: int = 512
     seq_len: int = 256
     batch_size: int = 8
+    tied: bool = False
+    """The embedding is the head too (the zoo and PyTorch alone)."""
+    tokens: str = ""
+    """A .npy of rows of seq_len + 1 tokens, for a batch of text; without, they are random."""
 
     @property
     def head_dim(self) -> int:
@@ -43,10 +47,13 @@ def weights(shape: Shape) -> dict[str, np.ndarray]:
         **{name: normal(rng, layers, embed, embed) for name in ATTENTION},
         "w_up": normal(rng, layers, embed, hidden),
         "w_down": normal(rng, layers, hidden, embed),
-        "head": normal(rng, embed, shape.vocab_size),
+        **({} if shape.tied else {"head": normal(rng, embed, shape.vocab_size)}),
     }
 
 
 def batch(shape: Shape) -> Batch:
     """Tokens and their next ones."""
+    if shape.tokens:
+        rows = np.load(shape.tokens, mmap_mode="r")[: shape.batch_size].astype(np.int32)
+        return rows[:, :-1], rows[:, 1:]
     return token_batch(shape.vocab_size, shape.batch_size, shape.seq_len)

@@ -26,7 +26,7 @@ def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Tr
             m.blocks.attention.wo,
             m.blocks.mlp.w_up,
             m.blocks.mlp.w_down,
-            m.head.weight,
+            *(() if shape.tied else (m.head.weight,)),
         ),
         model,
         (
@@ -35,7 +35,7 @@ def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Tr
             arrays["wo"].reshape(heads[0], *heads[2:], heads[1]),
             arrays["w_up"],
             arrays["w_down"],
-            arrays["head"],
+            *(() if shape.tied else (arrays["head"],)),
         ),
     )
 
@@ -52,6 +52,7 @@ def sizes(shape: Shape, remat: Policy, scan: bool) -> transformer.Config:
         norm_eps=given.NORM_EPS,
         rope_theta=given.ROPE_THETA,
         remat=remat,
+        tie_embeddings=shape.tied,
         scan_layers=scan,
     )
 
