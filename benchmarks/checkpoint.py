@@ -28,7 +28,7 @@ class Options:
     """Sizes of the transformer that is saved, and of the batch of a step."""
     precision: Precision = "fp32"
     """Precision of the compute, over fp32 weights."""
-    steps: int = 10
+    steps: int = 6
     """Steps beside a save: enough for it to end meanwhile."""
 
 

@@ -22,6 +22,7 @@ import benchmarks.ensemble
 import benchmarks.generate
 import benchmarks.memory
 import benchmarks.mlp
+import benchmarks.programs
 import benchmarks.recipe
 import benchmarks.rnn
 import benchmarks.transformer
@@ -35,6 +36,7 @@ Name = Literal[
     "ensemble",
     "remat",
     "vocabulary",
+    "programs",
     "rnn-memory",
     "startup",
     "pipeline",
@@ -62,6 +64,7 @@ class Config:
     vocabulary: benchmarks.memory.VocabularyOptions = field(
         default_factory=benchmarks.memory.VocabularyOptions
     )
+    programs: benchmarks.programs.Options = field(default_factory=benchmarks.programs.Options)
     checkpoint: benchmarks.checkpoint.Options = field(default_factory=benchmarks.checkpoint.Options)
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
     generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
@@ -74,6 +77,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "ensemble": lambda config: benchmarks.ensemble.measure(config.ensemble, config.timing),
     "remat": lambda config: benchmarks.memory.measure_remat(config.remat, config.timing),
     "vocabulary": lambda config: benchmarks.memory.measure_vocabulary(config.vocabulary),
+    "programs": lambda config: benchmarks.programs.measure(config.programs),
     "checkpoint": lambda config: benchmarks.checkpoint.measure(config.checkpoint, config.timing),
     "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
     "startup": lambda config: benchmarks.recipe.measure_startup(),

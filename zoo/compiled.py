@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
+from zoo.axes import is_parameter
 
 Metrics = dict[str, Array]
 
@@ -44,7 +45,7 @@ class CompiledStep:
             function, donate="all-except-first" if donate else "none"
         )
         self._mesh, self._rules = mesh, rules
-        self._accumulate = accumulate
+        self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Any] = {}
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
@@ -64,6 +65,26 @@ class CompiledStep:
         batch = self._place(batch)
         with sharding.use(self._mesh, self._rules):
             return self._function.lower(batch, state).compile()
+
+    @property
+    def programs(self) -> list[Any]:
+        """The compiled programs that there are so far, one a bucket."""
+        return [each.compiled for each in self._compiled.values()]
+
+    def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
+        """The same program before it is compiled, of abstract arrays, such as `abstract_state`'s.
+
+        Nothing is allocated, and the mesh may be of devices that this machine does not have.
+        """
+        # `eqx.filter_jit` takes a ShapeDtypeStruct for a constant.
+        arrays, static = eqx.partition((self._place(batch), state), is_parameter)
+
+        def train_step(*arrays: PyTree) -> PyTree:
+            outputs = self._function.__wrapped__(*eqx.combine(arrays, static))
+            return eqx.filter(outputs, eqx.is_array)
+
+        with sharding.use(self._mesh, self._rules):
+            return jax.jit(train_step, donate_argnums=(1,) if self._donate else ()).trace(*arrays)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
         """Run a step, asynchronously.
@@ -93,6 +114,8 @@ class CompiledStep:
                     f"{parts} (parts that the mesh cuts it into) times accumulate="
                     f"{self._accumulate}"
                 )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
             placed = isinstance(x, jax.Array) and (target is None or x.sharding == target)
             return x if placed else jax.device_put(x, target)
 

@@ -37,7 +37,7 @@ def build(
     start = time.perf_counter()
     step.compile(state, on_device)
     seconds = time.perf_counter() - start
-    [program] = step._compiled.values()  # compiling it again for its plan would take as long
+    [program] = step.programs
 
     def run(state: zoo.TrainState, batch: dict[str, Array]) -> tuple[zoo.TrainState, Array]:
         state, metrics = step(state, batch)
