@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from benchmarks import stand_ins
 from benchmarks.peers.common import Precision
-from zoo.precision import native_precision
 
 SIZE, REPEATS = 2048, 8
 
@@ -29,6 +29,8 @@ class Peak(NamedTuple):
 
 def worthwhile() -> tuple[Precision, ...]:
     """The precisions that this machine has instructions for: emulated bf16 says nothing."""
+    from zoo.precision import native_precision  # after the stand-ins
+
     return ("fp32", "bf16") if native_precision() == "bf16" else ("fp32",)
 
 
@@ -112,5 +114,6 @@ def _torch_product(precision: Precision) -> Callable[[], Any]:
 
 
 if __name__ == "__main__":
+    stand_ins.install()
     [name] = [x for x in get_args(Precision) if x == sys.argv[1]]
     print(json.dumps(measure(name)._asdict()))

@@ -183,4 +183,4 @@ def test_a_part_that_fails_or_takes_too_long_is_reported():
     with pytest.raises(PartError, match="no time was left"):
         Clock(minutes=0).run("parity", "gradients", {}, seconds=60)
     with pytest.raises(PartError, match=r"TypeError.*unexpected keyword"):
-        clock.run("stand_ins", "install", {"wrong": 1}, seconds=60)
+        clock.run("text", "write", {"wrong": 1}, seconds=60)

@@ -1,6 +1,6 @@
 """All that the zoo promises of one GPU, in one command: `python -m benchmarks.gpu`."""
 
-from benchmarks.gpu import stand_ins
+from benchmarks import stand_ins
 
 if __name__ == "__main__":
     stand_ins.install()

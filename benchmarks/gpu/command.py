@@ -12,6 +12,7 @@ import dataclasses
 import shlex
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
@@ -57,8 +58,10 @@ def main() -> None:
             table = Table(name)
             try:
                 parts[name](table)
-            except PartError as error:
-                table.failures.append(f"{name}: {error}")
+            except Exception as error:  # whatever it is, the rest goes on
+                if not isinstance(error, PartError):
+                    traceback.print_exc()
+                table.failures.append(f"{name}: {error!r}")
             print(table.markdown(), flush=True)
             done.append(table)
             save("gpu", done, source, options.results)

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import stand_ins
+from benchmarks import stand_ins
 
 
 def main(module: str, function: str, options: str, file: str) -> None:

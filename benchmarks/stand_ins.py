@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a bare GPU machine may lack, and that no part of this list uses.
+"""Stand-ins for packages that a bare GPU machine may lack, and that no part of its list uses.
 
 The zoo imports them when it is imported: for command lines, input pipelines and terminals.
 """
