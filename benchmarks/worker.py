@@ -87,7 +87,7 @@ def device_peak_bytes() -> int | None:
 
 def published_peak(precision: Precision) -> float | None:
     """The data sheet's FLOP/s of the device, where JAX is here to say which it is."""
-    if "jax" not in sys.modules:
+    if "jax" not in sys.modules or "torch" in sys.modules:  # whose process has the GPU
         return None
     from zoo.monitor import peak_flops
 

@@ -64,7 +64,7 @@ def main() -> None:
                 table.failures.append(f"{name}: {error!r}")
             print(table.markdown(), flush=True)
             done.append(table)
-            save("gpu", done, source, options.results)
+            save("-".join(["gpu", *options.parts]), done, source, options.results)
     sys.exit(any(table.failures for table in done))
 
 

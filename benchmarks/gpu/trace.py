@@ -38,6 +38,9 @@ def measure(peer: dict[str, Any], shape: dict[str, Any], precision: Any, steps: 
         [file] = Path(folder).glob("plugins/profile/*/*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
     seconds = seconds_by_name(data)
+    if not seconds:
+        planes = [plane.name for plane in data.planes]
+        raise ValueError(f"no operations in the trace; it has {planes}")
     kinds: dict[str, float] = collections.Counter()
     for name, value in seconds.items():
         kinds[kind_of(name)] += value / steps

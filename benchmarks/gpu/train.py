@@ -38,6 +38,7 @@ def measure(
         tried.append(batch_size)
         gc.collect()
         if torch := sys.modules.get("torch"):
+            torch.compiler.reset()
             torch.cuda.empty_cache()
     raise MemoryError(f"no batch of {batch_sizes} fits")
 

@@ -27,7 +27,7 @@ def build(model: nn.Module, batch: Batch, precision: Precision, *, compiled: boo
             logits = model(inputs)
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
-    forward = torch.compile(mean_loss) if compiled else mean_loss
+    forward = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
 
     def step(state: Any, batch: Any) -> tuple[Any, Tensor]:
         optimizer.zero_grad()
