@@ -167,10 +167,11 @@ def test_the_list_for_a_gpu_runs_on_a_cpu_without_packages_for_data(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     [record] = tmp_path.glob("*-gpu-*.json")
     decoder, parity, attention, lstm, profile = json.loads(record.read_text())["tables"]
-    assert [row["peer"] for row in decoder["rows"]] == ["zoo", "pytorch"]
+    peers = ["zoo", "pytorch"] if importlib.util.find_spec("torch") else ["zoo"]
+    assert [row["peer"] for row in decoder["rows"]] == peers
     assert [row["of"] for row in parity["rows"]] == ["loss", "gradient"]
     assert [row["implementation"] for row in attention["rows"]] == ["chunked"]
-    assert len(lstm["rows"]) == 2
+    assert len(lstm["rows"]) == len(peers)
     assert sum(row["%"] for row in profile["rows"]) > 90
 
 

@@ -168,7 +168,9 @@ class Bench:
                 )
             except PartError as error:
                 tried = progress.read_text() if progress.exists() else ""
-                table.failures.append(f"{name}: {error} {tried}".strip())
+                absent = "No module named 'torch'" in str(error)
+                lines = table.notes if absent else table.failures
+                lines.append(f"{name} skipped: {error}" if absent else f"{name}: {error} {tried}")
                 continue
             batch_sizes = [each for each in batch_sizes if each <= result["batch"]]
         if not found:
