@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, Key, PyTree
 
 from zoo import sharding
+from zoo.axes import is_parameter
 from zoo.precision import LossScale, Precision, cast, compute_dtype, in_precision
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
@@ -314,7 +315,7 @@ class CompiledStep:
             function, donate="all-except-first" if donate else "none"
         )
         self._mesh, self._rules = mesh, rules
-        self._accumulate = accumulate
+        self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Any] = {}
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
@@ -330,10 +331,26 @@ class CompiledStep:
                 self._compiled[signature] = self.lower(state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
-        """The compiled program for one batch, for its `memory_analysis` or its text."""
+        """The compiled program for one batch, for its `memory_analysis` or its text.
+
+        State and batch may be abstract, ShapeDtypeStructs as `abstract_state` makes them: then
+        nothing is allocated, and the mesh may be of devices that this machine does not have.
+        """
         batch = self._place(batch)
         with sharding.use(self._mesh, self._rules):
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+                return self._lower_abstract(batch, state).compile()
             return self._function.lower(batch, state).compile()
+
+    def _lower_abstract(self, batch: PyTree, state: PyTree) -> jax.stages.Lowered:
+        # `eqx.filter_jit` takes a ShapeDtypeStruct for a constant.
+        arrays, static = eqx.partition((batch, state), is_parameter)
+
+        def on_arrays(*arrays: PyTree) -> PyTree:
+            outputs = self._function.__wrapped__(*eqx.combine(arrays, static))
+            return eqx.filter(outputs, eqx.is_array)
+
+        return jax.jit(on_arrays, donate_argnums=(1,) if self._donate else ()).lower(*arrays)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
         """Run a step, asynchronously.
@@ -363,6 +380,8 @@ class CompiledStep:
                     f"{parts} (parts that the mesh cuts it into) times accumulate="
                     f"{self._accumulate}"
                 )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
             placed = isinstance(x, jax.Array) and (target is None or x.sharding == target)
             return x if placed else jax.device_put(x, target)
 
