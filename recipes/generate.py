@@ -10,7 +10,6 @@ likeliest continuations in place of sampling.
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Load, generate and print."""
-    folder = find(config.model)
+    folder = publish.find(config.model)
     tokenizer = load_tokenizer(folder)
     model = zoo.load(folder, mesh=zoo.make_mesh(config.mesh) if config.mesh else None)
     # Every document that the model was trained on begins with the separator.
@@ -62,20 +61,6 @@ def main(config: Config) -> None:
         print_beams(config, model, tokenizer, prompts, stop_tokens)
     else:
         print_samples(config, model, tokenizer, prompts, stop_tokens)
-
-
-def find(name: str) -> Path:
-    """The folder of a model, given that, its name on the shelf, or the folder of its run."""
-    shelf = zoo.published()
-    on_shelf = [card.folder for card in shelf.values() if card.name == name]
-    for folder in (Path(name, "model"), Path(name), *on_shelf):
-        if (folder / publish.WEIGHTS).is_file():
-            return folder
-    runs = [str(path.parent) for path in Path("runs").glob("*/model")]
-    raise ValueError(
-        f"{name!r} is no model: the shelf has {', '.join(shelf) or 'none'}, and there are "
-        f"{', '.join(runs) or 'none'} of your runs here; python -m recipes.lm trains one"
-    )
 
 
 def one_token(tokenizer: Tokenizer, text: str) -> int:

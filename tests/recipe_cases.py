@@ -17,7 +17,7 @@ import pytest
 
 import zoo
 from zoo import transformer
-from zoo.monitor import read_metrics
+from zoo.metrics import read_metrics
 from zoo.tokenizer import ByteTokenizer
 
 TESTS = Path(__file__).parent

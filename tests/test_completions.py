@@ -7,7 +7,7 @@ from helpers import arrays, drawn_transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import completions, losses
-from zoo.plans import BucketPlan, PackedPlan
+from zoo.token_plans import BucketPlan, PackedPlan
 from zoo.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 TEMPLATE = (

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from zoo import data, plans
+from zoo import data, plans, token_plans
 from zoo.corpus import Corpus
 from zoo.sharding import batch_sharding, make_mesh
 
@@ -30,12 +30,16 @@ LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
 
 
 def packed(lengths=LENGTHS, seq_len=16, batch_size=4, seed=0, **kwargs):
-    return plans.PackedPlan(make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs)
+    return token_plans.PackedPlan(
+        make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs
+    )
 
 
 def bucketed(lengths=LENGTHS, buckets=(8, 16, 32), batch_size=4, seed=0, **kwargs):
     kwargs = {"too_long": "split"} | kwargs
-    return plans.BucketPlan(make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs)
+    return token_plans.BucketPlan(
+        make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs
+    )
 
 
 def epoch_of(plan, epoch=0):
@@ -181,7 +185,7 @@ def test_arguments_that_make_no_plan(make_plan, arguments, message):
 
 def test_a_separator_outside_the_vocabulary():
     with pytest.raises(ValueError, match=r"separator_id=50 .* vocab_size=50"):
-        plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
+        token_plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         packed(seq_len=0)
     with pytest.raises(IndexError, match="batch -1"):
@@ -193,7 +197,7 @@ def test_a_separator_outside_the_vocabulary():
 
 def test_packed_rows_in_order_by_hand():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
+    plan = token_plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
     first, second = epoch_of(plan)
     assert first["tokens"].tolist() == [[9, 1, 2, 3], [9, 4, 9, 5]]
     assert first["targets"].tolist() == [[1, 2, 3, 9], [4, 9, 5, 6]]
@@ -227,7 +231,9 @@ def test_packing_shuffles_documents_and_rows():
 
 def test_bucketed_rows_by_hand():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = plans.BucketPlan(corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False)
+    plan = token_plans.BucketPlan(
+        corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False
+    )
     assert plan.buckets == (2, 4)  # no row needs 100
     assert [plan.bucket(k) for k in range(3)] == [2, 4, 4]
     small, long, short = epoch_of(plan)
@@ -322,7 +328,7 @@ def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
 def test_only_the_rows_of_this_process_are_built():
     asked = set()
 
-    class Watched(plans.PackedPlan):
+    class Watched(token_plans.PackedPlan):
         def batch(self, k, rows=None):
             asked.add((rows.start, rows.stop))
             return super().batch(k, rows)
@@ -359,7 +365,7 @@ def test_load_has_no_end_without_stop():
 
 
 def test_an_error_in_the_plan_reaches_the_loop():
-    class Broken(plans.PackedPlan):
+    class Broken(token_plans.PackedPlan):
         def batch(self, k, rows=None):
             if k == 3:
                 raise RuntimeError("the disk is gone")
@@ -407,10 +413,10 @@ def test_a_dropped_iterator_ends_its_threads():
 
 SCRIPT = """
 import numpy as np
-from zoo import data, plans
+from zoo import data, plans, token_plans
 from zoo.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
-stream = data.load(plans.PackedPlan(corpus, 49, 8, 2, 0))
+stream = data.load(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
 next(stream)
 print("done")
 """
@@ -429,21 +435,21 @@ import sys
 import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
-from zoo import data, plans
+from zoo import data, plans, token_plans
 from zoo.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
 devices = devices.T if {layout!r} == "tensor" else devices
 mesh = Mesh(devices.reshape(2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 asked = set()
-class Watched(plans.PackedPlan):
+class Watched(token_plans.PackedPlan):
     def batch(self, k, rows=None):
         asked.add((rows.start, rows.stop))
         return super().batch(k, rows)
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
 plan = Watched(corpus, 49, 8, 4, 0)
 for k, batch in data.load(plan, mesh, stop=5):
-    whole = plans.PackedPlan.batch(plans.PackedPlan(corpus, 49, 8, 4, 0), k)
+    whole = token_plans.PackedPlan.batch(plans.PackedPlan(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
         for shard in array.addressable_shards:
@@ -531,7 +537,7 @@ def labelled(**options):
     documents = [np.full(n, n) for n in (3, 5, 7, 2, 30)]
     corpus = Corpus.from_arrays(documents, 50, 47)
     options = {"too_long": "split", "buckets": (4, 8), "batch_size": 3, "seed": 0} | options
-    return plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
+    return token_plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
 
 
 def test_labelled_rows_have_their_documents_label():
@@ -555,12 +561,12 @@ def test_labelled_rows_have_their_documents_label():
 def test_each_document_needs_a_label():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(4)], 50, 7)
     with pytest.raises(ValueError, match="1 labels for 2 documents"):
-        plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
+        token_plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
 
 
 def test_buckets_are_described_by_their_rows_and_padding():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(1), np.arange(6)], 50, 10)
-    plan = plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
+    plan = token_plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
     # Of 4 the rows of 4 and 2 tokens with their separators, of 8 one of 7 and an empty one.
     assert plan.describe_buckets().splitlines() == [
         "bucket 4: 2 rows in 1 batches, 25.0% padding",

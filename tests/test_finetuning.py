@@ -11,8 +11,8 @@ from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, lora, rnn, transformer
-from zoo.monitor import read_metrics
-from zoo.publish import PublishError
+from zoo.metrics import read_metrics
+from zoo.tensors import PublishError
 from zoo.tokenizer import BPETokenizer, ByteTokenizer
 
 __all__ = ["shared"]

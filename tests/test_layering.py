@@ -10,12 +10,14 @@ import pytest
 
 ZOO = Path(importlib.util.find_spec("zoo").origin).parent
 MODULES = {path.relative_to(ZOO).with_suffix("").as_posix(): path for path in ZOO.rglob("*.py")}
-FAMILIES = {"bert", "blocks", "mlp", "moe", "rnn", "transformer", "transformer_config"}
+FAMILIES = {"bert", "blocks", "mlp", "moe", "rnn", "rnn_config"}
+FAMILIES |= {"transformer", "transformer_config"}
 # What works for every family, and so knows none.
 SHARED = {"attention", "checkpoint", "data", "layers", "loop", "losses", "optimizers"}
 SHARED |= {
     "beam_search",
     "cache",
+    "compiled",
     "decoder",
     "generate",
     "precision",
@@ -23,6 +25,7 @@ SHARED |= {
     "remat",
     "run",
     "sharding",
+    "tensors",
     "train",
 }
 # What layers and families stand on.

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses
+from zoo.compiled import CompiledStep
 from zoo.corpus import Corpus
-from zoo.monitor import CompileCounter, read_metrics
+from zoo.metrics import read_metrics
+from zoo.monitor import CompileCounter
 from zoo.run import Config, RunError
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
@@ -300,14 +302,14 @@ def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
 def test_three_buckets_are_three_compiles(tmp_path, monkeypatch):
     plan = zoo.BucketPlan(make_plan(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4)
     compiles = []
-    compile = zoo.train.CompiledStep.compile
+    compile = CompiledStep.compile
 
     def counted(step, *arguments):
         with CompileCounter() as counter:
             compile(step, *arguments)
         compiles.append(counter.compiles)
 
-    monkeypatch.setattr(zoo.train.CompiledStep, "compile", counted)
+    monkeypatch.setattr(CompiledStep, "compile", counted)
     fit(config(tmp_path, steps=3), plan)
     assert compiles == [1, 1, 1]  # a bucket at a time
 

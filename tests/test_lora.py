@@ -19,7 +19,7 @@ import zoo
 from zoo import lora, losses, mlp, sharding
 from zoo.axes import keystr, logical_axes
 from zoo.finetuning import frozen
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 CONFIG = lora.Config(rank=4, alpha=8.0)
 KEY = jax.random.key(0)

@@ -1,9 +1,7 @@
-"""zoo.monitor: what a killed, resumed or diverged run leaves must still be readable and true."""
+"""zoo.monitor: progress in any terminal, compiles counted, speed over running time, traces."""
 
 import fcntl
 import io
-import json
-import math
 import os
 import pty
 import re
@@ -18,7 +16,6 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from rich.console import Console
 
 from zoo import monitor
@@ -32,200 +29,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def write_run(path: Path, steps: range, *, resume_step: int = 0) -> None:
-    log = monitor.MetricsLog(path, resume_step=resume_step)
-    for step in steps:
-        log.write(step, loss=10.0 / step, note="a line\nwith ünicode", missing=None)
-    log.close()
-
-
-# metrics.jsonl
-
-
-def test_metrics_come_back_as_they_were_written(tmp_path: Path):
-    write_run(tmp_path / "metrics.jsonl", range(1, 4))
-    assert monitor.read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": step, "loss": 10.0 / step, "note": "a line\nwith ünicode", "missing": None}
-        for step in (1, 2, 3)
-    ]
-
-
-def test_every_line_is_on_disk_at_once(tmp_path: Path):
-    log = monitor.MetricsLog(tmp_path / "metrics.jsonl")
-    log.write(1, loss=2.0)
-    assert monitor.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
-    log.close()
-
-
-def test_non_finite_values_are_strict_json_and_come_back(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    log = monitor.MetricsLog(path)
-    log.write(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float64("nan"))
-    log.close()
-
-    def refuse(constant: str):
-        raise AssertionError(f"{constant} is not JSON")
-
-    json.loads(path.read_text(), parse_constant=refuse)
-    (record,) = monitor.read_metrics(path)
-    assert math.isnan(record["a"])
-    assert math.isnan(record["d"])
-    assert (record["b"], record["c"]) == (math.inf, -math.inf)
-
-
-def test_a_run_killed_at_any_byte_and_resumed_equals_one_that_never_stopped(tmp_path: Path):
-    straight, killed = tmp_path / "straight.jsonl", tmp_path / "killed.jsonl"
-    write_run(straight, range(1, 7))
-    whole = straight.read_bytes()
-    last_two = sum(map(len, whole.splitlines(keepends=True)[-2:]))
-    for kept in range(len(whole) - last_two, len(whole) + 1):
-        killed.write_bytes(whole[:kept])
-        written = monitor.read_metrics(killed)
-        assert [record["step"] for record in written] == list(range(1, len(written) + 1))
-        assert len(written) >= 4
-        write_run(killed, range(4, 7), resume_step=3)  # the last checkpoint was at step 3
-        assert killed.read_bytes() == whole
-
-
-def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    write_run(path, range(1, 4))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    write_run(path, range(4, 4), resume_step=3)
-    assert path.read_bytes() == whole
-
-
-def test_a_run_that_starts_anew_starts_an_empty_file(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "eval_loss": 5.0}\n{"step": 1}\n')
-    write_run(path, range(1, 2))
-    assert [record["step"] for record in monitor.read_metrics(path)] == [1]
-
-
-def test_resuming_where_the_metrics_are_gone_starts_a_file(tmp_path: Path):
-    write_run(tmp_path / "metrics.jsonl", range(4, 6), resume_step=3)
-    assert len(monitor.read_metrics(tmp_path / "metrics.jsonl")) == 2
-
-
-@pytest.mark.parametrize(
-    "damage", [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe", b"3", b'{"loss": 1}']
-)
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path, damage: bytes):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged .* remove it"):
-        monitor.MetricsLog(path, resume_step=3)
-    assert path.read_bytes().endswith(b'{"step": 3}\n')
-
-
-def test_a_rewrite_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    write_run(path, range(1, 4))
-    whole = path.read_bytes()
-    monkeypatch.setattr(monitor.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        monitor.MetricsLog(path, resume_step=1)
-    assert path.read_bytes() == whole
-
-
-# TensorBoard
-
-
-def test_tensorboard_without_its_package_names_the_extra(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'zoo[tensorboard]'")):
-        monitor.TensorBoard(tmp_path)
-
-
-def test_tensorboard_writes_the_numbers_alone(tmp_path: Path):
-    pytest.importorskip("tensorboardX")
-    board = monitor.TensorBoard(tmp_path, resume_step=2)
-    board.write(3, loss=1.5, note="text", mfu=None)
-    board.close()
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    assert b"loss" in events.read_bytes()
-    assert b"note" not in events.read_bytes()
-
-
-# curves.png
-
-
-def write_curves(path: Path, steps: int, *, drop: tuple[str, ...] = ()) -> None:
-    log = monitor.MetricsLog(path)
-    noise = np.random.default_rng(0).normal(size=steps + 1)
-    for step in range(1, steps + 1):
-        values = {
-            "loss": math.nan if step == 20 else 2.0 + 4.0 / step + 0.05 * float(noise[step]),
-            "learning_rate": 1e-3 * min(1.0, step / 10),
-            "grad_norm": 100.0 / step,
-            "tokens_per_second": 9e3 if step > 1 else None,
-            "eval_loss": 2.1 + 4.0 / step if step % 10 == 0 else None,
-        }
-        log.write(step, **{name: value for name, value in values.items() if name not in drop})
-    log.close()
-
-
-def axes_of(figure_spy: mock.Mock) -> dict[str, object]:
-    (figure,) = [call.args[0] for call in figure_spy.call_args_list]
-    return {axes.get_ylabel(): axes for axes in figure.axes}
-
-
-@pytest.fixture
-def figure_spy(monkeypatch) -> mock.Mock:
-    """Sees the figure that is saved, and saves it."""
-    from matplotlib.figure import Figure
-
-    spy = mock.Mock(wraps=Figure.savefig)
-    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: spy(*args, **kwargs))
-    return spy
-
-
-def test_curves_show_every_metric(tmp_path: Path, figure_spy: mock.Mock):
-    write_curves(tmp_path / "metrics.jsonl", 60)
-    monitor.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    axes = axes_of(figure_spy)
-    assert set(axes) == {"loss", "learning rate", "grad norm", "tokens per second"}
-    raw, smoothed, held_out = axes["loss"].lines
-    assert len(raw.get_xdata()) == 60
-    assert list(held_out.get_xdata()) == [10, 20, 30, 40, 50, 60]
-    assert np.isnan(raw.get_ydata()).sum() == np.isnan(smoothed.get_ydata()).sum() == 1
-    assert axes["grad norm"].get_yscale() == "log"
-    assert axes["loss"].get_yscale() == axes["learning rate"].get_yscale() == "linear"
-    image = imread(tmp_path / "curves.png")
-    assert image.shape[0] > 500
-    assert image.std() > 0.05
-    assert [path.name for path in tmp_path.glob("curves*")] == ["curves.png"]
-
-
-@pytest.mark.parametrize(
-    ("drop", "labels"),
-    [
-        (("learning_rate", "grad_norm", "tokens_per_second"), {"loss"}),
-        (("loss", "eval_loss", "learning_rate"), {"grad norm", "tokens per second"}),
-    ],
-)
-def test_curves_show_what_there_is(tmp_path: Path, figure_spy: mock.Mock, drop, labels):
-    write_curves(tmp_path / "metrics.jsonl", 12, drop=drop)
-    monitor.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert set(axes_of(figure_spy)) == labels
-
-
-def test_no_curves_of_nothing(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n')
-    monitor.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_smoothing_keeps_a_straight_line_and_removes_noise():
-    line = np.linspace(5.0, 1.0, 1000)
-    noise = np.random.default_rng(0).normal(size=1000)
-    smooth = monitor._smooth(line + noise)
-    np.testing.assert_allclose(monitor._smooth(line)[50:-50], line[50:-50], rtol=1e-9)
-    assert np.std(smooth - line) < 0.3
-    assert len(monitor._smooth(line[:1])) == 1
 
 
 # The progress line

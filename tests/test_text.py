@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zoo import text
-from zoo.plans import BucketPlan, PackedPlan
+from zoo.token_plans import BucketPlan, PackedPlan
 from zoo.tokenizer import ByteTokenizer
 
 WORDS = ("north", "east", "south", "west")

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 import zoo
 from zoo import losses, sharding, train
 from zoo.axes import keystr
+from zoo.compiled import CompiledStep
 from zoo.monitor import CompileCounter
 from zoo.precision import LossScale
 
@@ -429,7 +430,7 @@ def test_rows_that_do_not_divide_are_an_error_before_any_compile():
 
 class Buckets(NamedTuple):
     family: Family
-    step: train.CompiledStep
+    step: CompiledStep
     state: Any
     batches: list[Batch]
     compiles: list[int]  # at the announcement, and in 200 steps

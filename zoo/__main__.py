@@ -33,13 +33,11 @@ def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
     """
     devices = sharding.make_mesh(mesh)
-    loaded = publish.load(model, mesh=devices)
-    cards = publish.published()
-    readme = Path(model, publish.README)
+    folder = publish.find(model)
+    loaded = publish.load(folder, mesh=devices)
+    readme = folder / publish.README
     if readme.is_file():
         print(readme.read_text(encoding="utf-8"))
-    elif model in cards:
-        print(cards[model].text)
     print(loaded.config if hasattr(loaded, "config") else loaded.members.config, end="\n\n")
     print(sharding.placement_table(loaded, devices))
 
@@ -50,10 +48,9 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     Args:
         models: Names on the shelf or folders; without any, the whole shelf.
     """
-    cards = publish.published()
-    folders = {name: cards[name].folder if name in cards else Path(name) for name in models}
     damaged = []
-    for name, folder in (folders or {card.name: card.folder for card in cards.values()}).items():
+    for name in models or publish.published():
+        folder = publish.find(name)
         problems = checksums.problems(folder)
         files = len(checksums.listed(folder))
         print(f"{name}: " + ("; ".join(problems) or f"{files} files are as they were written"))

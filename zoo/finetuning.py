@@ -26,7 +26,7 @@ from zoo.axes import keystr
 from zoo.classifier import Classifier, Pooling
 from zoo.documents import Document, help_topics
 from zoo.lora import Config as LoraConfig
-from zoo.monitor import read_metrics
+from zoo.metrics import read_metrics
 from zoo.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.train import Trainable
 

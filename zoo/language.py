@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo import generate, loop, losses, optimizers, publish, run, text
-from zoo.plans import BucketPlan
+from zoo.token_plans import BucketPlan
 from zoo.tokenizer import Tokenizer
 from zoo.train import LossFunction, TrainState
 

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from zoo import monitor, sharding
 from zoo.data import load
+from zoo.metrics import MetricsLog, TensorBoard, plot_curves
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
@@ -208,7 +209,7 @@ class _Recorder:
     ):
         self._run, self._start, self._unit = run, start, unit
         self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._logs: list[monitor.MetricsLog | monitor.TensorBoard] = []
+        self._logs: list[MetricsLog | TensorBoard] = []
         self._stack = contextlib.ExitStack()
         self._throughput = monitor.Throughput(
             flops_per_token=flops_per_token,
@@ -226,10 +227,10 @@ class _Recorder:
         run = self._run
         if jax.process_index() == 0:
             path = run.folder / "metrics.jsonl"
-            self._logs.append(monitor.MetricsLog(path, resume_step=self._start))
+            self._logs.append(MetricsLog(path, resume_step=self._start))
             if run.config.tensorboard:
                 folder = run.folder / "tensorboard"
-                self._logs.append(monitor.TensorBoard(folder, resume_step=self._start))
+                self._logs.append(TensorBoard(folder, resume_step=self._start))
         for log in self._logs:
             self._stack.callback(log.close)
         self._stack.enter_context(self.bar)
@@ -336,7 +337,7 @@ class _Recorder:
     def plot(self) -> None:
         """Draw curves.png."""
         if jax.process_index() == 0:
-            monitor.plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
+            plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
 
     def _write(self, step: int, **values: Any) -> None:
         for log in self._logs:

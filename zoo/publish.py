@@ -20,25 +20,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo import checksums, sharding
-from zoo.axes import keystr
+from zoo import checksums
 from zoo.classifier import Classifier
 from zoo.ensemble import Ensemble
+from zoo.tensors import PublishError, check_tensors, parameter_shapes, read_tensors, write_tensors
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
 FAMILIES = ("zoo.bert.BERT", "zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
-
-
-class PublishError(Exception):
-    """A folder that can't be written as a model, or can't be opened as one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,36 +136,6 @@ def load(
     return read_tensors(folder / WEIGHTS, _skeleton(*_read_config(folder)), mesh, dtype)
 
 
-def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
-    """The skeleton with its arrays from a file; each device reads its own slices.
-
-    Raises:
-        PublishError: tensors that are missing, surplus or of another shape, by name.
-    """
-    if mesh is None:
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        placed = jax.tree.map(lambda leaf: one, skeleton)
-    else:
-        placed = sharding.shardings(skeleton, mesh)
-    with safetensors.safe_open(path, "numpy") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_tensors(f"{path}", stored, _shapes(skeleton))
-
-        def fill(path: tuple, leaf: Any, where: Any) -> Any:
-            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-                return leaf
-            return _read(file, keystr(path), leaf.shape, where, dtype)
-
-        return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
-
-
-def write_tensors(path: Path | None, model: PyTree) -> None:
-    """Write the arrays of a model by name; all processes call it, one of them with a path."""
-    tensors = {name: _on_host(leaf) for name, leaf in _named(model)}
-    if path is not None:
-        safetensors.numpy.save_file(tensors, path)
-
-
 def verify(folder: Path) -> None:
     """Raise a PublishError where a folder's checksums do not hold."""
     if problems := checksums.problems(folder):
@@ -264,8 +228,8 @@ def _describe_model(model: eqx.Module) -> dict:
             same = False
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
-    shapes = _shapes(model)
-    _check_tensors("the model", shapes, _shapes(_skeleton(cls, config, around)))
+    shapes = parameter_shapes(model)
+    check_tensors("the model", shapes, parameter_shapes(_skeleton(cls, config, around)))
     return {
         "zoo": version(),
         "family": family,
@@ -331,46 +295,6 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
     return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
-def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            yield keystr(path), leaf
-
-
-def _shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
-    return {name: leaf.shape for name, leaf in _named(model)}
-
-
-def _check_tensors(
-    where: str, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
-) -> None:
-    lines = [
-        f"{name}: {stored.get(name, 'missing')} here, "
-        f"{wanted.get(name, 'no such tensor')} by the configuration"
-        for name in sorted(stored.keys() | wanted.keys())
-        if stored.get(name) != wanted.get(name)
-    ]
-    if lines:
-        raise PublishError(f"{where} does not fit its configuration:\n  " + "\n  ".join(lines))
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray:
-    if not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    # safetensors writes the buffer as it lies, which is wrong for any other order than C.
-    return np.asarray(leaf, order="C")
-
-
-def _read(file: Any, name: str, shape: tuple, where: Any, dtype: DTypeLike | None) -> jax.Array:
-    def read(index: Any) -> np.ndarray:
-        # get_slice refuses an empty array.
-        part = file.get_slice(name)[index] if 0 not in shape else file.get_tensor(name)
-        floating = jnp.issubdtype(part.dtype, jnp.floating)
-        return part.astype(dtype) if dtype is not None and floating else part
-
-    return jax.make_array_from_callback(shape, where, read)
-
-
 def _check_replaceable(folder: Path) -> None:
     """Nothing is deleted but what an earlier save wrote."""
     if folder.exists() and not folder.is_dir():
@@ -384,7 +308,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _readme(name: str, model: eqx.Module, card: str) -> str:
-    num_parameters = sum(int(np.prod(shape)) for shape in _shapes(model).values())
+    num_parameters = sum(int(np.prod(shape)) for shape in parameter_shapes(model).values())
     return (
         f"# {name}\n\n{card.strip()}\n\n"
         f"- Family: `{family_name(_one(model))}`, {num_parameters:,} parameters\n"

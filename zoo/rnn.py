@@ -5,9 +5,6 @@ bidirectional. The cells are in `zoo.recurrence`.
 """
 
 import functools
-import math
-from dataclasses import dataclass
-from typing import Literal
 
 import equinox as eqx
 import jax
@@ -20,7 +17,6 @@ from zoo.layers import (
     Embedding,
     LayerNorm,
     Linear,
-    Norm,
     RMSNorm,
     add_bias,
     dropout,
@@ -30,7 +26,6 @@ from zoo.layers import (
 from zoo.precision import matmul
 from zoo.recurrence import (
     CELLS,
-    CellName,
     Chunks,
     Marks,
     Options,
@@ -38,118 +33,13 @@ from zoo.recurrence import (
     make_marks,
     over_time,
 )
+from zoo.rnn_config import Config as Config
+from zoo.rnn_config import num_flops_per_token as num_flops_per_token
+from zoo.rnn_config import require
 from zoo.sharding import constrain, gather
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """Hyperparameters of a recurrent network."""
-
-    vocab_size: int | None = None
-    """Number of token ids; None for real-valued inputs, of in_size features a step."""
-    in_size: int | None = None
-    """Features a step of real-valued inputs, in place of token ids."""
-    out_size: int | None = None
-    """Outputs: classes, or values of a regression; the vocabulary (a language model) if None."""
-    hidden_size: int = 256
-    """Units of a layer, in each direction."""
-    num_layers: int = 2
-    """Number of layers."""
-    cell: CellName = "lstm"
-    """Cell: lstm, gru, elman (scanned), mingru or minlstm (parallel in time)."""
-    embed_size: int | None = None
-    """Width of the embedding; hidden_size if not given."""
-    bidirectional: bool = False
-    """A second recurrence in each layer, from the end."""
-    pooling: Literal["none", "last", "mean"] = "none"
-    """What the head reads: each step, a row's final state, or the mean of its steps."""
-    norm: Norm = "none"
-    """Norm of what each layer gives."""
-    dropout: float = 0.0
-    """Rate of dropout on the embedding and on what each layer gives; one mask for all steps."""
-    tie_embeddings: bool = False
-    """Use the embedding as the output head: one leaf."""
-    truncate: int | None = None
-    """Truncated back-propagation: the gradient stops every so many steps, the state goes on."""
-    remat: Literal["none", "full"] = "none"
-    """full keeps the states at the ends of chunks of √seq (or truncate) steps, and recomputes."""
-    implementation: Literal["auto", "scan", "cudnn"] = "auto"
-    """How an lstm runs: by lax.scan, or by cuDNN (one NVIDIA GPU, padding last, no packed rows)."""
-    hoist: bool = False
-    """Take the products with the input out of the scan, into one."""
-    unroll: int = 1
-    """Steps that an iteration of the scan runs."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "unroll"):
-            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
-        for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"{name}={value}: must be positive")
-        for name, known in (
-            ("cell", CELLS),
-            ("pooling", ("none", "last", "mean")),
-            ("norm", ("none", "layer", "rms")),
-            ("remat", ("none", "full")),
-            ("implementation", ("auto", "scan", "cudnn")),
-        ):
-            value = getattr(self, name)
-            _require(value in known, f"{name}={value!r}: choose one of {[*known]}")
-        _require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
-        _require(
-            (self.vocab_size is None) != (self.in_size is None),
-            f"vocab_size={self.vocab_size}, in_size={self.in_size}: give one of them",
-        )
-        _require(
-            self.out_size is not None or (self.vocab_size is not None and self.pooling == "none"),
-            f"in_size={self.in_size} and pooling={self.pooling!r} need an out_size",
-        )
-        _require(
-            not self.tie_embeddings
-            or (self.out_size is None and self.width == self.embedding_size),
-            f"tie_embeddings needs out_size=None and embed_size={self.width}, and they are "
-            f"{self.out_size} and {self.embedding_size}",
-        )
-        _require(
-            self.implementation != "cudnn" or self.chunks(1) is None,
-            f"implementation='cudnn' has no remat or truncate, and they are {self.remat!r} and "
-            f"{self.truncate}",
-        )
-
-    @property
-    def embedding_size(self) -> int:
-        """Width of the embedding, given or derived."""
-        return self.embed_size or self.hidden_size
-
-    @property
-    def in_sizes(self) -> list[int]:
-        """Width of what each layer reads."""
-        return [self.in_size or self.embedding_size] + [self.width] * (self.num_layers - 1)
-
-    @property
-    def num_outputs(self) -> int:
-        """Columns of the outputs."""
-        return self.out_size or self.vocab_size or 0
-
-    @property
-    def width(self) -> int:
-        """Width of what a layer gives."""
-        return self.hidden_size * (2 if self.bidirectional else 1)
-
-    def chunks(self, seq: int) -> Chunks | None:
-        """How time is cut, if it is."""
-        if self.remat == "none" and self.truncate is None:
-            return None
-        size = self.truncate or math.isqrt(seq - 1) + 1
-        return Chunks(min(size, seq), self.truncate is not None, self.remat)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 class Direction(eqx.Module):
@@ -308,7 +198,7 @@ class RNN(RecurrentDecoder):
     ) -> tuple[Float[Array, "batch read width"], State]:
         """What the head reads: of each step, or with a pooling one vector a row."""
         config = self.config
-        _require(
+        require(
             inputs.ndim == (2 if config.in_size is None else 3),
             f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
         )
@@ -412,18 +302,5 @@ def _use_cudnn(config: Config, marks: Marks) -> bool:
     if config.implementation == "auto":
         # Where padding lies is not known here, and cuDNN wants it last.
         return refusal is None and marks.valid is None and config.chunks(1) is None
-    _require(refusal is None, f"implementation='cudnn' {refusal}; choose 'auto' or 'scan'")
+    require(refusal is None, f"implementation='cudnn' {refusal}; choose 'auto' or 'scan'")
     return True
-
-
-def num_flops_per_token(config: Config) -> float:
-    """Floating-point operations of a training step a token: six a weight in a product."""
-    cell, hidden = CELLS[config.cell], config.hidden_size
-    gates_of_input, gates_of_state = len(cell.input_terms), len(cell.state_terms)
-    weights = sum(
-        (in_size * gates_of_input + hidden * gates_of_state) * config.width
-        for in_size in config.in_sizes
-    )
-    if config.pooling == "none":
-        weights += config.width * config.num_outputs
-    return 6.0 * weights

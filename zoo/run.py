@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from zoo import sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
 from zoo.precision import Precision, native_precision
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from zoo.documents import (
     read_documents,
     standard_library,
 )
-from zoo.plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
 

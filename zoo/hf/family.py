@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.hf.names import Tensor
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 # Of no consequence to what a model computes from its tokens.
 IGNORED = frozenset(

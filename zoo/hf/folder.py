@@ -20,7 +20,7 @@ from zoo.hf.family import Family
 from zoo.hf.names import Layout, layouts, pieces
 from zoo.hf.weights import Weights, place
 from zoo.hf.weights import write as write_weights
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 # In the order in which `write` tries them.
 FAMILIES: dict[str, Family] = {

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 # No pickles, and no weights in the formats of others.
 FILES = [

@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from zoo.publish import PublishError
+from zoo.tensors import PublishError
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
