@@ -219,6 +219,8 @@ def gather(tree: Tree) -> Tree:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
     """The identity: sharded as `used`, and its gradient as `stored`."""
+    # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
+    x = jax.lax.with_sharding_constraint(x, stored)
     return jax.lax.with_sharding_constraint(x, used)
 
 
