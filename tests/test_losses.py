@@ -1,5 +1,7 @@
 """zoo.losses: exact sums in fp32, and padding that counts nothing."""
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from helpers import token_batch
 from jaxtyping import Array
 
 from zoo import losses
+from zoo.readout import Readout
 
 LOGITS = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
 TARGETS = jax.random.randint(jax.random.key(1), (3, 4), 0, 7)
@@ -68,6 +71,73 @@ def test_not_a_number_at_a_position_with_weight_is_seen():
     logits = LOGITS.at[1, 2, 0].set(np.nan)
     assert np.isnan(total(logits))
     assert np.isnan(jax.grad(total)(logits)[1, 2]).all()
+
+
+def readout_and_inputs(vocab: int = 40) -> tuple[Readout, Array, Array, Array]:
+    """A head with a bias and a soft cap; 4 rows of 12 steps, a third of which weigh nothing."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    readout = Readout(
+        jax.random.normal(keys[0], (8, vocab)), jax.random.normal(keys[1], (vocab,)), soft_cap=4.0
+    )
+    x = jax.random.normal(keys[2], (4, 12, 8))
+    targets = jax.random.randint(keys[3], (4, 12), 0, vocab)
+    weights = jnp.maximum(jax.random.uniform(keys[4], (4, 12)) - 1 / 3, 0.0)
+    return readout, x, targets, weights
+
+
+def whole_and_chunked(monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any) -> tuple:
+    """What a function gives with all logits at once, and with those of two steps of four rows."""
+    whole = jax.jit(lambda *args: function(*args))(*args)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * 2 * 40)
+    return whole, jax.jit(lambda *args: function(*args))(*args)
+
+
+def test_chunks_of_the_logits_give_the_loss_and_gradient_of_all(monkeypatch: pytest.MonkeyPatch):
+    readout, x, targets, weights = readout_and_inputs()
+
+    def mean(readout: Readout, x: Array, weights: Array) -> Array:
+        total, weight = losses.readout_cross_entropy(readout, x, targets, weights)
+        return 3.0 * total / weight
+
+    gradient = jax.value_and_grad(mean, (0, 1, 2))
+    whole, chunked = whole_and_chunked(monkeypatch, gradient, readout, x, weights)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
+    value, no_gradient = whole_and_chunked(monkeypatch, mean, readout, x, weights)
+    assert float(value) == pytest.approx(float(no_gradient), rel=1e-6)
+    assert float(value) == pytest.approx(float(whole[0]), rel=1e-6)
+
+
+def test_a_step_that_weighs_nothing_may_have_any_logits_in_a_chunk_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    readout, x, targets, weights = readout_and_inputs()
+    x = jnp.where(weights[..., None] > 0, x, jnp.nan)
+
+    def total(x: Array) -> Array:
+        return losses.readout_cross_entropy(readout, x, targets, weights)[0]
+
+    whole, chunked = whole_and_chunked(monkeypatch, jax.value_and_grad(total), x)
+    assert np.isfinite(chunked[0])
+    kept = np.asarray(weights) > 0
+    np.testing.assert_allclose(chunked[1][kept], whole[1][kept], rtol=2e-5, atol=1e-6)
+
+
+def test_chunks_hold_no_more_logits_than_they_may(monkeypatch: pytest.MonkeyPatch):
+    readout, x, targets, weights = readout_and_inputs(vocab=400)
+
+    def total(x: Array, weights: Array) -> Array:
+        return losses.readout_cross_entropy(readout, x, targets, weights)[0]
+
+    def sizes() -> set[int]:
+        step = jax.jit(jax.grad(total)).lower(x, weights).compile()
+        shapes = re.findall(r"f32\[([\d,]*400)\]", step.as_text())
+        return {math.prod(map(int, shape.split(","))) // 400 for shape in shapes}
+
+    assert max(sizes()) == 48  # all steps of all rows
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * 3 * 400)
+    jax.clear_caches()
+    assert max(sizes()) == 12  # three steps of four rows
 
 
 def test_next_token_hands_the_whole_batch_to_the_model():

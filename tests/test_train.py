@@ -135,6 +135,15 @@ def test_a_step_keeps_the_shardings_and_donates_the_state(on_mesh: Trained):
     assert all(x.is_deleted() for path, x in old.items() if path != "key")
 
 
+@pytest.mark.parametrize("mesh_name", ["", "fsdp", "all", "sequence"])
+def test_logits_in_chunks_change_nothing_on_any_mesh(mesh_name: str, monkeypatch: Any):
+    whole = train_five_steps(FAMILIES[0], "")
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)  # a step of time after another
+    chunked = train_five_steps.__wrapped__(FAMILIES[0], mesh_name)
+    np.testing.assert_allclose(chunked.losses, whole.losses, rtol=1e-5)
+    assert chunked.masks == whole.masks
+
+
 @every_family
 def test_fsdp_divides_parameters_and_optimizer_state_by_eight(family: Family):
     state = train_five_steps(family, "fsdp").state

@@ -265,7 +265,7 @@ def test_dropout_needs_a_key_and_follows_it():
 
 def test_the_logit_cap_bounds_the_logits():
     x = jax.random.normal(KEY, (1, 3, 32))
-    free, capped = (drawn_transformer(logit_soft_cap=cap).logits(x) for cap in (None, 0.5))
+    free, capped = (drawn_transformer(logit_soft_cap=cap).readout()(x) for cap in (None, 0.5))
     assert np.abs(free).max() > 1
     np.testing.assert_allclose(capped, 0.5 * np.tanh(np.asarray(free) / 0.5), atol=1e-5)
 

@@ -77,7 +77,7 @@ class AttentionDecoder(eqx.Module):
             LayerCache.filled(k, v, min(length, window or length))
             for k, v, window in zip(keys, values, windows, strict=True)
         )
-        logits = self.logits(self.finish(x_BTE[:, -1:]))[:, 0]
+        logits = self.readout()(self.finish(x_BTE[:, -1:]))[:, 0]
         return logits, Cache(layers, Clock.after(mask))
 
     def for_decoding(self: Any) -> Any:
@@ -104,7 +104,7 @@ class AttentionDecoder(eqx.Module):
                 return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
 
             x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
-        return self.logits(self.finish(x_B1E))[:, 0], Cache(tuple(layers), clock.tick())
+        return self.readout()(self.finish(x_B1E))[:, 0], Cache(tuple(layers), clock.tick())
 
 
 class RecurrentDecoder(eqx.Module):
@@ -130,7 +130,7 @@ class RecurrentDecoder(eqx.Module):
         tokens, mask = (jnp.take_along_axis(x, order % x.shape[1], 1) for x in (tokens, mask))
         x_BTD, state = self.read(tokens, self.initial_state(tokens.shape[0]), mask=mask)
         x_B1D = jnp.take_along_axis(x_BTD, count[:, None, None] - 1, 1)
-        return gather(self).outputs(x_B1D)[:, 0], state
+        return self.readout()(x_B1D)[:, 0], state
 
     def for_decoding(self: Any) -> Any:
         """The model itself."""

@@ -1,6 +1,6 @@
 """Losses as sums with their weights, so that a gradient does not depend on how a batch is cut.
 
-Legend of suffixes: B batch, T time, V vocabulary.
+Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
+
+from zoo import sharding
+from zoo.chunked_loss import chunked
+
+# How much of a device's logits in fp32 is in memory at once.
+LOGITS_BYTES = 2**29
 
 
 @jax.custom_vjp
@@ -54,22 +60,47 @@ def cross_entropy(
     return (losses * weights).sum(), weights.sum()
 
 
+def readout_cross_entropy(
+    readout: Callable[[Array], Array],
+    x_BTE: Float[Array, "batch seq embed"],
+    targets_BT: Int[Array, "batch seq"],
+    weights_BT: Float[Array, "batch seq"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`cross_entropy` of the logits `readout(x_BTE)`, a stretch of time after another.
+
+    Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
+    is ever in memory, forward or backward; for that the gradient is worked out on the way forward,
+    which costs no product more. `readout` is a `zoo.readout.Readout`, or a module like it.
+    """
+    batch, seq, _ = x_BTE.shape
+    vocab = jax.eval_shape(readout, x_BTE).shape[-1]
+    held = 4 * batch * seq * vocab // sharding.num_parts("batch", None, "vocab")
+    count = next(
+        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+    )
+    if count == 1:
+        return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
+    total = chunked(cross_entropy, count, readout, x_BTE, targets_BT, weights_BT)
+    return total, weights_BT.sum()
+
+
 def next_token(
     model: PyTree, batch: dict[str, Array], key: Array | None
 ) -> tuple[Array, Array, dict[str, Array]]:
     """The loss of a language model on a token batch, as `make_train_step` takes it.
 
     The batch holds `tokens` and `targets`, int32[batch, seq], and `weights`, float32[batch, seq];
-    for packed rows also `segment_ids` and `positions`, int32[batch, seq].
+    for packed rows also `segment_ids` and `positions`, int32[batch, seq]. A model with `hidden` and
+    `readout` never has all its logits in memory where they are large; any other is called for them.
     """
-    logits = model(
-        batch["tokens"],
-        segment_ids=batch.get("segment_ids"),
-        positions=batch.get("positions"),
-        key=key,
-    )
-    total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
-    return total, weight, {}
+    inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
+    if hasattr(model, "readout"):
+        x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
+        sums = readout_cross_entropy(model.readout(), x_BTE, batch["targets"], batch["weights"])
+    else:
+        logits = model(batch["tokens"], **inputs, key=key)
+        sums = cross_entropy(logits, batch["targets"], batch["weights"])
+    return *sums, {}
 
 
 def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
@@ -87,10 +118,11 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
             positions=batch.get("positions"),
             key=key,
         )
-        logits = model.logits(x_BTE)
-        total, weight = cross_entropy(logits, batch["targets"], batch["weights"])
         if balance_B is None:
             raise ValueError("balanced_next_token: the model has no experts; set num_experts")
+        total, weight = readout_cross_entropy(
+            model.readout(), x_BTE, batch["targets"], batch["weights"]
+        )
         balance = balance_B.sum()
         return total + coefficient * balance, weight, {"balance": balance}
 

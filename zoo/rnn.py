@@ -18,12 +18,11 @@ from zoo.layers import (
     LayerNorm,
     Linear,
     RMSNorm,
-    add_bias,
     dropout,
     make_norm,
     normal,
 )
-from zoo.precision import matmul
+from zoo.readout import Readout
 from zoo.recurrence import (
     CELLS,
     Chunks,
@@ -154,11 +153,14 @@ class RNN(RecurrentDecoder):
         self,
         inputs: Inputs,
         *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "batch read width"]:
         """What the head reads, from a state of zeros."""
-        return self.read(inputs, self.initial_state(inputs.shape[0]), mask=mask, key=key)[0]
+        state = self.initial_state(inputs.shape[0])
+        return self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)[0]
 
     def initial_state(self, batch_size: int) -> State:
         """A state of zeros for that many rows."""
@@ -183,9 +185,8 @@ class RNN(RecurrentDecoder):
         """
         state = self.initial_state(inputs.shape[0]) if state is None else state
         x, state = self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)
-        if self.config.pooling == "none":
-            return gather(self).outputs(x), state
-        return gather(self).outputs(x)[:, 0], state
+        outputs = self.readout()(x)
+        return outputs if self.config.pooling == "none" else outputs[:, 0], state
 
     def read(
         self,
@@ -284,15 +285,13 @@ class RNN(RecurrentDecoder):
         ones = jnp.ones((x_BTD.shape[0], 1, x_BTD.shape[2]), x_BTD.dtype)
         return x_BTD * dropout(ones, self.config.dropout, jax.random.fold_in(key, index))
 
-    def outputs(self, x_BTD: Float[Array, "batch seq width"]) -> Float[Array, "batch seq out"]:
-        """The outputs in fp32, with the embedding as the head where it is tied."""
+    def readout(self) -> Readout:
+        """The output head: from what `hidden` gives to outputs in fp32."""
         if self.head is None:
             assert self.embedding is not None
-            weight, bias, axis = self.embedding.weight.T, None, "vocab"
-        else:
-            weight, bias, axis = self.head.weight, self.head.bias, dict(self.head.axes)["out"]
-        outputs = add_bias(matmul(x_BTD, weight, dtype=jnp.float32), bias)
-        return constrain(outputs, "batch", None, axis)
+            return Readout(gather(self.embedding).weight.T)
+        head = gather(self.head)
+        return Readout(head.weight, head.bias, head.axes)
 
 
 def _use_cudnn(config: Config, marks: Marks) -> bool:

@@ -162,14 +162,30 @@ def partition_spec(
 
 
 def _check_divides(field: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
-    for size, axes in zip(shape, spec, strict=True):
-        axes = (axes,) if isinstance(axes, str) else axes or ()
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+    for size, entry in zip(shape, spec, strict=True):
+        parts = _size(PartitionSpec(entry), mesh)
         if size % parts:
+            axes = (entry,) if isinstance(entry, str) else entry
             raise ShardingError(
                 f"{field} of shape {tuple(shape)}: the size {size} is not divisible by "
                 f"{'*'.join(axes)}={parts} of the mesh; change the size, the mesh or the rules"
             )
+
+
+def num_parts(*names: str | None) -> int:
+    """Into how many parts the mesh that is set cuts an activation of these logical axes."""
+    if not is_sharding():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return _size(partition_spec(names, mesh), mesh)
+
+
+def _size(spec: PartitionSpec, mesh: Any) -> int:
+    """The number of parts of a whole spec."""
+    axes = (
+        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    )
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def is_sharding() -> bool:
@@ -343,10 +359,7 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 def num_batch_parts(mesh: Mesh, rules: Rules | None = None) -> int:
     """Into how many parts the mesh cuts a batch."""
-    [entry] = partition_spec(["batch"], mesh, rules)
-    return math.prod(
-        mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    )
+    return _size(partition_spec(["batch"], mesh, rules), mesh)
 
 
 def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str:

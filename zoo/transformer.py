@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.blocks import Block, Rotary, make_norm
 from zoo.decoder import AttentionDecoder
 from zoo.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
-from zoo.precision import matmul
+from zoo.readout import Readout
 from zoo.remat import scan_layers
 from zoo.sharding import constrain, gather
 from zoo.transformer_config import Config as Config
@@ -80,7 +80,7 @@ class Transformer(AttentionDecoder):
         x_BTE = self.hidden(
             tokens, segment_ids=segment_ids, positions=positions, mask=mask, key=key
         )
-        return self.logits(x_BTE)
+        return self.readout()(x_BTE)
 
     def hidden(
         self,
@@ -171,9 +171,7 @@ class Transformer(AttentionDecoder):
         """What the output head reads, from what the last layer gives."""
         return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
 
-    def logits(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """The output head's logits in fp32, with the embedding as the head where it is tied."""
+    def readout(self) -> Readout:
+        """The output head: from what `hidden` gives to logits in fp32."""
         weight = gather(self.embedding).weight.T if self.head is None else gather(self.head).weight
-        logits = constrain(matmul(x_BTE, weight, dtype=jnp.float32), "batch", None, "vocab")
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return Readout(weight, soft_cap=self.config.logit_soft_cap)
