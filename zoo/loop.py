@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from zoo import monitor, sharding
 from zoo.data import load
 from zoo.metrics import MetricsLog, TensorBoard, plot_curves
+from zoo.planning import run as planning
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
@@ -59,6 +60,19 @@ def fit(
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
     """
     config = run.config
+    job = planning.make_job(
+        run,
+        make_model,
+        loss_fn,
+        optimizer,
+        plan,
+        flops_per_token=flops_per_token,
+        clip=clip,
+        trainable=trainable,
+        pretrained=pretrained,
+    )
+    if config.plan:
+        planning.show(run, job)
     state, start = _restore_or_init(
         run, make_model, optimizer, fingerprint, schedule, trainable, pretrained
     )
@@ -77,12 +91,14 @@ def fit(
         clip_norm=config.clip_norm if clip else None,
         trainable=trainable,
     )
-    _compile(run, step_fn, state, plan)
+    with planning.explained(run, job, step_fn):
+        _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
     with (
         _Signals() as signals,
         _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
+        planning.explained(run, job, step_fn),
     ):
         if start == 0 and pretrained is not None:
             recorder.evaluation(0, evaluate, state.model, True)

@@ -1,7 +1,12 @@
 """What the chips that a plan is made for have: peak FLOP/s, memory, and its and the links' speed."""
 
+import dataclasses
+import math
 import os
+import re
 from dataclasses import dataclass
+
+import jax
 
 GB, GiB = 1e9, 2.0**30
 
@@ -22,6 +27,8 @@ class Chip:
     """Bytes a second that the chip sends to others, over all of its links together."""
     kind: str
     """What compiles for it: tpu, gpu or cpu."""
+    pattern: str = ""
+    """Matches the names that JAX has for it."""
 
 
 # Sources. TPUs: the tables of specifications on the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU
@@ -34,13 +41,13 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GiB, 1228 * GB, 300 * GB, "tpu"),
-        Chip("v5e", 197e12, 16 * GiB, 819 * GB, 200 * GB, "tpu"),
-        Chip("v5p", 459e12, 95 * GiB, 2765 * GB, 600 * GB, "tpu"),
-        Chip("v6e", 918e12, 32 * GiB, 1638 * GB, 400 * GB, "tpu"),
-        Chip("a100", 312e12, 80 * GB, 2039 * GB, 600 * GB / 2, "gpu"),
-        Chip("h100", 989e12, 80 * GB, 3350 * GB, 900 * GB / 2, "gpu"),
-        Chip("h200", 989e12, 141 * GB, 4800 * GB, 900 * GB / 2, "gpu"),
+        Chip("v4", 275e12, 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$"),
+        Chip("v5e", 197e12, 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)"),
+        Chip("v5p", 459e12, 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$"),
+        Chip("v6e", 918e12, 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)"),
+        Chip("a100", 312e12, 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB"),
+        Chip("h100", 989e12, 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)"),
+        Chip("h200", 989e12, 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200"),
     )
 }
 
@@ -49,3 +56,14 @@ def cpu(devices: int) -> Chip:
     """A virtual device of this machine: its share of the memory, and no peak to quote."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return Chip("cpu", None, memory / devices, None, None, "cpu")
+
+
+def of_device(device: jax.Device, devices: int) -> Chip:
+    """The chip that a device of this machine is, with the memory that JAX may use of it."""
+    if device.platform == "cpu":
+        return cpu(devices)
+    known = (chip for chip in CHIPS.values() if re.search(chip.pattern, device.device_kind))
+    unknown = Chip(device.device_kind, None, math.inf, None, None, device.platform)
+    chip = next(known, unknown)
+    usable = (device.memory_stats() or {}).get("bytes_limit", chip.memory)
+    return dataclasses.replace(chip, memory=float(usable))

@@ -13,8 +13,8 @@ import tyro
 from zoo import losses, optimizers, sharding, transformer
 from zoo.planning import published, report
 from zoo.planning.job import Job, Plan, make_plan
-from zoo.planning.suggestions import Attempt, suggest
-from zoo.planning.targets import Target, parse
+from zoo.planning.suggestions import Attempt, show_suggestion
+from zoo.planning.targets import Target, prepare
 from zoo.precision import Precision
 from zoo.remat import Policy
 
@@ -54,9 +54,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
-    # Whatever this machine has, a plan computes nothing on it.
-    jax.config.update("jax_platforms", "cpu")
-    target = parse(config.target)
+    target = prepare(config.target)
     plan = make_plan(make_job(config, target), target, quick=config.quick)
     report.show(plan)
     found = None
@@ -91,22 +89,6 @@ def make_job(config: Config, target: Target) -> Job:
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
     )
-
-
-def show_suggestion(plan: Plan, remat_flag: str | None, *, quick: bool = False) -> Attempt | None:
-    """Look for a change that fits; print what was tried, and the plan of what does."""
-    print()
-    found, tried = suggest(plan, remat_flag=remat_flag, quick=quick)
-    for attempt in tried:
-        memory = attempt.plan.memory
-        verdict = "fits" if memory.fits else "does not fit"
-        print(f"  {attempt.flags}: {report.gigabytes(memory.total)}, {verdict}")
-    if found is None:
-        print("Nothing that was tried fits: take more devices, or larger ones.")
-    else:
-        print(f"This fits: {found.flags}\n")
-        report.show(found.plan)
-    return found
 
 
 def _markdown(plan: Plan, found: Attempt | None) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from zoo.planning import report
 from zoo.planning.job import Job, Plan, make_plan
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
@@ -115,3 +116,19 @@ def _batch_parts(mesh: str, num_devices: int) -> int:
 def _storage_parts(mesh: str, num_devices: int) -> int:
     sizes = _sizes(mesh, num_devices)
     return sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+
+
+def show_suggestion(plan: Plan, remat_flag: str | None, *, quick: bool = False) -> Attempt | None:
+    """Look for a change that fits; print what was tried, and the plan of what does."""
+    print()
+    found, tried = suggest(plan, remat_flag=remat_flag, quick=quick)
+    for attempt in tried:
+        memory = attempt.plan.memory
+        verdict = "fits" if memory.fits else "does not fit"
+        print(f"  {attempt.flags}: {report.gigabytes(memory.total)}, {verdict}")
+    if found is None:
+        print("Nothing that was tried fits: take more devices, or larger ones.")
+    else:
+        print(f"This fits: {found.flags}\n")
+        report.show(found.plan)
+    return found

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zoo.planning import chips
 from zoo.planning.chips import CHIPS, Chip
+from zoo.precision import Precision, native_precision
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Target:
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    present: tuple[Any, ...] = ()
+    """The devices, where they are this machine's."""
 
     @property
     def num_devices(self) -> int:
@@ -28,7 +32,12 @@ class Target:
     @property
     def is_exact(self) -> bool:
         """Whether its own compiler can be had without the hardware."""
-        return self.chip.kind != "gpu"
+        return self.chip.kind != "gpu" or bool(self.present)
+
+    @property
+    def precision(self) -> Precision:
+        """What recipes compute in there, unless told otherwise."""
+        return native_precision() if self.chip.kind == "cpu" else "bf16"
 
     def devices(self) -> list[Any]:
         """Devices to compile for: of a TPU its own, else virtual ones of this machine's CPU.
@@ -37,6 +46,8 @@ class Target:
             ValueError: a topology that there is not.
             ImportError: a TPU without its compiler, the package libtpu.
         """
+        if self.present:
+            return list(self.present)
         return self._tpus() if self.chip.kind == "tpu" else self._cpus()
 
     def _tpus(self) -> list[Any]:
@@ -109,3 +120,22 @@ def parse(text: str) -> Target:
         )
     chip = chips.cpu(math.prod(shape)) if kind == "cpu" else CHIPS[name]
     return Target(f"{name}:{sizes}", chip, shape)
+
+
+def present(mesh: Mesh) -> Target:
+    """The devices of a mesh that is at hand."""
+    devices = tuple(mesh.devices.flat)
+    chip = chips.of_device(devices[0], len(devices))
+    return Target(f"{chip.name}:{len(devices)}", chip, (len(devices),), devices)
+
+
+def prepare(text: str) -> Target:
+    """The target of a plan; from here on JAX computes nothing but on this machine's CPU.
+
+    Raises:
+        ValueError, ImportError: as `parse` and `Target.devices`.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    target = parse(text)
+    target.devices()
+    return target
