@@ -5,8 +5,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
-
-import jax
+from typing import Any
 
 GB, GiB = 1e9, 2.0**30
 
@@ -58,8 +57,8 @@ def cpu(devices: int) -> Chip:
     return Chip("cpu", None, memory / devices, None, None, "cpu")
 
 
-def of_device(device: jax.Device, devices: int) -> Chip:
-    """The chip that a device of this machine is, with the memory that JAX may use of it."""
+def of_device(device: Any, devices: int) -> Chip:
+    """The chip that a device of JAX's is, with the memory that JAX may use of it."""
     if device.platform == "cpu":
         return cpu(devices)
     known = (chip for chip in CHIPS.values() if re.search(chip.pattern, device.device_kind))

@@ -73,9 +73,7 @@ def _kind(instruction: Instruction) -> Kind | None:
     return next((kind for kind in KINDS if kind == name), None)
 
 
-def _collective(
-    program: Program, visit: Visit, instruction: Instruction, kind: Kind
-) -> Collective:
+def _collective(program: Program, visit: Visit, instruction: Instruction, kind: Kind) -> Collective:
     types = [visit.computation.instructions[name].type for name in instruction.operands]
     held = float(sum(map(hlo.num_bytes, types)))
     n = _group_size(instruction, program.num_partitions)

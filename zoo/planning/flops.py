@@ -18,9 +18,7 @@ def count(jaxpr: Any) -> float:
             total += _dot(equation)
             continue
         inner = [
-            count(x)
-            for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)
-            if _is_jaxpr(x)
+            count(x) for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr) if _is_jaxpr(x)
         ]
         if equation.primitive.name == "cond":
             inner = [max(inner)]

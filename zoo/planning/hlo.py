@@ -273,9 +273,7 @@ def trip_count(program: Program, loop: Instruction, values: _Values | None = Non
     return max(0, math.ceil((abs(stop - start) + inclusive) / abs(step)))
 
 
-def _comparison(
-    program: Program, condition: Computation
-) -> tuple[tuple[str, str], str] | None:
+def _comparison(program: Program, condition: Computation) -> tuple[tuple[str, str], str] | None:
     """The counter, the limit and the direction of a condition, also of one that is fused."""
     root = condition.root
     if root.opcode == "fusion":

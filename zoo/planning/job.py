@@ -166,16 +166,18 @@ _UNITS = {"": 1.0, "B": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0*
 def wanted_bytes(message: str) -> float | None:
     """The bytes that a compiler or an allocator which ran out of memory says it wanted."""
     number = r"([\d.]+) ?([KMGT]?)i?B?\b"
-    for pattern in (rf"[Uu]sed {number} of", rf"Total hbm usage >= {number}", rf"allocate {number}"):
+    for pattern in (
+        rf"[Uu]sed {number} of",
+        rf"Total hbm usage >= {number}",
+        rf"allocate {number}",
+    ):
         match = re.search(pattern, message)
         if match:
             return float(match.group(1)) * _UNITS[match.group(2)]
     return None
 
 
-def _memory(
-    state: TrainState, batch: float, compiled: Any, refusal: str, limit: float
-) -> Memory:
+def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
     parameters, optimizer = (_device_bytes(x) for x in (state.model, state.opt_state))
     if compiled is None:
         total = max(wanted_bytes(refusal) or 0.0, parameters + optimizer + batch)

@@ -79,7 +79,9 @@ def _compute(plan: Plan) -> Rows:
     rows = [("FLOPs", f"{plan.flops:.3e}", "all devices; recomputed and masked ones too")]
     if plan.model_flops is not None:
         share = plan.model_flops / plan.flops if plan.flops else 0.0
-        rows.append(("useful FLOPs", f"{plan.model_flops:.3e}", f"{share:.0%}, what the maths needs"))
+        rows.append(
+            ("useful FLOPs", f"{plan.model_flops:.3e}", f"{share:.0%}, what the maths needs")
+        )
     return rows
 
 

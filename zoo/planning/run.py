@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import jax
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from zoo.compiled import CompiledStep
 from zoo.planning import report
 from zoo.planning.job import Job, make_plan, wanted_bytes
 from zoo.planning.suggestions import show_suggestion
@@ -64,8 +64,10 @@ def _remat_flag(job: Job) -> str | None:
 
 
 @contextlib.contextmanager
-def explained(run: Run, job: Job, step: CompiledStep) -> Iterator[None]:
+def explained(mesh: Mesh, job: Job, programs: Callable[[], list[Any]]) -> Iterator[None]:
     """Within, running out of device memory prints the plan of the step, and what would fit.
+
+    `programs` are those of the step that there are so far, the largest bucket's last.
 
     Raises:
         RunError: in place of JAX's own error.
@@ -80,8 +82,8 @@ def explained(run: Run, job: Job, step: CompiledStep) -> Iterator[None]:
         return
     found = None
     if jax.process_count() == 1:
-        programs = step.programs
-        plan = make_plan(job, present(run.mesh), compiled=programs[-1] if programs else None)
+        compiled = next(reversed(programs()), None)
+        plan = make_plan(job, present(mesh), compiled=compiled)
         report.show(plan)
         found = show_suggestion(plan, _remat_flag(job))
     advice = "take more devices (--mesh), --accumulate or a smaller batch"
