@@ -476,20 +476,18 @@ def test_a_tpu_slice_without_a_tpu():
         if c.kind == "all-gather" and c.times == 3 and c.group_size == 4 and c.bytes > 10_000
     ]  # fmt: skip
     assert {c.dtype for c in layer_gathers} == {"bf16"}
-    # Each of a layer's parameters forward and backward, at half of their bytes for two tensor parts.
-    sizes = small_config(d_model=512, d_ff=1024, head_dim=128)
+    # Each of a layer's parameters forward and backward, half of it with two tensor parts.
     matrices = 512 * 128 * 8 * 4 + 3 * 512 * 1024
     expected = 2 * 3 * matrices * 2 / 2 * 3 / 4
     assert sum(c.total for c in layer_gathers) == pytest.approx(expected, rel=0.02)
     # Gradients are reduced to the parts that are stored: no all-reduce of a whole matrix.
     reduced = [c for c in plan.collectives if c.kind == "all-reduce" and c.group_size == 4]
     assert sum(c.total for c in reduced) < 0.05 * expected
-    assert sizes.kv_heads == 8
 
 
 def test_tpu_slices_that_there_are_not():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
-    with pytest.raises(ValueError, match="no such slice.*v5e:2x2, v5e:4x4"):
+    with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
         targets.parse("v5e:3x3").devices()
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
 

@@ -113,7 +113,7 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
 
 
 def platform() -> str:
-    """What the program at hand is made for, "cpu", "gpu" or "tpu": the mesh's devices, if one is set.
+    """What the program at hand is made for, "cpu", "gpu" or "tpu": the devices of the mesh around.
 
     They need not be this machine's: a program can be compiled for a TPU without one.
     """

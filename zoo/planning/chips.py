@@ -1,4 +1,4 @@
-"""What the chips that a plan is made for have: peak FLOP/s, memory, and its and the links' speed."""
+"""The chips that plans are made for: peak FLOP/s, memory, and the speed of memory and links."""
 
 import dataclasses
 import math

@@ -2,7 +2,7 @@
 
 A collective's bytes are what one device sends if the collective goes round in a ring, with S the
 bytes of the whole and n the devices of a group: all-gather and reduce-scatter (n-1)/n S,
-all-reduce twice that, all-to-all (n-1)/n of what the device holds, collective-permute what it holds.
+all-reduce twice that, all-to-all (n-1)/n of what the device holds, collective-permute all of that.
 """
 
 import math
@@ -142,7 +142,7 @@ def _accesses(
             inside = parameters.get(str(number))
             used = None if inside is None else _used(fused, inside)
             whole = _memory(operand.type)
-            if used is not None and whole:
+            if inside is not None and used is not None and whole:
                 yield min(whole, used)
                 written += whole if _is_updated(fused, inside) else 0.0
             else:

@@ -165,7 +165,7 @@ _UNITS = {"": 1.0, "B": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0*
 
 def wanted_bytes(message: str) -> float | None:
     """The bytes that a compiler or an allocator which ran out of memory says it wanted."""
-    number = r"([\d.]+) ?([KMGT]?)i?B?\b"
+    number = r"([\d.]+) ?([KMGT]?)(?:i?B|bytes)?\b"
     for pattern in (
         rf"[Uu]sed {number} of",
         rf"Total hbm usage >= {number}",

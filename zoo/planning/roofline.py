@@ -1,4 +1,4 @@
-"""How fast a step can be at best: what the chip's peaks leave of it, and which of them bounds it."""
+"""How fast a step can be at best by the chip's peaks, and which of them bounds it."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,5 +1,6 @@
 """What a plan is made for: `v5e:4x4`, `h200:8` or `cpu:8`, as devices that programs compile for."""
 
+import contextlib
 import math
 import os
 import re
@@ -51,9 +52,11 @@ class Target:
         return self._tpus() if self.chip.kind == "tpu" else self._cpus()
 
     def _tpus(self) -> list[Any]:
-        # Else libtpu asks the cloud what machine this is, and says aloud that it got no answer.
+        # Else libtpu asks the cloud what machine this is, says aloud that it got no answer, and lets
+        # no second process compile at the same time.
         for name, value in (
             ("TPU_SKIP_MDS_QUERY", "1"),
+            ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
             ("TPU_WORKER_HOSTNAMES", "localhost"),
             ("TPU_ACCELERATOR_TYPE", f"{self.chip.name}-{self.num_devices}"),
         ):
@@ -80,10 +83,8 @@ class Target:
 
     def _cpus(self) -> list[Any]:
         wanted = self.num_devices
-        try:
+        with contextlib.suppress(RuntimeError):  # JAX has started, with as many as it has
             jax.config.update("jax_num_cpu_devices", wanted)
-        except RuntimeError:
-            pass  # JAX has started: with as many as it has
         found = jax.devices("cpu")
         if len(found) < wanted:
             raise ValueError(
