@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling
 
-compiles the train step of Llama 3 8B for 8 to 256 TPU v5p chips, by FSDP and by FSDP with four-fold
+compiles the train step of Llama 3 8B for 8 to 256 TPU v6e chips, by FSDP and by FSDP with four-fold
 tensor parallelism (`pip install 'zoo[plan]'`; no TPU is needed), and sets the bytes that a device
 sends beside the fewest that the method needs. Writes a table, a plot and the numbers.
 """
@@ -24,7 +24,7 @@ from zoo.planning import collectives, command, published
 from zoo.planning.job import Plan, make_plan
 from zoo.planning.targets import prepare
 
-SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+SLICES = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 BYTES = 2  # of the compute dtype
 
 
@@ -34,8 +34,8 @@ class Config:
 
     model: str = "llama3-8b"
     """Published size."""
-    chip: str = "v5p"
-    """Chip whose slices are three-dimensional."""
+    chip: str = "v6e"
+    """Chip whose slices are two-dimensional: v5e or v6e."""
     devices: tuple[int, ...] = tuple(SLICES)
     """Numbers of devices."""
     tensor: tuple[int, ...] = (1, 4)
@@ -44,7 +44,7 @@ class Config:
     """Tokens of a row; a step has a row a device."""
     quick: bool = True
     """Ask the compiler for less effort."""
-    out: Path = Path("benchmarks/results/2026-11-21-scaling-llama3-8b-v5p")
+    out: Path = Path("benchmarks/results/2026-11-21-scaling-llama3-8b-v6e")
     """Files to write, less their endings."""
 
 

@@ -77,6 +77,8 @@ def _collective(program: Program, visit: Visit, instruction: Instruction, kind: 
     types = [visit.computation.instructions[name].type for name in instruction.operands]
     held = float(sum(map(hlo.num_bytes, types)))
     n = _group_size(instruction, program.num_partitions)
+    if kind == "all-reduce" and visit.is_fused and _is_cut(visit.computation, held, n):
+        kind = "reduce-scatter"
     sent = {
         "all-gather": (n - 1) * held,
         "reduce-scatter": held * (n - 1) / n,
@@ -85,7 +87,22 @@ def _collective(program: Program, visit: Visit, instruction: Instruction, kind: 
         "collective-permute": held,
     }[kind]
     dtype = types[0].lstrip("(").partition("[")[0]
-    return Collective(kind, sent, visit.times, n, dtype, instruction.op_name)
+    return Collective(kind, sent, visit.times, n, dtype, _op_name(visit.computation, instruction))
+
+
+def _is_cut(fused: Computation, held: float, n: int) -> bool:
+    """Whether a fusion around an all-reduce gives but a part of it: so TPUs say reduce-scatter."""
+    return n > 1 and hlo.num_bytes(fused.root.type) <= 1.01 * held / n
+
+
+def _op_name(computation: Computation, instruction: Instruction) -> str:
+    """Where a collective comes from, or what it is made of where the compiler does not say."""
+    nearby = [instruction]
+    for found in nearby:  # which grows
+        if found.op_name or len(nearby) > 100:
+            return found.op_name
+        nearby += [computation.instructions[name] for name in found.operands]
+    return ""
 
 
 def _group_size(instruction: Instruction, num_devices: int) -> int:
