@@ -52,16 +52,21 @@ class Memory:
     optimizer: float
     batch: float
     temporaries: float | None
-    """Activations, gradients, gathered layers; None where the compiler gave up."""
+    """Activations, gradients, gathered layers; None where the compiler gave up and did not say."""
     program: float
     total: float
+    """All of it, and what is new in the results."""
     limit: float
     """What the device has."""
+    peak: float | None = None
+    """The most that is in use at once, where the compiler says so; parts of `total` take turns."""
+    is_refused: bool = False
+    """The compiler gave up."""
 
     @property
     def fits(self) -> bool:
         """Whether the device has as much."""
-        return self.temporaries is not None and self.total <= self.limit
+        return not self.is_refused and self.total <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +171,9 @@ _UNITS = {"": 1.0, "B": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0*
 def wanted_bytes(message: str) -> float | None:
     """The bytes that a compiler or an allocator which ran out of memory says it wanted."""
     number = r"([\d.]+) ?([KMGT]?)(?:i?B|bytes)?\b"
-    for pattern in (
-        rf"[Uu]sed {number} of",
-        rf"Total hbm usage >= {number}",
-        rf"allocate {number}",
-    ):
-        match = re.search(pattern, message)
+    forms = (r"[Uu]sed {} of", r"temporaries \({}\)", r"allocat(?:e|ing) {}")
+    for form in forms:
+        match = re.search(form.format(number), message)
         if match:
             return float(match.group(1)) * _UNITS[match.group(2)]
     return None
@@ -180,15 +182,18 @@ def wanted_bytes(message: str) -> float | None:
 def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
     parameters, optimizer = (_device_bytes(x) for x in (state.model, state.opt_state))
     if compiled is None:
-        total = max(wanted_bytes(refusal) or 0.0, parameters + optimizer + batch)
+        wanted, arguments = wanted_bytes(refusal), parameters + optimizer + batch
+        alone = wanted is not None and "temporaries" in refusal
+        total = max(wanted + arguments if wanted and alone else wanted or 0.0, arguments)
         return Memory(
             parameters=parameters,
             optimizer=optimizer,
             batch=batch,
-            temporaries=None,
+            temporaries=wanted if alone else None,
             program=0.0,
             total=total,
             limit=limit,
+            is_refused=True,
         )
     stats = compiled.memory_analysis()
     program = float(stats.generated_code_size_in_bytes)
@@ -202,6 +207,7 @@ def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit:
         program=program,
         total=float(arguments + made + stats.temp_size_in_bytes) + program,
         limit=limit,
+        peak=float(getattr(stats, "peak_memory_in_bytes", 0)) or None,
     )
 
 

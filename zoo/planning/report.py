@@ -65,13 +65,15 @@ def _memory(memory: Memory) -> Rows:
     if memory.temporaries is not None:
         temporaries = gigabytes(memory.temporaries)
         rows.append(("temporaries", temporaries, "activations, gradients, gathered layers"))
+    if memory.program:
         rows.append(("program", gigabytes(memory.program), ""))
     has = f"of {gigabytes(memory.limit)}"
     share = f"{memory.total / memory.limit:.0%}"
-    verdict = f"{share}: fits" if memory.fits else f"{share}: does not fit"
-    if memory.temporaries is None:
-        verdict = "does not fit: the compiler gave up"
+    verdict = f"{share}: {'fits' if memory.fits else 'does not fit'}"
+    verdict += ", and the compiler gave up" if memory.is_refused else ""
     rows.append(("all", gigabytes(memory.total), f"{has}, {verdict}"))
+    if memory.peak is not None:
+        rows.append(("at the peak", gigabytes(memory.peak), "as parts of it take turns"))
     return rows
 
 
@@ -103,14 +105,18 @@ def _roofline(roof: Roofline) -> Rows:
         return "the bound" if seconds == roof.seconds else f"{seconds / roof.seconds:.0%} of it"
 
     rows = [
-        ("compute", f"{roof.compute:.3f} s", share(roof.compute)),
-        ("memory", f"{roof.memory:.3f} s", share(roof.memory)),
-        ("interconnect", f"{roof.interconnect:.3f} s", share(roof.interconnect)),
+        ("compute", _seconds(roof.compute), share(roof.compute)),
+        ("memory", _seconds(roof.memory), share(roof.memory)),
+        ("interconnect", _seconds(roof.interconnect), share(roof.interconnect)),
         ("tokens/s, at most", f"{roof.tokens_per_second:,.0f}", "all devices, all else hidden"),
     ]
     if roof.mfu is not None:
         rows.append(("MFU, at most", f"{roof.mfu:.0%}", f"bound by {roof.bound}"))
     return rows
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3f} ms"
 
 
 def caveats(plan: Plan) -> list[str]:
