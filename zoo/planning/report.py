@@ -78,7 +78,7 @@ def _memory(memory: Memory) -> Rows:
 
 
 def _compute(plan: Plan) -> Rows:
-    rows = [("FLOPs", f"{plan.flops:.3e}", "all devices; recomputed and masked ones too")]
+    rows = [("FLOPs", f"{plan.flops:.3e}", "all devices, what is recomputed or masked too")]
     if plan.model_flops is not None:
         share = plan.model_flops / plan.flops if plan.flops else 0.0
         rows.append(
@@ -135,12 +135,13 @@ def caveats(plan: Plan) -> list[str]:
 def show(plan: Plan, console: Console | None = None) -> None:
     """Print a plan."""
     console = console or Console()
-    table = Table(title=title(plan), title_justify="left", box=None, show_header=False)
+    console.print(title(plan), style="bold", highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
     for name, rows in sections(plan).items():
-        table.add_row(f"[bold]{name}[/bold]", "", "")
+        table.add_row(name, "", "", style="bold")
         for what, amount, remark in rows:
             table.add_row(f"  {what}", amount, remark)
     console.print(table)

@@ -72,6 +72,9 @@ def suggest(
             say(f"  it cannot be: {error}")
             continue
         tried.append(attempt)
+        memory = attempt.plan.memory
+        verdict = "fits" if memory.fits else "does not fit"
+        say(f"  {report.gigabytes(memory.total)}: {verdict}")
         if attempt.plan.memory.fits:
             return attempt, tried
     return None, tried
@@ -119,13 +122,9 @@ def _storage_parts(mesh: str, num_devices: int) -> int:
 
 
 def show_suggestion(plan: Plan, remat_flag: str | None, *, quick: bool = False) -> Attempt | None:
-    """Look for a change that fits; print what was tried, and the plan of what does."""
+    """Look for a change that fits; print what is tried, and the plan of what does."""
     print()
-    found, tried = suggest(plan, remat_flag=remat_flag, quick=quick)
-    for attempt in tried:
-        memory = attempt.plan.memory
-        verdict = "fits" if memory.fits else "does not fit"
-        print(f"  {attempt.flags}: {report.gigabytes(memory.total)}, {verdict}")
+    found, _ = suggest(plan, remat_flag=remat_flag, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:
