@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.peak import Peak, find_peak
 from benchmarks.peers.common import Precision
 from benchmarks.report import Table
 from benchmarks.timing import Peer, SkippedError, Timing, Worker, interleave, median_ratio
@@ -19,11 +20,14 @@ def compare(
     shape: Any,
     precision: Precision,
     timing: Timing,
+    *,
+    flops: float,
     **units: int,
 ) -> Table:
     """Time a step of each peer in turn; the first that runs is the baseline of the ratios.
 
-    `units` is what a step works through, such as tokens=2048.
+    `flops` are the floating-point operations of a step, forward and backward, and `units` is what
+    it works through, such as tokens=2048.
     """
     table = Table(title)
     with contextlib.ExitStack() as stack:
@@ -35,6 +39,7 @@ def compare(
                 table.notes.append(f"{name} skipped: {reason}")
         turns = interleave(workers, timing)
     baseline = next(iter(workers), "")
+    peak = find_peak(precision, [worker.setup["published_peak"] for worker in workers.values()])
     for name, worker in workers.items():
         step_seconds = statistics.median(turns[name].seconds)
         planned = worker.setup["planned_bytes"]
@@ -43,6 +48,7 @@ def compare(
                 "peer": name,
                 "steps/s": 1 / step_seconds,
                 **{f"{unit}/s": number / step_seconds for unit, number in units.items()},
+                "MFU %": 100 * flops / step_seconds / peak.flops,
                 f"time / {baseline}": median_ratio(turns[name].seconds, turns[baseline].seconds),
                 "CPU s/step": min(turns[name].cpu_seconds),
                 "compile s": worker.setup["compile_seconds"],
@@ -50,10 +56,19 @@ def compare(
                 "XLA plan MiB": planned and planned / 2**20,
             }
         )
+    table.notes.append(mfu_note(flops, peak))
     losses = {name: worker.setup["losses"] for name, worker in workers.items()}
     table.failures += disagreements(losses, TOLERANCE[precision])
     table.print()
     return table
+
+
+def mfu_note(flops: float, peak: Peak, unit: str = "a step") -> str:
+    """What the column MFU says."""
+    return (
+        f"MFU = FLOPs of the model {unit} ({flops / 1e9:,.4g} GFLOP, forward and backward, nothing "
+        f"recomputed) / seconds {unit} / peak; peak {peak.flops / 1e12:,.3g} TFLOP/s: {peak.source}"
+    )
 
 
 def disagreements(losses: Mapping[str, Sequence[float]], tolerance: float) -> list[str]:

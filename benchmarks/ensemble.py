@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from benchmarks.compare import compare
 from benchmarks.peers.common import Precision
 from benchmarks.peers.ensemble.given import Shape
+from benchmarks.peers.mlp.zoo_model import config
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
+from zoo.mlp import num_flops_per_example
 
 PEERS: dict[str, Peer] = {
     "one by one": Peer("ensemble.zoo_model", {"as_one": False}),
@@ -36,6 +38,7 @@ def measure(options: Options, timing: Timing) -> list[Table]:
             shape,
             precision,
             timing,
+            flops=shape.num_members * shape.batch_size * num_flops_per_example(config(shape)),
             examples=shape.batch_size,
         )
         for precision in options.precision

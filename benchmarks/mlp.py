@@ -4,16 +4,20 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from benchmarks.compare import compare
+from benchmarks.peak import worthwhile
 from benchmarks.peers.common import Precision
 from benchmarks.peers.mlp.given import Shape
+from benchmarks.peers.mlp.zoo_model import config
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
+from zoo.mlp import num_flops_per_example
 
-Name = Literal["handwritten", "zoo", "equinox", "pytorch", "pytorch-compiled"]
+Name = Literal["handwritten", "zoo", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("mlp.handwritten"),
     "zoo": Peer("mlp.zoo_model"),
     "equinox": Peer("mlp.equinox_documented"),
+    "flax-nnx": Peer("mlp.flax_nnx"),
     "pytorch": Peer("mlp.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("mlp.pytorch", {"compiled": True}),
 }
@@ -25,8 +29,8 @@ class Options:
 
     peers: tuple[Name, ...] = get_args(Name)
     """Peers; the first that runs is the baseline of the ratios."""
-    precision: tuple[Precision, ...] = ("fp32", "bf16")
-    """Precisions of the compute, over fp32 weights."""
+    precision: tuple[Precision, ...] = field(default_factory=worthwhile)
+    """Precisions of the compute, over fp32 weights: bf16 where the device has it."""
     shape: Shape = field(default_factory=Shape)
 
 
@@ -39,6 +43,7 @@ def measure(options: Options, timing: Timing) -> list[Table]:
             options.shape,
             precision,
             timing,
+            flops=options.shape.batch_size * num_flops_per_example(config(options.shape)),
             examples=options.shape.batch_size,
         )
         for precision in options.precision

@@ -1,17 +1,19 @@
 """Tables of measurements: on the terminal, as markdown, and with where they come from."""
 
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
 Value = str | float | int | None
-LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "torch", "numpy")
+LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "flax", "torch", "numpy")
 
 
 @dataclass
@@ -30,7 +32,8 @@ class Table:
         for row in self.rows:
             grid.add_row(*map(_format, row.values()))
         console = Console(width=120)
-        console.print(grid, *self.notes, *(f"[red]{failure}[/]" for failure in self.failures))
+        failures = (f"[red]{failure}[/]" for failure in self.failures)
+        console.print(grid, *self.notes, *failures, sep="\n")
 
     def markdown(self) -> str:
         columns = self._columns()
@@ -49,6 +52,18 @@ def _format(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)
+
+
+def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> None:
+    """Write <date>-<name>-<hardware>.json and .md."""
+    hardware = re.sub(r"\W+", "-", re.sub(r"\(.*?\)", "", source["hardware"])).strip("-").lower()
+    stem = folder / f"{source['date']}-{name}-{hardware}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**source, "tables": [asdict(table) for table in tables]}
+    stem.with_name(stem.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
+    header = "\n".join(f"- {key}: {value}" for key, value in source.items())
+    body = "\n".join(table.markdown() for table in tables)
+    stem.with_name(stem.name + ".md").write_text(f"# {name}\n\n{header}\n\n{body}")
 
 
 def provenance() -> dict[str, str]:

@@ -5,17 +5,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.compare import compare
+from benchmarks.peak import worthwhile
 from benchmarks.peers.common import Precision
 from benchmarks.peers.rnn.given import Shape
+from benchmarks.peers.rnn.zoo_model import sizes
 from benchmarks.report import Table
 from benchmarks.timing import Peer, Timing
+from zoo.rnn import num_flops_per_token
 
-Name = Literal["handwritten", "zoo", "zoo-remat", "equinox", "pytorch", "pytorch-compiled"]
+Name = Literal[
+    "handwritten", "zoo", "zoo-remat", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"
+]
 PEERS: dict[str, Peer] = {
     "handwritten": Peer("rnn.handwritten"),
     "zoo": Peer("rnn.zoo_model", {"remat": "none"}),
     "zoo-remat": Peer("rnn.zoo_model", {"remat": "full"}),
     "equinox": Peer("rnn.equinox_documented"),
+    "flax-nnx": Peer("rnn.flax_nnx"),
     "pytorch": Peer("rnn.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("rnn.pytorch", {"compiled": True}),
 }
@@ -30,10 +36,17 @@ READERS = {
 class Options:
     """The train step of an LSTM language model."""
 
-    peers: tuple[Name, ...] = ("handwritten", "zoo", "equinox", "pytorch", "pytorch-compiled")
+    peers: tuple[Name, ...] = (
+        "handwritten",
+        "zoo",
+        "equinox",
+        "flax-nnx",
+        "pytorch",
+        "pytorch-compiled",
+    )
     """Peers; the first that runs is the baseline of the ratios."""
-    precision: tuple[Precision, ...] = ("fp32", "bf16")
-    """Precisions of the compute, over fp32 weights."""
+    precision: tuple[Precision, ...] = field(default_factory=worthwhile)
+    """Precisions of the compute, over fp32 weights: bf16 where the device has it."""
     shape: Shape = field(default_factory=Shape)
 
 
@@ -47,6 +60,7 @@ def measure(options: Options, timing: Timing) -> list[Table]:
             shape,
             precision,
             timing,
+            flops=shape.batch_size * shape.seq_len * num_flops_per_token(sizes(shape, "none")),
             tokens=shape.batch_size * shape.seq_len,
         )
         for precision in options.precision

@@ -6,29 +6,42 @@ Without names, all of the benchmarks run. The tables are printed, and saved as J
 under benchmarks/results/.
 """
 
-import json
-import re
+import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 
+import benchmarks.checkpoint
 import benchmarks.ensemble
 import benchmarks.generate
+import benchmarks.memory
 import benchmarks.mlp
+import benchmarks.programs
 import benchmarks.recipe
 import benchmarks.rnn
 import benchmarks.transformer
-from benchmarks.report import Table, provenance
+from benchmarks.report import Table, provenance, save
 from benchmarks.timing import Timing
 
 Name = Literal[
-    "transformer", "rnn", "mlp", "ensemble", "rnn-memory", "startup", "pipeline", "generate"
+    "transformer",
+    "rnn",
+    "mlp",
+    "ensemble",
+    "remat",
+    "vocabulary",
+    "programs",
+    "rnn-memory",
+    "startup",
+    "pipeline",
+    "checkpoint",
+    "generate",
 ]
 
 
@@ -47,6 +60,12 @@ class Config:
     rnn: benchmarks.rnn.Options = field(default_factory=benchmarks.rnn.Options)
     mlp: benchmarks.mlp.Options = field(default_factory=benchmarks.mlp.Options)
     ensemble: benchmarks.ensemble.Options = field(default_factory=benchmarks.ensemble.Options)
+    remat: benchmarks.memory.RematOptions = field(default_factory=benchmarks.memory.RematOptions)
+    vocabulary: benchmarks.memory.VocabularyOptions = field(
+        default_factory=benchmarks.memory.VocabularyOptions
+    )
+    programs: benchmarks.programs.Options = field(default_factory=benchmarks.programs.Options)
+    checkpoint: benchmarks.checkpoint.Options = field(default_factory=benchmarks.checkpoint.Options)
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
     generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
 
@@ -56,6 +75,10 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "rnn": lambda config: benchmarks.rnn.measure(config.rnn, config.timing),
     "mlp": lambda config: benchmarks.mlp.measure(config.mlp, config.timing),
     "ensemble": lambda config: benchmarks.ensemble.measure(config.ensemble, config.timing),
+    "remat": lambda config: benchmarks.memory.measure_remat(config.remat, config.timing),
+    "vocabulary": lambda config: benchmarks.memory.measure_vocabulary(config.vocabulary),
+    "programs": lambda config: benchmarks.programs.measure(config.programs),
+    "checkpoint": lambda config: benchmarks.checkpoint.measure(config.checkpoint, config.timing),
     "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
@@ -75,17 +98,6 @@ def main(config: Config) -> None:
     sys.exit(failed)
 
 
-def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> None:
-    """Write <date>-<name>-<hardware>.json and .md."""
-    hardware = re.sub(r"\W+", "-", re.sub(r"\(.*?\)", "", source["hardware"])).strip("-").lower()
-    stem = folder / f"{source['date']}-{name}-{hardware}"
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {**source, "tables": [asdict(table) for table in tables]}
-    stem.with_name(stem.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
-    header = "\n".join(f"- {key}: {value}" for key, value in source.items())
-    body = "\n".join(table.markdown() for table in tables)
-    stem.with_name(stem.name + ".md").write_text(f"# {name}\n\n{header}\n\n{body}")
-
-
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers share a GPU
     main(tyro.cli(Config))

@@ -47,7 +47,7 @@ class Peer:
 class Timing:
     """How peers are timed in turn."""
 
-    rounds: int = 5
+    rounds: int = 4
     """Rounds; in each, every peer has one turn."""
     turn_seconds: float = 1.5
     """Length of a turn, in whole steps."""

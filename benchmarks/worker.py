@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.common import Built
+from benchmarks.peers.common import Built, Precision
 from benchmarks.timing import Peer
 
 WARMUP_STEPS = 5
@@ -54,14 +54,14 @@ def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
         losses.append(float(loss))
         seconds.append(time.perf_counter() - start)
     typical, compile_seconds = statistics.median(seconds[1:]), built.compile_seconds
-    kind, device_peak = _accelerator()
+    device_peak = device_peak_bytes()
     return built._replace(state=state), {
         "losses": losses,
         "step_seconds": typical,
         "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
         "planned_bytes": built.planned_bytes,
         "peak_bytes": device_peak or _resident_bytes("VmHWM") - before,
-        "accelerator": kind,
+        "published_peak": published_peak(request["precision"]),
     }
 
 
@@ -77,16 +77,21 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _accelerator() -> tuple[str | None, int | None]:
-    """The accelerator's name and the peak of its memory since the start; nothing on CPU."""
+def device_peak_bytes() -> int | None:
+    """The peak of an accelerator's memory since the start; nothing on CPU."""
     if torch := sys.modules.get("torch"):
-        if not torch.cuda.is_available():
-            return None, None
-        return torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     device = sys.modules["jax"].devices()[0]
-    if device.platform == "cpu":
-        return None, None
-    return device.device_kind, device.memory_stats()["peak_bytes_in_use"]
+    return None if device.platform == "cpu" else device.memory_stats()["peak_bytes_in_use"]
+
+
+def published_peak(precision: Precision) -> float | None:
+    """The data sheet's FLOP/s of the device, where JAX is here to say which it is."""
+    if "jax" not in sys.modules or "torch" in sys.modules:  # whose process has the GPU
+        return None
+    from zoo.monitor import peak_flops
+
+    return peak_flops(sys.modules["jax"].devices()[0], precision)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """The peers of a benchmark compute the same thing, and a run says so where one does not."""
 
+import dataclasses
 import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 import benchmarks.run
-from benchmarks import ensemble, mlp, rnn, transformer
+from benchmarks import ensemble, memory, mlp, programs, rnn, transformer
 from benchmarks.compare import TOLERANCE, disagreements
 from benchmarks.peers.common import Precision
 from benchmarks.peers.ensemble.given import Shape as EnsembleShape
@@ -52,7 +58,8 @@ def first_losses(peer: Peer, shape, precision: Precision, num_steps: int = 4) ->
 def runs_here(name: str, peer: Peer) -> bool:
     # torch.compile takes longer than all others together, of the same model as eager PyTorch's.
     return not peer.options.get("compiled") and (
-        "pytorch" not in name or importlib.util.find_spec("torch") is not None
+        (("pytorch" not in name) or importlib.util.find_spec("torch") is not None)
+        and (("flax" not in name) or importlib.util.find_spec("flax") is not None)
     )
 
 
@@ -102,6 +109,78 @@ def test_a_run_fails_where_a_peer_computes_something_else(tmp_path, monkeypatch)
     assert exit_code() == 0
     [results] = tmp_path.glob("*-mlp-*.md")
     assert "| zoo |" in results.read_text()
+    record = json.loads(results.with_suffix(".json").read_text())
+    assert {"hardware", "jax", "flax", "torch", "command"} <= set(record)
+    [table] = record["tables"]
+    for row in table["rows"]:
+        assert {"steps/s", "examples/s", "time / handwritten", "compile s", "peak MiB"} <= set(row)
+        assert row["MFU %"] > 0
+    assert any("measured here" in note for note in table["notes"])  # a CPU has no data sheet
     monkeypatch.setitem(mlp.PEERS, "zoo", Peer("ensemble.zoo_model", {"as_one": True}))
     assert exit_code() == 1
     assert "zoo computes something else" in results.read_text()
+
+
+def test_the_largest_batch_of_a_budget_is_found_in_few_plans():
+    """Against a search one by one, where memory is nearly a line of the batch."""
+    for base, slope, budget in [(100, 7, 1000), (0, 3, 100), (990, 5, 1000), (2000, 5, 1000)]:
+        asked = []
+
+        def planned(batch: int, base: int = base, slope: int = slope, asked: list = asked) -> int:
+            asked.append(batch)
+            return base + slope * batch + batch % 2
+
+        one_by_one = max((n for n in range(1, 400) if planned(n) <= budget), default=0)
+        asked.clear()
+        found = memory.largest_batch(planned, budget)
+        assert one_by_one - found <= found // 32
+        assert found == 0 or planned(found) <= budget
+        assert len(asked) <= 8
+
+
+def test_a_gpu_is_given_bf16_products_flash_attention_and_no_whole_logits(monkeypatch):
+    shape = dataclasses.replace(programs.GPT_124M, num_layers=2)
+    [table] = programs.measure(programs.Options(shape))
+    assert table.failures == []
+    # And where it is otherwise, the program says so.
+    monkeypatch.setattr("zoo.losses.LOGITS_BYTES", 2**62)
+    monkeypatch.setattr("zoo.attention._refusal", lambda *_: "is not for this test")
+    text = programs.lowered(shape)
+    assert not any("fmha" in name for name in programs.custom_calls(text))
+    assert programs.largest_logits(text, shape) == shape.num_tokens * shape.vocab_size
+    product = "%2 = stablehlo.dot_general %0, %1 : (tensor<2x3xf32>, tensor<3x4xbf16>)"
+    assert programs.dot_generals(product) == {"f32, bf16": 1}
+
+
+@pytest.mark.slow
+def test_the_list_for_a_gpu_runs_on_a_cpu_without_packages_for_data(tmp_path):
+    for name in ("grain", "tyro", "rich"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError\n")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--results", str(tmp_path)]
+    process = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    [record] = tmp_path.glob("*-gpu-*.json")
+    decoder, parity, attention, lstm, profile = json.loads(record.read_text())["tables"]
+    assert [row["peer"] for row in decoder["rows"]] == ["zoo", "pytorch"]
+    assert [row["of"] for row in parity["rows"]] == ["loss", "gradient"]
+    assert [row["implementation"] for row in attention["rows"]] == ["chunked"]
+    assert len(lstm["rows"]) == 2
+    assert sum(row["%"] for row in profile["rows"]) > 90
+
+
+def test_a_part_that_fails_or_takes_too_long_is_reported():
+    from benchmarks.gpu.process import Clock, PartError
+
+    clock = Clock(minutes=10)
+    with pytest.raises(PartError, match="stopped after 1 s"):
+        clock.run("parity", "gradients", {}, seconds=1)
+    with pytest.raises(PartError, match="no time was left"):
+        Clock(minutes=0).run("parity", "gradients", {}, seconds=60)
+    with pytest.raises(PartError, match=r"TypeError.*unexpected keyword"):
+        clock.run("text", "write", {"wrong": 1}, seconds=60)

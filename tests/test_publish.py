@@ -1,4 +1,5 @@
 import dataclasses
+import hashlib
 import json
 import shutil
 import sys
@@ -271,7 +272,12 @@ def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):
         publish.load("tiny")
     shutil.copytree(folder, tmp_path / "shelf" / "tiny")
     card = publish.published()["tiny"]
-    assert (card.name, card.num_parameters, card.metrics) == ("tiny", 281, {"loss": 0.5})
+    assert (card.name, card.num_parameters, card.metrics["loss"]) == ("tiny", 281, 0.5)
+    measured = {name: file["sha256"] for name, file in card.metrics["files"].items()}
+    assert measured == {
+        name: hashlib.sha256((card.folder / name).read_bytes()).hexdigest()
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
     assert card.family == "zoo_test_family.Net"
     assert "A net. ✓" in card.text
     assert_same(publish.load("tiny"), net())

@@ -11,11 +11,7 @@ NAME = "checksums.json"
 
 def write(folder: Path, *, skip: Collection[str] = ()) -> None:
     """Writes `checksums.json` for every file under `folder` (atomically), but those in `skip`."""
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if name != NAME and name not in skip:
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    files = of(folder, skip=skip)
     content = json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
     partial = folder / f"{NAME}.tmp"
     with open(partial, "w") as file:
@@ -23,6 +19,16 @@ def write(folder: Path, *, skip: Collection[str] = ()) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(folder / NAME)
+
+
+def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int | str]]:
+    """The size and the SHA-256 of every file under `folder`, but those in `skip`, by name."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for name, path in found.items()
+        if path.is_file() and name not in (NAME, *skip)
+    }
 
 
 def problems(folder: Path) -> list[str]:

@@ -66,6 +66,7 @@ class CompiledStep:
         with sharding.use(self._mesh, self._rules):
             return self._function.lower(batch, state).compile()
 
+    @property
     def programs(self) -> list[Any]:
         """The compiled programs that there are so far, one a bucket."""
         return [each.compiled for each in self._compiled.values()]

@@ -91,14 +91,14 @@ def fit(
         clip_norm=config.clip_norm if clip else None,
         trainable=trainable,
     )
-    with planning.explained(run.mesh, job, step_fn.programs):
+    with planning.explained(run.mesh, job, lambda: step_fn.programs):
         _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
     with (
         _Signals() as signals,
         _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
-        planning.explained(run.mesh, job, step_fn.programs),
+        planning.explained(run.mesh, job, lambda: step_fn.programs),
     ):
         if start == 0 and pretrained is not None:
             recorder.evaluation(0, evaluate, state.model, True)

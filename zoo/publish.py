@@ -60,8 +60,9 @@ def save(
 
     A model already there is replaced, and a folder with other files is refused. `format="hf"` is
     what transformers opens too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown
-    for the README, `metrics` is JSON. All processes call it, and the first writes. Raises
-    PublishError where `load` could not make the model again, or no Hugging Face family has it.
+    for the README, `metrics` is JSON, which is written with the checksums of what was measured.
+    All processes call it, and the first writes. Raises PublishError where `load` could not make
+    the model again, or no Hugging Face family has it.
     """
     with replacing(folder) as new:
         if format == "hf":
@@ -76,11 +77,12 @@ def save(
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
             readme = _readme(Path(folder).absolute().name, model, card)
             (new / README).write_text(readme, encoding="utf-8")
-            if metrics is not None:
-                (new / METRICS).write_text(json.dumps(metrics, indent=1) + "\n")
             if tokenizer is not None:
                 tokenizer.save(new)
             # A card may be edited by hand, and the model opens still.
+            if metrics is not None:  # with what they were measured on
+                measured = {**metrics, "files": checksums.of(new, skip=(README,))}
+                (new / METRICS).write_text(json.dumps(measured, indent=1) + "\n")
             checksums.write(new, skip=(README,))
 
 

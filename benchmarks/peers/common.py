@@ -25,7 +25,8 @@ class Built(NamedTuple):
 
 def normal(rng: np.random.Generator, *sizes: int) -> np.ndarray:
     """Weights [..., in, out] of variance 1 / in."""
-    return rng.normal(0, 1 / math.sqrt(sizes[-2]), sizes).astype(np.float32)
+    scale = np.float32(1 / math.sqrt(sizes[-2]))
+    return rng.standard_normal(sizes, dtype=np.float32) * scale
 
 
 def token_batch(vocab_size: int, batch_size: int, seq_len: int) -> Batch:

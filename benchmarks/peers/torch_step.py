@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def build(model: nn.Module, batch: Batch, precision: Precision, *, compiled: bool) -> Built:
     """A step of a model that gives logits, [..., classes]."""
     model = model.to(DEVICE)
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"  # as in JAX, where fp32 is exact
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
@@ -26,7 +27,7 @@ def build(model: nn.Module, batch: Batch, precision: Precision, *, compiled: boo
             logits = model(inputs)
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
-    forward = torch.compile(mean_loss) if compiled else mean_loss
+    forward = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
 
     def step(state: Any, batch: Any) -> tuple[Any, Tensor]:
         optimizer.zero_grad()

@@ -26,15 +26,21 @@ def build(
 ) -> Built:
     """A step by `zoo.make_train_step`; the optimizer is that of every peer if none is given."""
     optimizer = jax_step.optimizer() if optimizer is None else optimizer
-    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0))
+    # Given as a whole: what `make_model` reads would be constants of the program that it is.
+    model = make_model(jax.random.key(0))
+    state = zoo.init_state(
+        lambda key, model: model, optimizer, key=jax.random.key(0), pretrained=model
+    )
+    del model
     step = zoo.make_train_step(loss, optimizer, precision=precision, clip_norm=clip_norm)
     on_device = jax.device_put(batch)
     start = time.perf_counter()
-    program = step.lower(state, on_device)
+    step.compile(state, on_device)
     seconds = time.perf_counter() - start
+    [program] = step.programs
 
     def run(state: zoo.TrainState, batch: dict[str, Array]) -> tuple[zoo.TrainState, Array]:
-        state, metrics = step(state, batch)  # compiles again at its first call
+        state, metrics = step(state, batch)
         return state, metrics["loss"]
 
     return Built(run, state, on_device, seconds, jax_step.planned_bytes(program))

@@ -11,9 +11,9 @@ from benchmarks.peers.mlp.given import Shape, Weights
 from zoo import losses, mlp
 
 
-def init(shape: Shape, weights: Weights, key: Array) -> mlp.MLP:
-    """A model of these weights."""
-    config = mlp.Config(
+def config(shape: Shape) -> mlp.Config:
+    """The zoo's configuration of those sizes."""
+    return mlp.Config(
         in_size=shape.in_size,
         out_size=shape.out_size,
         hidden_size=shape.hidden_size,
@@ -21,12 +21,16 @@ def init(shape: Shape, weights: Weights, key: Array) -> mlp.MLP:
         activation="relu",
     )
 
+
+def init(shape: Shape, weights: Weights, key: Array) -> mlp.MLP:
+    """A model of these weights."""
+
     def parameters(model: mlp.MLP) -> list[Array]:
         linears = (model.first.linear, model.last.linear, model.head)
         return [x for linear in linears for x in (linear.weight, linear.bias)]
 
     arrays = [jnp.asarray(x) for pair in weights for x in pair]
-    return eqx.tree_at(parameters, mlp.MLP(config, key=key), arrays)
+    return eqx.tree_at(parameters, mlp.MLP(config(shape), key=key), arrays)
 
 
 def build(shape: Shape, precision: Precision) -> Built:

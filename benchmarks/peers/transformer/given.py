@@ -10,6 +10,7 @@ from benchmarks.peers.common import Batch, normal, token_batch
 Remat = Literal["none", "full"]
 
 NORM_EPS, ROPE_THETA = 1e-6, 1e4
+ATTENTION = ("wq", "wk", "wv", "wo")
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,18 @@ class Shape:
     vocab_size: int = 512
     seq_len: int = 256
     batch_size: int = 8
+    tied: bool = False
+    """The embedding is the head too (the zoo and PyTorch alone)."""
+    tokens: str = ""
+    """A .npy of rows of seq_len + 1 tokens, for a batch of text; without, they are random."""
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.seq_len
 
 
 def weights(shape: Shape) -> dict[str, np.ndarray]:
@@ -35,13 +44,16 @@ def weights(shape: Shape) -> dict[str, np.ndarray]:
     layers, embed, hidden = shape.num_layers, shape.d_model, shape.d_ff
     return {
         "embedding": normal(rng, shape.vocab_size, embed),
-        **{name: normal(rng, layers, embed, embed) for name in ("wq", "wk", "wv", "wo")},
+        **{name: normal(rng, layers, embed, embed) for name in ATTENTION},
         "w_up": normal(rng, layers, embed, hidden),
         "w_down": normal(rng, layers, hidden, embed),
-        "head": normal(rng, embed, shape.vocab_size),
+        **({} if shape.tied else {"head": normal(rng, embed, shape.vocab_size)}),
     }
 
 
 def batch(shape: Shape) -> Batch:
     """Tokens and their next ones."""
+    if shape.tokens:
+        rows = np.load(shape.tokens, mmap_mode="r")[: shape.batch_size].astype(np.int32)
+        return rows[:, :-1], rows[:, 1:]
     return token_batch(shape.vocab_size, shape.batch_size, shape.seq_len)

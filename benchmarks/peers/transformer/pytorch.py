@@ -52,7 +52,11 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(
             torch.from_numpy(weights.pop("embedding")), freeze=False
         )
-        self.head = torch_step.linear(weights.pop("head"))
+        if shape.tied:
+            self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+            self.head.weight = self.embedding.weight
+        else:
+            self.head = torch_step.linear(weights.pop("head"))
         self.blocks = nn.ModuleList(
             Block(shape, {name: w[i] for name, w in weights.items()})
             for i in range(shape.num_layers)

@@ -7,8 +7,9 @@ from jax import Array
 from benchmarks.peers import zoo_step
 from benchmarks.peers.common import Built, Precision
 from benchmarks.peers.transformer import given
-from benchmarks.peers.transformer.given import Remat, Shape
+from benchmarks.peers.transformer.given import Shape
 from zoo import losses, transformer
+from zoo.remat import Policy
 
 
 def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Transformer:
@@ -25,7 +26,7 @@ def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Tr
             m.blocks.attention.wo,
             m.blocks.mlp.w_up,
             m.blocks.mlp.w_down,
-            m.head.weight,
+            *(() if shape.tied else (m.head.weight,)),
         ),
         model,
         (
@@ -34,13 +35,14 @@ def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Tr
             arrays["wo"].reshape(heads[0], *heads[2:], heads[1]),
             arrays["w_up"],
             arrays["w_down"],
-            arrays["head"],
+            *(() if shape.tied else (arrays["head"],)),
         ),
     )
 
 
-def build(shape: Shape, precision: Precision, *, remat: Remat, scan: bool) -> Built:
-    config = transformer.Config(
+def sizes(shape: Shape, remat: Policy, scan: bool) -> transformer.Config:
+    """The zoo's configuration of those sizes."""
+    return transformer.Config(
         vocab_size=shape.vocab_size,
         d_model=shape.d_model,
         num_layers=shape.num_layers,
@@ -50,7 +52,12 @@ def build(shape: Shape, precision: Precision, *, remat: Remat, scan: bool) -> Bu
         norm_eps=given.NORM_EPS,
         rope_theta=given.ROPE_THETA,
         remat=remat,
+        tie_embeddings=shape.tied,
         scan_layers=scan,
     )
+
+
+def build(shape: Shape, precision: Precision, *, remat: Policy, scan: bool) -> Built:
+    config = sizes(shape, remat, scan)
     batch = zoo_step.token_batch(given.batch(shape))
     return zoo_step.build(losses.next_token, lambda key: init(config, shape, key), batch, precision)

@@ -1,0 +1,9 @@
+"""All that the zoo promises of one GPU, in one command: `python -m benchmarks.gpu`."""
+
+from benchmarks import stand_ins
+
+if __name__ == "__main__":
+    stand_ins.install()
+    from benchmarks.gpu import command
+
+    command.main()
