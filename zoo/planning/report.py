@@ -40,7 +40,7 @@ def sections(plan: Plan) -> dict[str, Rows]:
     """The table's sections: rows of what, how much, and a remark."""
     found = {"memory a device": _memory(plan.memory)}
     found["compute a step"] = _compute(plan)
-    if plan.text:
+    if plan.text and plan.num_devices > 1:
         found["bytes sent a device a step"] = _collectives(plan)
     roof = roofline(plan)
     if roof is not None:
@@ -93,7 +93,7 @@ def _collectives(plan: Plan) -> Rows:
     for kind, total in totals.items():
         times = sum(c.times for c in plan.collectives if c.kind == kind)
         rows.append((kind, gigabytes(total), f"{times:,} times"))
-    rows.append(("all", gigabytes(sum(totals.values())), ""))
+    rows.append(("all", gigabytes(sum(totals.values(), 0.0)), ""))
     if plan.unknown_loops:
         names = ", ".join(plan.unknown_loops)
         rows.append(("", "", f"counted once, as their turns are not known: {names}"))

@@ -75,7 +75,8 @@ def suggest(
         memory = attempt.plan.memory
         verdict = "fits" if memory.fits else "does not fit"
         say(f"  {report.gigabytes(memory.total)}: {verdict}")
-        if attempt.plan.memory.fits:
+        # A run may be out of memory although its step would fit: others have some of it.
+        if memory.fits and memory.total < plan.memory.total:
             return attempt, tried
     return None, tried
 
