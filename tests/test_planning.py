@@ -128,6 +128,7 @@ def test_bytes_of_a_type(type_, size, in_memory):
         ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
         ("replica_groups=mesh['x'=2,'y'=4] {'y'}", 4),
         ("replica_groups=mesh['x'=2,'y'=4] {'x','y'}", 8),
+        ("replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", 2),
         ("replica_groups=mesh['x'=2,'y'=4] {'x','y':(1)2}", 4),
     ],
 )

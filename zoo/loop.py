@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 from zoo import monitor, sharding
 from zoo.data import load
 from zoo.metrics import MetricsLog, TensorBoard, plot_curves
-from zoo.planning import run as planning
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
 from zoo.train import (
@@ -59,6 +58,8 @@ def fit(
         RunError: a loss that is not finite, or other data than the checkpoint's.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
     """
+    from zoo.planning import run as planning  # here: `import zoo` need not wait for it
+
     config = run.config
     job = planning.make_job(
         run,

@@ -27,7 +27,6 @@ from jax.experimental import multihost_utils
 
 from zoo import sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
-from zoo.planning.targets import prepare
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
 
@@ -144,7 +143,7 @@ class Run:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if config.distributed:
             _join_processes()
-        native = prepare(config.plan).precision if config.plan else native_precision()
+        native = _plan_precision(config.plan) if config.plan else native_precision()
         if config.precision == "auto":
             # Written down, so that a run goes on in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
@@ -254,6 +253,13 @@ def cli_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("left at once; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _plan_precision(target: str) -> Precision:
+    """What a plan's devices compute in; from here on JAX computes on this machine's CPU alone."""
+    from zoo.planning import targets  # here: `import zoo` need not wait for it
+
+    return targets.prepare(target).precision
 
 
 def _keep_freed_memory() -> None:

@@ -108,7 +108,7 @@ def _op_name(computation: Computation, instruction: Instruction) -> str:
 def _group_size(instruction: Instruction, num_devices: int) -> int:
     """Devices that take part together, from any of the forms in which groups are written."""
     text = instruction.attributes
-    if instruction.opcode.startswith("collective-permute"):
+    if "replica_groups=" not in text or re.search(r"replica_groups=\{\}", text):
         return num_devices
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
     if listed:
@@ -116,12 +116,12 @@ def _group_size(instruction: Instruction, num_devices: int) -> int:
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)
     if iota:
         return int(iota.group(1))
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\S* \{([^}]*)\}", text)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if named:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", named.group(1)))
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named.group(2))
         return math.prod(int(part or sizes[axis]) for axis, part in parts)
-    return num_devices
+    raise hlo.HLOError(f"{instruction.name}: groups of an unknown form in {text[:200]!r}")
 
 
 _NO_TRAFFIC = {

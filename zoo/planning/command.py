@@ -62,7 +62,7 @@ def main(config: Config) -> None:
         found = show_suggestion(plan, "--remat", quick=config.quick)
     if config.save is not None:
         config.save.parent.mkdir(parents=True, exist_ok=True)
-        config.save.write_text(_markdown(plan, found))
+        config.save.write_text(_markdown(config, plan, found))
 
 
 def make_job(config: Config, target: Target) -> Job:
@@ -91,8 +91,9 @@ def make_job(config: Config, target: Target) -> Job:
     )
 
 
-def _markdown(plan: Plan, found: Attempt | None) -> str:
-    command = shlex.join(["python", "-m", "zoo", *sys.argv[1:]])
+def _markdown(config: Config, plan: Plan, found: Attempt | None) -> str:
+    given = [flag for flag in sys.argv[1:] if flag not in ("--save", str(config.save))]
+    command = shlex.join(["python", "-m", "zoo", *given])
     text = f"`{command}`\n\n{report.markdown(plan)}"
     if found is not None:
         text += f"\nWith `{found.flags}` it fits:\n\n{report.markdown(found.plan)}"
