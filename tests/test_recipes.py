@@ -18,6 +18,7 @@ from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 import zoo
 from recipes import generate
 from zoo import loop, rnn
+from zoo.compiled import CompiledStep
 from zoo.precision import native_precision
 from zoo.run import RunError, as_json
 
@@ -297,3 +298,31 @@ def test_a_mistake_is_a_message_and_a_code(shared, tmp_path):
         output = finish(process, code)
         assert message in output
         assert "Traceback" not in output
+
+
+# --- Plans ------------------------------------------------------------------------------------
+
+
+def test_a_plan_trains_nothing_and_leaves_nothing(train, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train("mlp", tmp_path / "run", "--plan", "cpu:8", "--mesh", "data=8")
+    assert not end.value.code
+    output = capsys.readouterr().out
+    for text in ("8 × cpu (data=8)", "optimizer", "temporaries", "all-reduce", "fits"):
+        assert text in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_for_what_there_is_not(train, tmp_path):
+    with pytest.raises(ValueError, match="v5e:4x4"):
+        train("mlp", tmp_path / "run", "--plan", "v9")
+
+
+def test_a_run_that_is_out_of_memory_says_what_it_needs(train, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+
+    monkeypatch.setattr(CompiledStep, "__call__", fail)
+    with pytest.raises(RunError, match="the step ran out of device memory at an allocation of 8 B"):
+        train("mlp", tmp_path / "run")
+    assert "temporaries" in capsys.readouterr().out

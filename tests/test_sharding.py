@@ -282,6 +282,20 @@ def test_gather_undoes_fsdp_and_nothing_else():
     assert without.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
 
 
+def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
+    mesh, tree = make_mesh(CUBE), part()
+    tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
+
+    def gradient(tree: Any) -> jax.Array:
+        return jax.grad(lambda weight: sharding.gather(replace(weight)).weight.sum())(tree.weight)
+
+    def replace(weight: jax.Array) -> Any:
+        return eqx.tree_at(lambda tree: tree.weight, tree, weight)
+
+    found = inside(mesh, gradient, tree)
+    assert found.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
+
+
 def test_gather_without_a_mesh_is_the_identity():
     tree = part()
     assert sharding.gather(tree) is tree

@@ -1,4 +1,4 @@
-"""The shelf on the command line: `python -m zoo`, `… describe lm-python`, `… verify`."""
+"""The zoo on the command line: `python -m zoo`, `… describe lm-python`, `… verify`, `… plan`."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zoo import checksums, publish, sharding
+from zoo.planning import command as planning
 from zoo.run import cli_errors
 
 
@@ -64,13 +65,26 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-COMMANDS: dict[str, Any] = {"list": list_models, "describe": describe, "verify": verify}
+def plan(config: tyro.conf.OmitArgPrefixes[planning.Config]) -> None:
+    """Compile a train step for devices you need not have: will it fit, and what bounds it?
+
+    For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192
+    """
+    planning.main(config)
+
+
+COMMANDS: dict[str, Any] = {
+    "list": list_models,
+    "describe": describe,
+    "verify": verify,
+    "plan": plan,
+}
 
 if __name__ == "__main__":
     with cli_errors():
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="python -m zoo",
-            description="The published models: list them, describe one, verify their files.",
+            description="The published models: list, describe, verify them; and plan a training.",
             args=sys.argv[1:] or ["list"],
         )

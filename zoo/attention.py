@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.precision import low_on_cpu
+from zoo.precision import low_on_cpu, platform
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn"]
 
@@ -106,8 +106,8 @@ def _refusal(implementation: str, q_BTNH: Array, soft_cap: float | None) -> str 
         return f"has no soft cap, and attention_soft_cap={soft_cap}"
     if implementation == "xla":
         return None
-    if jax.default_backend() != "gpu":
-        return f"needs an NVIDIA GPU, and this run is on {jax.default_backend()!r}"
+    if platform() != "gpu":
+        return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
     if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:
@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
 
 def _layout(dtype: Any) -> _Layout:
     """The faster layout: on CPU in fp32 heads before time, as batched products want them."""
-    if dtype == jnp.float32 and jax.default_backend() == "cpu":
+    if dtype == jnp.float32 and platform() == "cpu":
         return _Layout("bkgth", "bksh")
     return _Layout("btkgh", "bskh")
 

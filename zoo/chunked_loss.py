@@ -92,7 +92,13 @@ def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
     def scaled(x: Array) -> Array:
         return (x.astype(jnp.float32) * g).astype(x.dtype)
 
-    of_readout = jax.tree.map(lambda d: scaled(d.sum(0)), of_readout)
+    def reduced(path: tuple, names: tuple, d: Array) -> Array:
+        # Every device gets from each part what it keeps, and adds that up; XLA would reduce the
+        # whole to every device, and cut it then, for twice the bytes.
+        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], "batch")
+        return scaled(parts_last.sum(-1, dtype=jnp.float32)).astype(d.dtype)
+
+    of_readout = map_parameters(reduced, of_readout)
     return of_readout, scaled(of_x), None, scaled(of_weights)
 
 

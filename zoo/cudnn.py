@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float
 
+from zoo.precision import platform
 from zoo.recurrence import CellName, State, Weights
 
 
@@ -16,8 +17,8 @@ def refusal(cell: CellName, *, packed: bool) -> str | None:
         return f"has cell 'lstm' alone, and this is {cell!r}"
     if packed:
         return "can't begin anew between the segments of packed rows: pass mask, not segment_ids"
-    if jax.default_backend() != "gpu":
-        return f"needs an NVIDIA GPU, and this run is on {jax.default_backend()!r}"
+    if platform() != "gpu":
+        return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.size > 1:
         return "runs on one device, and the mesh has more"

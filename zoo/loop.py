@@ -58,7 +58,22 @@ def fit(
         RunError: a loss that is not finite, or other data than the checkpoint's.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
     """
+    from zoo.planning import run as planning  # here: `import zoo` need not wait for it
+
     config = run.config
+    job = planning.make_job(
+        run,
+        make_model,
+        loss_fn,
+        optimizer,
+        plan,
+        flops_per_token=flops_per_token,
+        clip=clip,
+        trainable=trainable,
+        pretrained=pretrained,
+    )
+    if config.plan:
+        planning.show(run, job)
     state, start = _restore_or_init(
         run, make_model, optimizer, fingerprint, schedule, trainable, pretrained
     )
@@ -77,12 +92,14 @@ def fit(
         clip_norm=config.clip_norm if clip else None,
         trainable=trainable,
     )
-    _compile(run, step_fn, state, plan)
+    with planning.explained(run.mesh, job, lambda: step_fn.programs):
+        _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
     with (
         _Signals() as signals,
         _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
+        planning.explained(run.mesh, job, lambda: step_fn.programs),
     ):
         if start == 0 and pretrained is not None:
             recorder.evaluation(0, evaluate, state.model, True)

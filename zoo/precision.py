@@ -112,9 +112,18 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
         yield model if at_use else cast(resolve(model), dtype)
 
 
+def platform() -> str:
+    """What the program at hand is made for, "cpu", "gpu" or "tpu": the devices of the mesh around.
+
+    They need not be this machine's: a program can be compiled for a TPU without one.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def low_on_cpu(x: Array) -> bool:
     """Whether x is bf16 or fp16 on a CPU, where XLA is fast in some forms of a product only."""
-    return x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
+    return x.dtype.itemsize < 4 and platform() == "cpu"
 
 
 def product(

@@ -1,6 +1,8 @@
 """Rematerialisation: named policies, and the checkpointed scan over stacked layers."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import equinox as eqx
@@ -22,6 +24,22 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
+_override: ContextVar[Policy | None] = ContextVar("zoo_remat_override", default=None)
+
+
+@contextlib.contextmanager
+def overridden(policy: Policy | None) -> Iterator[None]:
+    """Within, a policy takes the place of those that models ask for; None leaves them as they are.
+
+    So a plan tries policies on a model of any family.
+    """
+    token = _override.set(policy)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
 def checkpoint(
     function: Callable[..., Any], policy: Policy, *, in_scan: bool = False
 ) -> Callable[..., Any]:
@@ -33,6 +51,7 @@ def checkpoint(
     Raises:
         ValueError: a name that is no policy.
     """
+    policy = _override.get() or policy
     if policy not in POLICIES:
         raise ValueError(f"remat={policy!r}: choose one of {sorted(POLICIES)}")
     if policy == "none":

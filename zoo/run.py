@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ class Config:
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = False
     """One of several processes: see the README for the environment variables."""
+    plan: str = ""
+    """Train nothing: say what a step would need on devices such as v5e:4x4, v5p:4x4x4, h200:8 or
+    cpu:8, and how fast it can be there. An empty --mesh is then fsdp=-1."""
     tensorboard: bool = False
     """Write TensorBoard events too (extra: tensorboard)."""
     profile: bool = False
@@ -102,6 +106,7 @@ MAY_DIFFER = {
     "keep_checkpoints",
     "sequence_parallel",
     "distributed",
+    "plan",
     "tensorboard",
     "profile",
     "compilation_cache",
@@ -129,7 +134,8 @@ class Run:
 
     def __init__(self, config: Config):
         self.config: Any = config  # the recipe's own, with fields beyond these
-        self.folder = Path(config.run_dir)
+        # A plan leaves nothing behind.
+        self.folder = Path(tempfile.mkdtemp() if config.plan else config.run_dir)
         self._written_once = [self.folder / "config.json"]
 
     def __enter__(self) -> "Run":
@@ -137,18 +143,21 @@ class Run:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if config.distributed:
             _join_processes()
+        native = _plan_precision(config.plan) if config.plan else native_precision()
         if config.precision == "auto":
             # Written down, so that a run goes on in it or is refused, and never changes it.
-            config = self.config = dataclasses.replace(config, precision=native_precision())
-        if config.compilation_cache is not None:
+            config = self.config = dataclasses.replace(config, precision=native)
+        if config.compilation_cache is not None and not config.plan:
             folder = str(config.compilation_cache.expanduser())
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
-        self.mesh = sharding.make_mesh(config.mesh)
+        self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
         if jax.default_backend() == "cpu":
             _keep_freed_memory()
         with contextlib.ExitStack() as stack:
+            if config.plan:
+                stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if self.is_main:
                 stack.enter_context(_lock(self.folder))
                 self._check_config()
@@ -244,6 +253,13 @@ def cli_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("left at once; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _plan_precision(target: str) -> Precision:
+    """What a plan's devices compute in; from here on JAX computes on this machine's CPU alone."""
+    from zoo.planning import targets  # here: `import zoo` need not wait for it
+
+    return targets.prepare(target).precision
 
 
 def _keep_freed_memory() -> None:

@@ -5,6 +5,7 @@ names two logical axes, and `RULES` maps each of them to a mesh axis (or to none
 """
 
 import contextlib
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -92,12 +94,11 @@ def make_mesh(
             f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "
             f"processes, and needs all of them; for example {'data=-1'!r}"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices[:total],
+    # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
+    placed = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices[:total], allow_split_physical_axes=True
     )
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
@@ -214,7 +215,8 @@ def gather(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
     Call it where they are used: inside the scan over layers, on the layer in use, so that one
-    layer at a time is whole, and what crosses the network is in the compute dtype.
+    layer at a time is whole, and what crosses the network is in the compute dtype. Gradients go
+    the same way back: reduced to the parts that are stored, in the compute dtype.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
@@ -222,10 +224,33 @@ def gather(tree: Tree) -> Tree:
     mesh = jax.sharding.get_abstract_mesh()
 
     def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
-        spec = partition_spec(names, mesh, without=STORAGE_AXES, field=keystr(path))
-        return jax.lax.with_sharding_constraint(leaf, spec)
+        stored = partition_spec(names, mesh, field=keystr(path))
+        used = partition_spec(names, mesh, without=STORAGE_AXES)
+        return _reshard(leaf, used, stored)
 
     return map_parameters(gather_leaf, tree)
+
+
+# A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
+    """The identity: sharded as `used`, and its gradient as `stored`."""
+    # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
+    x = jax.lax.with_sharding_constraint(x, stored)
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tuple[Array, None]:
+    return _reshard(x, used, stored), None
+
+
+def _reshard_backward(
+    used: PartitionSpec, stored: PartitionSpec, residuals: None, g: Array
+) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(g, stored),)
+
+
+_reshard.defvjp(_reshard_forward, _reshard_backward)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,501 @@
+import dataclasses
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import make_transformer, small_config
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from zoo import losses, optimizers, remat, run, transformer
+from zoo.axes import is_parameter
+from zoo.planning import (
+    chips,
+    collectives,
+    command,
+    flops,
+    hlo,
+    published,
+    report,
+    roofline,
+    suggestions,
+    targets,
+)
+from zoo.planning import run as planning_run
+from zoo.planning.job import Job, Memory, make_plan, wanted_bytes
+from zoo.train import abstract_state, init_state, make_train_step
+
+TEXTS = Path(__file__).parent / "golden" / "hlo"
+MiB = 2**20
+
+
+def job(rows=8, seq=16, mesh="fsdp=8", **changes):
+    ids = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    weights = jax.ShapeDtypeStruct((rows, seq), jnp.float32)
+    sizes = small_config(**changes.pop("model", {}))
+    given = {
+        "make_model": lambda key: transformer.Transformer(sizes, key=key),
+        "optimizer": optimizers.make_optimizer(optimizers.Config(), 100),
+        "loss_fn": losses.next_token,
+        "batch": {"tokens": ids, "targets": ids, "weights": weights},
+        "tokens": rows * seq,
+        "flops_per_token": transformer.num_flops_per_token(sizes, seq),
+        "mesh": mesh,
+        "precision": "fp32",
+    }
+    return Job(**{**given, **changes})
+
+
+@functools.cache
+def small_plan():
+    """One plan for the tests that read it alone."""
+    return make_plan(job(), targets.parse("cpu:8"))
+
+
+def totals(text):
+    return collectives.bytes_by_kind(collectives.collectives(hlo.read(text)))
+
+
+# The reader of compiled programs.
+
+
+def test_a_gpu_program_with_async_collectives_in_a_loop():
+    # 3 turns, each gathers f32[4,256] of f32[1,256] (starts once), and reduces f32[4,256] in parts.
+    program = hlo.read((TEXTS / "gpu.txt").read_text())
+    found = collectives.collectives(program)
+    assert [(c.kind, c.times, c.group_size, c.bytes) for c in found] == [
+        ("all-reduce", 1, 2, 2 * 4 * 10 / 2),
+        ("all-gather", 3, 4, 3 * 1024),
+        ("reduce-scatter", 3, 4, 4096 * 3 / 4),
+    ]
+    assert found[1].op_name == "jit(f)/while/body/gather"
+    assert collectives.unknown_loops(program) == []
+
+
+def test_a_tpu_program_whose_gather_is_cut_over_fusions_and_whose_loops_have_no_count():
+    program = hlo.read((TEXTS / "tpu.txt").read_text())
+    found = collectives.collectives(program)
+    # The gather's channel is in three fusions of a body that runs 5 times, and is one collective;
+    # the ring's counter goes to 8 by a step of 2 that the loop is given: 4 turns in each of the 5.
+    assert [(c.kind, c.times, c.group_size, c.bytes) for c in found] == [
+        ("all-gather", 5, 16, 15 * 2 * 256),
+        ("collective-permute", 5 * 4, 16, 2 * 256),
+    ]
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
+    text = text.replace("constant(3)", "parameter(1)")
+    program = hlo.read(text)
+    assert collectives.unknown_loops(program) == ["loop"]
+    assert {c.times for c in collectives.collectives(program)} == {1}
+
+
+def test_a_text_that_is_no_program():
+    with pytest.raises(hlo.HLOError, match="no ENTRY computation"):
+        hlo.read("hello")
+
+
+@pytest.mark.parametrize(
+    ("type_", "size", "in_memory"),
+    [
+        ("f32[]", 4, 4),
+        ("bf16[2,3]{1,0:T(8,128)(2,1)}", 12, 12),
+        ("(f32[4]{0}, pred[8]{0:T(256)S(1)}, s4[6])", 16 + 8 + 3, 16 + 3),
+        ("token[]", 0, 0),
+        ("f8e4m3fn[16]", 16, 16),
+        ("c64[2]", 16, 16),
+    ],
+)
+def test_bytes_of_a_type(type_, size, in_memory):
+    assert hlo.num_bytes(type_) == size
+    assert hlo.num_bytes(type_, in_main_memory=True) == in_memory
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1},{2,3}}", 2),
+        ("replica_groups={}", 8),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y'}", 4),
+        ("replica_groups=mesh['x'=2,'y'=4] {'x','y'}", 8),
+        ("replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", 2),
+        ("replica_groups=mesh['x'=2,'y'=4] {'x','y':(1)2}", 4),
+    ],
+)
+def test_every_way_to_write_groups(groups, size):
+    text = f"""HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[16]) -> f32[16] {{
+  %p = f32[16]{{0}} parameter(0)
+  ROOT %r = f32[16]{{0}} all-reduce(%p), channel_id=1, {groups}, to_apply=%add
+}}
+"""
+    assert totals(text) == {"all-reduce": 2 * 64 * (size - 1) / size}
+
+
+LAYERS = 5
+
+
+def _scanned(mesh):
+    """The compiled gradient of a scan over layers that are stored in 8 parts."""
+    stored, whole = NamedSharding(mesh, P(None, "fsdp", None)), NamedSharding(mesh, P(None, None))
+
+    def loss(ws, x):
+        def body(x, w):
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole)), None
+
+        return jax.lax.scan(body, x, ws)[0].sum()
+
+    ws = jax.ShapeDtypeStruct((LAYERS, 64, 64), jnp.float32, sharding=stored)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P("fsdp", None)))
+    return jax.jit(loss).lower(ws, x).compile()
+
+
+def test_a_scan_gathers_each_layer_once():
+    text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
+    gathers = [c for c in collectives.collectives(hlo.read(text)) if c.kind == "all-gather"]
+    assert [(c.times, c.bytes) for c in gathers] == [(LAYERS, 64 * 64 * 4 * 7 / 8)]
+
+
+def test_what_a_scan_over_layers_reads_is_a_slice_a_turn():
+    text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
+    stack = LAYERS * 64 * 64 * 4 / 8
+    traffic = collectives.memory_traffic(hlo.read(text))
+    # Parts once, whole layers written and read: of the order of 2·8 + 1 stacks, not 5 times that.
+    assert 2 * 8 * stack < traffic < 4 * 8 * stack
+
+
+def test_the_program_of_a_fsdp_step_gathers_forward_and_backward():
+    plan = make_plan(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
+    times = [c.times for c in plan.collectives if c.kind == "all-gather" and c.bytes > 64]
+    assert times.count(6) == 2 * 9  # each parameter of a layer
+    assert plan.unknown_loops == []
+
+
+# What a plan says.
+
+
+def test_memory_is_what_the_compiler_says():
+    plan = small_plan()
+    wanted = plan.job
+    mesh = zoo.make_mesh("fsdp=8")
+    state = init_state(wanted.make_model, wanted.optimizer, key=jax.random.key(0), mesh=mesh)
+    step = make_train_step(wanted.loss_fn, wanted.optimizer, mesh=mesh, precision="fp32")
+    batch = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.batch.items()}
+    stats = step.lower(state, batch).compiled.memory_analysis()  # of arrays, as a run does
+    assert plan.memory.temporaries == pytest.approx(stats.temp_size_in_bytes, rel=0.01)
+    arguments = stats.argument_size_in_bytes
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    program = stats.generated_code_size_in_bytes
+    total = arguments + outputs + stats.temp_size_in_bytes + program
+    assert plan.memory.total == pytest.approx(total, rel=0.01)
+    held = [
+        sum(s.data.nbytes for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+            for s in x.addressable_shards if s.device == mesh.devices.flat[0])
+        for tree in (state.model, state.opt_state)
+    ]  # fmt: skip
+    assert [plan.memory.parameters, plan.memory.optimizer] == held
+    assert plan.memory.batch == 3 * 16 * 4
+    assert plan.memory.fits
+
+
+def traced_flops(wanted, policy=None):
+    """FLOPs without a compile."""
+    args = {"key": jax.random.key(0), "mesh": None}
+    with remat.overridden(policy):
+        state = abstract_state(wanted.make_model, wanted.optimizer, **args)
+        step = make_train_step(wanted.loss_fn, wanted.optimizer, precision="fp32")
+        return flops.count(step.trace(state, wanted.batch).jaxpr)
+
+
+def test_the_flops_of_a_step():
+    sizes = {"num_layers": 3, "attention": "xla", "causal": False}
+    wanted, config = job(model=sizes), small_config(**sizes)
+    plain, again = traced_flops(wanted), traced_flops(wanted, "full")
+    assert plain == pytest.approx(wanted.flops_per_token * wanted.tokens)
+    head = 6 * config.d_model * config.vocab_size * wanted.tokens
+    # Forward again: a third more, but for the head, and the last product of a layer.
+    last = 2 * config.d_model * config.hidden_size * config.num_layers * wanted.tokens
+    assert again == pytest.approx((plain - head) * 4 / 3 - last + head)
+
+
+def test_loops_and_branches_of_a_jaxpr():
+    def f(x):
+        x = jax.lax.fori_loop(0, 7, lambda _, x: x @ x, x)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    assert flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4)))) == (7 + 2) * 2 * 4**3
+
+
+def test_a_roofline_by_hand():
+    plan = dataclasses.replace(small_plan(), target=targets.parse("h100:8"))
+    roof = roofline.roofline(plan)
+    chip = chips.CHIPS["h100"]
+    sent = sum(c.total for c in plan.collectives)
+    assert roof.compute == plan.flops / 8 / chip.flops
+    assert roof.memory == plan.traffic / chip.bandwidth
+    assert roof.interconnect == sent / chip.interconnect
+    assert roof.seconds == max(roof.compute, roof.memory, roof.interconnect)
+    assert roof.tokens_per_second == 8 * 16 / roof.seconds
+    assert roof.mfu == pytest.approx(plan.model_flops / roof.seconds / 8 / chip.flops)
+    assert getattr(roof, roof.bound) == roof.seconds
+    assert any("estimate" in line for line in report.caveats(plan))
+
+
+def test_a_cpu_has_no_roofline():
+    plan = small_plan()
+    assert roofline.roofline(plan) is None
+    assert any("No peak" in line for line in report.caveats(plan))
+
+
+def test_nothing_of_it_is_allocated():
+    small_plan.cache_clear()
+    before = {id(x) for x in jax.live_arrays()}
+    small_plan()
+    new = [x for x in jax.live_arrays() if id(x) not in before]
+    assert sum(x.nbytes for x in new) < 4096 < small_plan().memory.parameters
+
+
+# What fits.
+
+
+def limited(plan, limit):
+    return dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit=float(limit)))
+
+
+def test_suggestions_go_from_cheap_to_dear_and_end():
+    wanted = job(rows=32, remat="none", mesh="data=8")
+    plan = dataclasses.replace(small_plan(), job=wanted)
+    tried = []
+
+    def make(changed, target, quick):
+        tried.append(suggestions.describe(wanted, changed, "--remat"))
+        return limited(plan, 0)
+
+    # The state alone of data=8 is more than this: those that keep it are not compiled at all.
+    limit = (plan.memory.parameters + plan.memory.optimizer) * 0.9
+    found, _ = suggestions.suggest(
+        limited(plan, limit), remat_flag="--remat", say=lambda _: None, make=make
+    )
+    assert found is None
+    assert tried == [
+        "--remat full --mesh fsdp=8",
+        "--remat full --mesh fsdp=8 --accumulate 2",
+        "--remat full --mesh fsdp=8 --accumulate 4",
+        "--remat full --mesh fsdp=4,tensor=2 --sequence-parallel --accumulate 8",
+        "--remat full --mesh fsdp=2,tensor=4 --sequence-parallel --accumulate 16",
+    ]
+
+
+def test_a_compiler_that_gives_up_says_how_much_it_wanted():
+    gigabytes = {
+        "Used 25.10G of 15.75G hbm. Exceeded hbm capacity by 9.35G.": 25.1 * 2**30,
+        "Out of memory while trying to allocate 3.50GiB.": 3.5 * 2**30,
+        "Out of memory allocating 123456 bytes.": 123456,
+        "required for HLO temporaries (17.72G) exceeds available HBM (15.75G).": 17.72 * 2**30,
+        "no more": None,
+    }
+    for message, size in gigabytes.items():
+        assert wanted_bytes(message) == size
+    memory = Memory(
+        parameters=1.0,
+        optimizer=1.0,
+        batch=1.0,
+        temporaries=None,
+        program=0.0,
+        total=9.0,
+        limit=99.0,
+        is_refused=True,
+    )
+    assert not memory.fits
+
+
+# Targets, chips and sizes.
+
+
+@pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:16", "h200:2x2", "cpu:0", "", "8"])
+def test_an_unknown_target_names_those_that_there_are(text):
+    with pytest.raises(ValueError, match=r"v5e:4x4.*h200:8 or cpu:8.*v4, v5e, v5p, v6e, a100"):
+        targets.parse(text)
+
+
+def test_more_virtual_devices_than_there_are():
+    with pytest.raises(ValueError, match="xla_force_host_platform_device_count=512"):
+        targets.parse("cpu:512").devices()
+
+
+def test_a_tpu_without_its_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ImportError, match=r"pip install 'zoo\[plan\]'"):
+        targets.parse("v5e:4x4").devices()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("Some GPU", "Some GPU"),
+    ],
+)
+def test_the_chip_of_a_device(kind, name):
+    class Device:
+        platform, device_kind = "gpu", kind
+
+        def memory_stats(self):
+            return {"bytes_limit": 123}
+
+    chip = chips.of_device(Device(), 1)
+    assert (chip.name, chip.memory) == (name, 123)
+
+
+# Of each model's own files: the numbers of elements in its safetensors.
+PARAMETERS = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def test_published_sizes_have_the_published_numbers_of_parameters():
+    def count(config):
+        model = eqx.filter_eval_shape(
+            lambda key: transformer.Transformer(config, key=key), jax.random.key(0)
+        )
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(model) if is_parameter(x))
+
+    assert {name: count(config) for name, config in published.SIZES.items()} == PARAMETERS
+
+
+def test_an_unknown_size_names_those_that_there_are():
+    with pytest.raises(ValueError, match=r"'llama9' is no published size.*llama3-8b.*qwen3-32b"):
+        published.named("llama9")
+
+
+# The command, and the recipes.
+
+
+def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    path = tmp_path / "a" / "plan.md"
+    command.main(command.Config(model="small", target="cpu:8", seq_len=32, save=path))
+    output = capsys.readouterr().out
+    for text in ("8 × cpu (fsdp=8)", "256 tokens", "temporaries", "fits", "all-gather", "compiled"):
+        assert text in output
+        assert text in path.read_text().replace("Compiled", "compiled")
+
+
+def test_the_command_suggests(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    small = dataclasses.replace(chips.CHIPS["h100"], memory=4.0 * MiB)
+    monkeypatch.setitem(chips.CHIPS, "h100", small)
+    path = tmp_path / "plan.md"
+    command.main(
+        command.Config(
+            model="small", target="h100:8", seq_len=64, batch_size=64, remat="none", save=path
+        )
+    )
+    output = capsys.readouterr().out
+    assert "does not fit" in output
+    assert "This fits: --remat full" in output
+    first, second = path.read_text().split("With `--remat full` it fits:")
+    assert "does not fit" in first
+    assert "does not fit" not in second
+
+
+def test_help_and_errors_of_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "plan", "llama9", "--target", "cpu:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no published size" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_running_out_of_memory_is_explained(capsys, monkeypatch):
+    mesh, wanted = zoo.make_mesh("fsdp=8"), job(rows=16)
+    little = dataclasses.replace(chips.cpu(8), memory=small_plan().memory.total * 1.2)
+    monkeypatch.setattr(chips, "cpu", lambda devices: little)
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
+    with (
+        pytest.raises(run.RunError, match=r"memory .*2.00 GiB; this fits: --accumulate 2"),
+        planning_run.explained(mesh, wanted, lambda: []),
+    ):
+        raise jax.errors.JaxRuntimeError(message)
+    assert "does not fit" in capsys.readouterr().out
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
+        planning_run.explained(mesh, wanted, lambda: []),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_abstract_arrays_compile_to_what_arrays_do():
+    mesh = zoo.make_mesh("fsdp=4,tensor=2")
+    optimizer = optimizers.make_optimizer(optimizers.Config(), 100)
+    state = abstract_state(make_transformer(), optimizer, key=jax.random.key(0), mesh=mesh)
+    step = make_train_step(losses.next_token, optimizer, mesh=mesh, precision="fp32")
+    with pytest.raises(ValueError, match="has 6 rows"):
+        step.trace(state, {"tokens": jax.ShapeDtypeStruct((6, 8), jnp.int32)})
+
+
+# TPUs.
+
+
+def test_a_tpu_slice_without_a_tpu():
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    wanted = job(
+        rows=8, seq=128, mesh="fsdp=4,tensor=2", precision="bf16",
+        model={"d_model": 512, "d_ff": 1024, "num_layers": 3, "head_dim": 128},
+    )  # fmt: skip
+    plan = make_plan(dataclasses.replace(wanted, remat="full"), targets.parse("v5e:2x4"))
+    assert plan.memory.fits
+    assert plan.unknown_loops == []
+    layer_gathers = [
+        c for c in plan.collectives
+        if c.kind == "all-gather" and c.times == 3 and c.group_size == 4 and c.bytes > 10_000
+    ]  # fmt: skip
+    assert {c.dtype for c in layer_gathers} == {"bf16"}
+    # Each of a layer's parameters forward and backward, half of it with two tensor parts.
+    matrices = 512 * 128 * 8 * 4 + 3 * 512 * 1024
+    expected = 2 * 3 * matrices * 2 / 2 * 3 / 4
+    assert sum(c.total for c in layer_gathers) == pytest.approx(expected, rel=0.02)
+    # Gradients are reduced to the parts that are stored.
+    scattered = [c for c in plan.collectives if c.kind == "reduce-scatter" and c.times == 3]
+    assert sum(c.total for c in scattered) > 0.3 * expected / 2
+
+
+def test_tpu_slices_that_there_are_not():
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
+        targets.parse("v5e:3x3").devices()
+    assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
+
+
+def test_a_target_is_told_from_its_compiler():
+    assert targets.parse("v5e:4x4").is_exact
+    assert not targets.parse("h200:8").is_exact
+    assert targets.parse("V5P:4x4x8").num_devices == 128

@@ -1,0 +1,68 @@
+"""The chips that plans are made for: peak FLOP/s, memory, and the speed of memory and links."""
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+GB, GiB = 1e9, 2.0**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device of a mesh, by its vendor's numbers; None where there is none to quote."""
+
+    name: str
+    """As a target names it."""
+    flops: float | None
+    """Peak of dense bf16 products, FLOP/s."""
+    memory: float
+    """Bytes of device memory."""
+    bandwidth: float | None
+    """Bytes a second between the chip and that memory."""
+    interconnect: float | None
+    """Bytes a second that the chip sends to others, over all of its links together."""
+    kind: str
+    """What compiles for it: tpu, gpu or cpu."""
+    pattern: str = ""
+    """Matches the names that JAX has for it."""
+
+
+# Sources. TPUs: the tables of specifications on the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU
+# v6e" of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v4, and so on): "Peak compute
+# per chip (bf16)", "HBM capacity per chip", "HBM bandwidth per chip", and half of "Bidirectional
+# inter-chip interconnect (ICI) bandwidth (per chip)" (400 GBps of v5e, 1200 of v5p, 800 of v6e; of
+# v4 the former "Interchip Interconnect BW", 2400 Gbps, one way). GPUs: NVIDIA's data sheets of the
+# A100 80GB, H100 and H200 (SXM): dense bf16 (half of "with sparsity"), memory, and half of NVLink's
+# 600 or 900 GB/s, which are both ways.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 275e12, 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$"),
+        Chip("v5e", 197e12, 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)"),
+        Chip("v5p", 459e12, 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$"),
+        Chip("v6e", 918e12, 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)"),
+        Chip("a100", 312e12, 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB"),
+        Chip("h100", 989e12, 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)"),
+        Chip("h200", 989e12, 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200"),
+    )
+}
+
+
+def cpu(devices: int) -> Chip:
+    """A virtual device of this machine: its share of the memory, and no peak to quote."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Chip("cpu", None, memory / devices, None, None, "cpu")
+
+
+def of_device(device: Any, devices: int) -> Chip:
+    """The chip that a device of JAX's is, with the memory that JAX may use of it."""
+    if device.platform == "cpu":
+        return cpu(devices)
+    known = (chip for chip in CHIPS.values() if re.search(chip.pattern, device.device_kind))
+    unknown = Chip(device.device_kind, None, math.inf, None, None, device.platform)
+    chip = next(known, unknown)
+    usable = (device.memory_stats() or {}).get("bytes_limit", chip.memory)
+    return dataclasses.replace(chip, memory=float(usable))

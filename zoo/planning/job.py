@@ -1,0 +1,221 @@
+"""A training step that has not been compiled, and what its compiled program says of itself."""
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from zoo import remat, sharding
+from zoo.axes import is_parameter
+from zoo.planning import collectives, flops, hlo
+from zoo.planning.targets import Target
+from zoo.precision import Precision
+from zoo.remat import Policy
+from zoo.train import LossFunction, Trainable, TrainState, abstract_state, make_train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that a step is compiled from."""
+
+    make_model: Callable[..., PyTree]
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFunction
+    batch: dict[str, jax.ShapeDtypeStruct]
+    """The arrays of a batch, of all devices together."""
+    tokens: int
+    """Tokens (or examples) in it."""
+    flops_per_token: float | None
+    """What the maths needs: forward and backward, nothing computed twice."""
+    mesh: str
+    precision: Precision = "bf16"
+    accumulate: int = 1
+    sequence_parallel: bool = False
+    remat: Policy | None = None
+    """Takes the place of the policy that the model's configuration names."""
+    clip_norm: float | None = 1.0
+    trainable: Trainable | None = None
+    pretrained: PyTree = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device, while it trains."""
+
+    parameters: float
+    optimizer: float
+    batch: float
+    temporaries: float | None
+    """Activations, gradients, gathered layers; None where the compiler gave up and did not say."""
+    program: float
+    total: float
+    """All of it, and what is new in the results."""
+    limit: float
+    """What the device has."""
+    peak: float | None = None
+    """The most that is in use at once, where the compiler says so; parts of `total` take turns."""
+    is_refused: bool = False
+    """The compiler gave up."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return not self.is_refused and self.total <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a compiled step needs of each device."""
+
+    job: Job
+    target: Target
+    mesh: dict[str, int]
+    num_parameters: int
+    memory: Memory
+    flops: float
+    """Of the products of a step, of all devices together."""
+    traffic: float
+    """Bytes between a device and its memory."""
+    collectives: list[collectives.Collective]
+    unknown_loops: list[str]
+    compile_seconds: float
+    text: str = ""
+    """The compiled program."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def model_flops(self) -> float | None:
+        """FLOPs that a step's maths needs, of all devices together."""
+        return self.job.flops_per_token and self.job.flops_per_token * self.job.tokens
+
+
+def make_plan(job: Job, target: Target, *, quick: bool = False, compiled: Any = None) -> Plan:
+    """Compile a job for a target, without the hardware and without allocating an array of it.
+
+    `quick` asks the compiler for less effort: in a fraction of the time, a program that moves and
+    keeps much the same. A program that is there already may be given as `compiled`.
+
+    Raises:
+        ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide.
+    """
+    mesh = sharding.make_mesh(job.mesh, target.devices())
+    rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
+    began = time.monotonic()
+    with remat.overridden(job.remat):
+        state = abstract_state(
+            job.make_model,
+            job.optimizer,
+            key=jax.random.key(0),
+            mesh=mesh,
+            rules=rules,
+            trainable=job.trainable,
+            pretrained=job.pretrained,
+        )
+        step = make_train_step(
+            job.loss_fn,
+            job.optimizer,
+            mesh=mesh,
+            rules=rules,
+            precision=job.precision,
+            accumulate=job.accumulate,
+            clip_norm=job.clip_norm,
+            trainable=job.trainable,
+        )
+        traced = step.trace(state, job.batch)
+    compiled, refusal = (compiled, "") if compiled else _compile(traced, quick)
+    text = "" if compiled is None else compiled.as_text()
+    program = None if compiled is None else hlo.read(text)
+    parts = sharding.num_batch_parts(mesh, rules)
+    batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in job.batch.values()) / parts
+    return Plan(
+        job=job,
+        target=target,
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        num_parameters=sum(
+            math.prod(x.shape) for x in jax.tree.leaves(state.model) if is_parameter(x)
+        ),
+        memory=_memory(state, batch, compiled, refusal, target.chip.memory),
+        flops=flops.count(traced.jaxpr),
+        traffic=collectives.memory_traffic(program) if program else 0.0,
+        collectives=collectives.collectives(program) if program else [],
+        unknown_loops=collectives.unknown_loops(program) if program else [],
+        compile_seconds=time.monotonic() - began,
+        text=text,
+    )
+
+
+def _compile(traced: Any, quick: bool) -> tuple[Any, str]:
+    """The compiled program; or None, and what the compiler says of memory."""
+    options = {"exec_time_optimization_effort": -1.0} if quick else {}
+    try:
+        return traced.lower().compile(compiler_options=options), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, str(error)
+
+
+_UNITS = {"": 1.0, "B": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
+
+
+def wanted_bytes(message: str) -> float | None:
+    """The bytes that a compiler or an allocator which ran out of memory says it wanted."""
+    number = r"([\d.]+) ?([KMGT]?)(?:i?B|bytes)?\b"
+    forms = (r"[Uu]sed {} of", r"temporaries \({}\)", r"allocat(?:e|ing) {}")
+    for form in forms:
+        match = re.search(form.format(number), message)
+        if match:
+            return float(match.group(1)) * _UNITS[match.group(2)]
+    return None
+
+
+def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
+    parameters, optimizer = (_device_bytes(x) for x in (state.model, state.opt_state))
+    if compiled is None:
+        wanted, arguments = wanted_bytes(refusal), parameters + optimizer + batch
+        alone = wanted is not None and "temporaries" in refusal
+        total = max(wanted + arguments if wanted and alone else wanted or 0.0, arguments)
+        return Memory(
+            parameters=parameters,
+            optimizer=optimizer,
+            batch=batch,
+            temporaries=wanted if alone else None,
+            program=0.0,
+            total=total,
+            limit=limit,
+            is_refused=True,
+        )
+    stats = compiled.memory_analysis()
+    program = float(stats.generated_code_size_in_bytes)
+    arguments = stats.argument_size_in_bytes
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        batch=batch,
+        temporaries=float(stats.temp_size_in_bytes),
+        program=program,
+        total=float(arguments + made + stats.temp_size_in_bytes) + program,
+        limit=limit,
+        peak=float(getattr(stats, "peak_memory_in_bytes", 0)) or None,
+    )
+
+
+def _device_bytes(tree: PyTree) -> float:
+    """The bytes that one device keeps of a tree."""
+
+    def each(x: Any) -> float:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return float(math.prod(shape) * x.dtype.itemsize)
+
+    return sum(each(x) for x in jax.tree.leaves(tree) if is_parameter(x))

@@ -1,0 +1,56 @@
+"""Configurations of published sizes, by name, for plans that need no weights.
+
+From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
+(Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B (Yang et al. 2025).
+"""
+
+import dataclasses
+
+from zoo.transformer_config import Config
+
+_LLAMA3 = Config(
+    vocab_size=128_256,
+    num_kv_heads=8,
+    norm_eps=1e-5,
+    rope_theta=500_000.0,
+    max_seq_len=8192,
+)
+_QWEN3 = Config(
+    vocab_size=151_936,
+    head_dim=128,
+    num_kv_heads=8,
+    qk_norm=True,
+    rope_theta=1_000_000.0,
+    max_seq_len=40_960,
+)
+
+
+def _sized(
+    base: Config, d_model: int, layers: int, heads: int, d_ff: int, *, tied: bool = False
+) -> Config:
+    return dataclasses.replace(
+        base, d_model=d_model, num_layers=layers, num_heads=heads, d_ff=d_ff, tie_embeddings=tied
+    )
+
+
+SIZES: dict[str, Config] = {
+    "llama3-8b": _sized(_LLAMA3, 4096, 32, 32, 14_336),
+    "llama3-70b": _sized(_LLAMA3, 8192, 80, 64, 28_672),
+    "qwen3-0.6b": _sized(_QWEN3, 1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288),
+    "qwen3-14b": _sized(_QWEN3, 5120, 40, 40, 17_408),
+    "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
+}
+
+
+def named(name: str) -> Config:
+    """The configuration of a published size.
+
+    Raises:
+        ValueError: a name that is none of them, with those that are.
+    """
+    if name.lower() not in SIZES:
+        raise ValueError(f"{name!r} is no published size; there are {', '.join(SIZES)}")
+    return SIZES[name.lower()]

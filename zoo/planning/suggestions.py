@@ -1,0 +1,134 @@
+"""What makes a step fit: changes in the order in which they cost least, each compiled and seen."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zoo.planning import report
+from zoo.planning.job import Job, Plan, make_plan
+from zoo.planning.targets import Target
+from zoo.sharding import ShardingError
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A changed job, and its plan."""
+
+    flags: str
+    """What to change on the command line."""
+    plan: Plan
+
+
+def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
+    """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
+    best = job
+    if remat_flag is not None and job.remat != "full":
+        best = dataclasses.replace(best, remat="full")
+        yield best
+    sharded = dataclasses.replace(best, mesh=f"fsdp={num_devices}")
+    meshes = [best] if _sizes(job.mesh, num_devices) == {"fsdp": num_devices} else [best, sharded]
+    for start in meshes:
+        if start is not best:
+            yield start
+        parts = _batch_parts(start.mesh, num_devices)
+        accumulate = job.accumulate * 2
+        while rows % (parts * accumulate) == 0:
+            yield dataclasses.replace(start, accumulate=accumulate)
+            accumulate *= 2
+    for tensor in (2, 4, 8):
+        if num_devices % tensor == 0 and num_devices > tensor:
+            mesh = f"fsdp={num_devices // tensor},tensor={tensor}"
+            parts = num_devices // tensor
+            accumulate = max(1, rows // parts)
+            if rows % (parts * accumulate) == 0:
+                yield dataclasses.replace(
+                    best, mesh=mesh, accumulate=accumulate, sequence_parallel=True
+                )
+
+
+def suggest(
+    plan: Plan,
+    *,
+    remat_flag: str | None = None,
+    quick: bool = False,
+    say: Callable[[str], None] = print,
+    make: Callable[..., Plan] = make_plan,
+) -> tuple[Attempt | None, list[Attempt]]:
+    """The first change that fits, by its own compiled program, and all that were tried.
+
+    None if none of them does. What cannot fit by the state alone is not compiled.
+    """
+    job, target = plan.job, plan.target
+    rows = next(iter(job.batch.values())).shape[0]
+    tried: list[Attempt] = []
+    for changed in changes(job, target.num_devices, rows, remat_flag=remat_flag):
+        flags = describe(job, changed, remat_flag)
+        if _state_alone(changed, plan, target) > plan.memory.limit:
+            continue
+        say(f"trying {flags} …")
+        try:
+            attempt = Attempt(flags, make(changed, target, quick=quick))
+        except ShardingError as error:
+            say(f"  it cannot be: {error}")
+            continue
+        tried.append(attempt)
+        memory = attempt.plan.memory
+        verdict = "fits" if memory.fits else "does not fit"
+        say(f"  {report.gigabytes(memory.total)}: {verdict}")
+        # A run may be out of memory although its step would fit: others have some of it.
+        if memory.fits and memory.total < plan.memory.total:
+            return attempt, tried
+    return None, tried
+
+
+def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
+    """The flags that make the one job the other."""
+    flags = []
+    if changed.remat != job.remat:
+        flags.append(f"{remat_flag} {changed.remat}")
+    if changed.mesh != job.mesh:
+        flags.append(f"--mesh {changed.mesh}")
+    if changed.sequence_parallel != job.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if changed.accumulate != job.accumulate:
+        flags.append(f"--accumulate {changed.accumulate}")
+    return " ".join(flags)
+
+
+def _state_alone(job: Job, plan: Plan, target: Target) -> float:
+    """About what a device keeps of the state: storage axes alone count, and all of them do."""
+    kept = (plan.memory.parameters + plan.memory.optimizer) * _storage_parts(
+        plan.job.mesh, target.num_devices
+    )
+    return kept / _storage_parts(job.mesh, target.num_devices)
+
+
+def _sizes(mesh: str, num_devices: int) -> dict[str, int]:
+    pairs = (item.split("=") for item in mesh.split(",") if item.strip())
+    sizes = {axis.strip(): int(size) for axis, size in pairs}
+    known = 1
+    for size in sizes.values():
+        known *= size if size > 0 else 1
+    return {a: num_devices // known if n == -1 else n for a, n in sizes.items() if n != 1}
+
+
+def _batch_parts(mesh: str, num_devices: int) -> int:
+    sizes = _sizes(mesh, num_devices)
+    return sizes.get("data", 1) * sizes.get("fsdp", 1)
+
+
+def _storage_parts(mesh: str, num_devices: int) -> int:
+    sizes = _sizes(mesh, num_devices)
+    return sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+
+
+def show_suggestion(plan: Plan, remat_flag: str | None, *, quick: bool = False) -> Attempt | None:
+    """Look for a change that fits; print what is tried, and the plan of what does."""
+    print()
+    found, _ = suggest(plan, remat_flag=remat_flag, quick=quick)
+    if found is None:
+        print("Nothing that was tried fits: take more devices, or larger ones.")
+    else:
+        print(f"This fits: {found.flags}\n")
+        report.show(found.plan)
+    return found

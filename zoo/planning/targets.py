@@ -1,0 +1,142 @@
+"""What a plan is made for: `v5e:4x4`, `h200:8` or `cpu:8`, as devices that programs compile for."""
+
+import contextlib
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zoo.planning import chips
+from zoo.planning.chips import CHIPS, Chip
+from zoo.precision import Precision, native_precision
+
+
+@dataclass(frozen=True)
+class Target:
+    """Chips of one kind, and how many."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    present: tuple[Any, ...] = ()
+    """The devices, where they are this machine's."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices a mesh of all of it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its own compiler can be had without the hardware."""
+        return self.chip.kind != "gpu" or bool(self.present)
+
+    @property
+    def precision(self) -> Precision:
+        """What recipes compute in there, unless told otherwise."""
+        return native_precision() if self.chip.kind == "cpu" else "bf16"
+
+    def devices(self) -> list[Any]:
+        """Devices to compile for: of a TPU its own, else virtual ones of this machine's CPU.
+
+        Raises:
+            ValueError: a topology that there is not.
+            ImportError: a TPU without its compiler, the package libtpu.
+        """
+        if self.present:
+            return list(self.present)
+        return self._tpus() if self.chip.kind == "tpu" else self._cpus()
+
+    def _tpus(self) -> list[Any]:
+        # Else libtpu asks the cloud what machine this is, says aloud that nobody answers, and lets
+        # no second process compile at the same time.
+        for name, value in (
+            ("TPU_SKIP_MDS_QUERY", "1"),
+            ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+            ("TPU_WORKER_HOSTNAMES", "localhost"),
+            ("TPU_ACCELERATOR_TYPE", f"{self.chip.name}-{self.num_devices}"),
+        ):
+            os.environ.setdefault(name, value)
+        try:
+            import libtpu  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"target={self.name!r}: the compiler for TPUs is the package libtpu; "
+                "pip install 'zoo[plan]' (no TPU is needed), or plan for cpu:N"
+            ) from error
+        from jax.experimental import topologies
+
+        # The two cores of a chip are one device: of a v4 only if told so.
+        options = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        try:
+            found = topologies.get_topology_desc(self.name, platform="tpu", **options).devices
+        except Exception as error:  # of no common type
+            raise ValueError(
+                f"target={self.name!r}: no such slice ({error}); slices are such as "
+                f"{_EXAMPLES[self.chip.name]}"
+            ) from error
+        return list(found)
+
+    def _cpus(self) -> list[Any]:
+        wanted = self.num_devices
+        with contextlib.suppress(RuntimeError):  # JAX has started, with as many as it has
+            jax.config.update("jax_num_cpu_devices", wanted)
+        found = jax.devices("cpu")
+        if len(found) < wanted:
+            raise ValueError(
+                f"target={self.name!r} needs {wanted} virtual CPU devices, and JAX has started "
+                f"with {len(found)}: XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+            )
+        return found[:wanted]
+
+
+_EXAMPLES = {
+    "v4": "v4:2x2x2 or v4:4x4x4",
+    "v5e": "v5e:2x2, v5e:4x4 or v5e:16x16",
+    "v5p": "v5p:2x2x1, v5p:4x4x4 or v5p:4x8x8",
+    "v6e": "v6e:2x2, v6e:4x4 or v6e:16x16",
+}
+
+
+def parse(text: str) -> Target:
+    """A target from a text: a chip, a colon, and the shape of a slice or a number of devices.
+
+    Raises:
+        ValueError: another text, with what there is.
+    """
+    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
+    name, sizes = match.groups() if match else (text, "")
+    shape = tuple(int(size) for size in sizes.split("x")) if sizes else ()
+    known = name in CHIPS or name == "cpu"
+    kind = CHIPS[name].kind if name in CHIPS else "cpu"
+    if not known or not shape or 0 in shape or (len(shape) > 1) != (kind == "tpu"):
+        names = ", ".join((*CHIPS, "cpu"))
+        raise ValueError(
+            f"target={text!r}: write the shape of a TPU slice, such as v5e:4x4 or v5p:4x4x4, or "
+            f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8; chips: {names}"
+        )
+    chip = chips.cpu(math.prod(shape)) if kind == "cpu" else CHIPS[name]
+    return Target(f"{name}:{sizes}", chip, shape)
+
+
+def present(mesh: Mesh) -> Target:
+    """The devices of a mesh that is at hand."""
+    devices = tuple(mesh.devices.flat)
+    chip = chips.of_device(devices[0], len(devices))
+    return Target(f"{chip.name}:{len(devices)}", chip, (len(devices),), devices)
+
+
+def prepare(text: str) -> Target:
+    """The target of a plan; from here on JAX computes nothing but on this machine's CPU.
+
+    Raises:
+        ValueError, ImportError: as `parse` and `Target.devices`.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    target = parse(text)
+    target.devices()
+    return target
