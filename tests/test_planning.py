@@ -405,6 +405,7 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
         assert text in path.read_text().replace("Compiled", "compiled")
 
 
+@pytest.mark.slow
 def test_the_command_suggests(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(published.SIZES, "small", small_config())
     small = dataclasses.replace(chips.CHIPS["h100"], memory=4.0 * MiB)
