@@ -42,7 +42,7 @@ def compiled_once(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Drawing would take most of the time of these runs."""
-    monkeypatch.setattr(zoo.monitor, "plot_curves", lambda *paths: None)
+    monkeypatch.setattr(zoo.loop, "plot_curves", lambda *paths: None)
 
 
 class Bigram(eqx.Module):
