@@ -162,8 +162,13 @@ def peak_flops(device: jax.Device, dtype: Literal["bf16", "fp16", "fp32"]) -> fl
     fp32 is the peak outside the tensor cores. JAX computes fp32 products on recent GPUs as TF32
     unless told otherwise, and may then be several times faster.
     """
+    return published_peak(device.device_kind, dtype)
+
+
+def published_peak(device_kind: str, dtype: Literal["bf16", "fp16", "fp32"]) -> float | None:
+    """`peak_flops` of the device that JAX calls `device_kind`, such as "TPU v5 lite"."""
     for pattern, peaks in _PEAKS.items():
-        if re.search(rf"\b({pattern})(?!\w)", device.device_kind):
+        if re.search(rf"\b({pattern})(?!\w)", device_kind):
             peak = peaks[("bf16", "fp16", "fp32").index(dtype)]
             return None if peak is None else peak * 1e12
     return None

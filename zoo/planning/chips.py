@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from zoo.monitor import published_peak
+
 GB, GiB = 1e9, 2.0**30
 
 
@@ -30,23 +32,27 @@ class Chip:
     """Matches the names that JAX has for it."""
 
 
-# Sources. TPUs: the tables of specifications on the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU
-# v6e" of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v4, and so on): "Peak compute
-# per chip (bf16)", "HBM capacity per chip", "HBM bandwidth per chip", and half of "Bidirectional
-# inter-chip interconnect (ICI) bandwidth (per chip)" (400 GBps of v5e, 1200 of v5p, 800 of v6e; of
-# v4 the former "Interchip Interconnect BW", 2400 Gbps, one way). GPUs: NVIDIA's data sheets of the
-# A100 80GB, H100 and H200 (SXM): dense bf16 (half of "with sparsity"), memory, and half of NVLink's
-# 600 or 900 GB/s, which are both ways.
+def _peak(device_kind: str) -> float | None:
+    return published_peak(device_kind, "bf16")
+
+
+# Sources; of the FLOP/s beside `published_peak`. TPUs: the tables of specifications on the pages
+# "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the Cloud TPU documentation
+# (docs.cloud.google.com/tpu/docs/v4, and so on): "HBM capacity per chip", "HBM bandwidth per chip",
+# and half of "Bidirectional inter-chip interconnect (ICI) bandwidth (per chip)" (400 GBps of v5e,
+# 1200 of v5p, 800 of v6e; of v4 the former "Interchip Interconnect BW", 2400 Gbps, one way). GPUs:
+# NVIDIA's data sheets of the A100 80GB, H100 and H200 (SXM): memory, and half of NVLink's 600 or
+# 900 GB/s, which are both ways.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$"),
-        Chip("v5e", 197e12, 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)"),
-        Chip("v5p", 459e12, 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$"),
-        Chip("v6e", 918e12, 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)"),
-        Chip("a100", 312e12, 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB"),
-        Chip("h100", 989e12, 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)"),
-        Chip("h200", 989e12, 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200"),
+        Chip("v4", _peak("TPU v4"), 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$"),
+        Chip("v5e", _peak("TPU v5e"), 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)"),
+        Chip("v5p", _peak("TPU v5p"), 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$"),
+        Chip("v6e", _peak("TPU v6e"), 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)"),
+        Chip("a100", _peak("A100"), 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB"),
+        Chip("h100", _peak("H100"), 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)"),
+        Chip("h200", _peak("H200"), 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200"),
     )
 }
 
