@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from zoo import data, plans, token_plans
+from zoo import data, token_plans
 from zoo.corpus import Corpus
 from zoo.sharding import batch_sharding, make_mesh
 
@@ -413,7 +413,7 @@ def test_a_dropped_iterator_ends_its_threads():
 
 SCRIPT = """
 import numpy as np
-from zoo import data, plans, token_plans
+from zoo import data, token_plans
 from zoo.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
 stream = data.load(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
@@ -435,7 +435,7 @@ import sys
 import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
-from zoo import data, plans, token_plans
+from zoo import data, token_plans
 from zoo.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
@@ -449,7 +449,7 @@ class Watched(token_plans.PackedPlan):
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
 plan = Watched(corpus, 49, 8, 4, 0)
 for k, batch in data.load(plan, mesh, stop=5):
-    whole = token_plans.PackedPlan.batch(plans.PackedPlan(corpus, 49, 8, 4, 0), k)
+    whole = token_plans.PackedPlan.batch(token_plans.PackedPlan(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
         for shard in array.addressable_shards:
