@@ -6,6 +6,7 @@ key-value head, H head size.
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -202,9 +203,27 @@ def _einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
 
+def _product(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
+    """`_einsum32`, with the axes g and t as one where they are neighbours in every operand.
+
+    For two axes XLA for CPU transposes an operand in memory.
+    """
+    of_x, of_y, of_out = re.split(",|->", formula)
+    if formula.count("gt") != formula.count("g"):
+        return _einsum32(formula, x, y)
+    sizes = dict(zip(of_x + of_y, x.shape + y.shape, strict=True))
+    x, y = _fold(of_x, x), _fold(of_y, y)
+    return _einsum32(formula.replace("gt", "t"), x, y).reshape([sizes[axis] for axis in of_out])
+
+
+def _fold(axes: str, x: Array) -> Array:
+    g = axes.find("g")
+    return x if g < 0 else x.reshape(*x.shape[:g], -1, *x.shape[g + 2 :])
+
+
 def _logits(q, k, segment_ids, chunk, layout, mask, scale, soft_cap):
     """Masked logits of one chunk's queries and keys, fp32[B, K, G, T, S], and before the mask."""
-    raw = _einsum32(f"{layout.queries},{layout.keys}->bkgts", q, k) * scale
+    raw = _product(f"{layout.queries},{layout.keys}->bkgts", q, k) * scale
     if soft_cap is not None:
         raw = soft_cap * jnp.tanh(raw / soft_cap)
     seen = jnp.broadcast_to(mask.seen(chunk, segment_ids), raw.shape)
@@ -231,7 +250,7 @@ def _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)
         total = exponentials.sum(-1, keepdims=True)
         weights = (exponentials / total).astype(v.dtype)
         formula = f"bkgts,{layout.keys}->{layout.queries}"
-        outputs.append(_einsum32(formula, weights, layout.slice_keys(v, chunk)).astype(q.dtype))
+        outputs.append(_product(formula, weights, layout.slice_keys(v, chunk)).astype(q.dtype))
         log_sums.append(top + jnp.log(total))
     out = jnp.concatenate(outputs, axis=layout.queries.index("t"))
     return layout.to_heads(out, q_BTNH), (q, k, v, segment_ids, out, log_sums)
@@ -251,15 +270,15 @@ def _chunked_backward(mask, scale, soft_cap, residuals, g_BTNH):
         k_chunk, v_chunk = layout.slice_keys(k, chunk), layout.slice_keys(v, chunk)
         logits, raw = _logits(q_chunk, k_chunk, segment_ids, chunk, layout, mask, scale, soft_cap)
         weights = jnp.exp(logits - log_sum)
-        dweights = _einsum32(f"{queries},{keys}->bkgts", g_chunk, v_chunk)
+        dweights = _product(f"{queries},{keys}->bkgts", g_chunk, v_chunk)
         dlogits = weights * (dweights - delta[:, :, :, chunk.start : chunk.stop]) * scale
         if soft_cap is not None:
             dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
         dlogits, weights = dlogits.astype(q.dtype), weights.astype(q.dtype)
-        dq.append(_einsum32(f"bkgts,{keys}->{queries}", dlogits, k_chunk).astype(q.dtype))
+        dq.append(_product(f"bkgts,{keys}->{queries}", dlogits, k_chunk).astype(q.dtype))
         of_keys = f"bkgts,{queries}->{keys}"
-        dk.append(layout.pad_keys(_einsum32(of_keys, dlogits, q_chunk), chunk, num_keys))
-        dv.append(layout.pad_keys(_einsum32(of_keys, weights, g_chunk), chunk, num_keys))
+        dk.append(layout.pad_keys(_product(of_keys, dlogits, q_chunk), chunk, num_keys))
+        dv.append(layout.pad_keys(_product(of_keys, weights, g_chunk), chunk, num_keys))
     dq_BTNH = layout.to_heads(jnp.concatenate(dq, axis=queries.index("t")), g_BTNH)
     dk_BSKH, dv_BSKH = (
         jnp.einsum(f"{keys}->bskh", functools.reduce(jnp.add, x)).astype(q.dtype) for x in (dk, dv)
