@@ -279,15 +279,16 @@ def test_training_in_half_precision_follows_fp32(one_device: Any, precision: Any
     assert {x.dtype for x in stored} <= {jnp.dtype("float32"), jnp.dtype("int32")}
 
 
+@every_family
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "HIGHEST"), ("bf16", "None")])
-def test_fp32_products_are_of_fp32_on_every_device(precision: Any, expected: str):
-    step = zoo.make_train_step(line_loss, KEEP_GRADIENT, precision=precision)
-    state = train.abstract_state(Line, KEEP_GRADIENT, key=KEY)
-    jaxpr = eqx.filter_make_jaxpr(step._function)(line_batch(), state)[0]
+def test_fp32_products_are_of_fp32_on_every_device(family: Family, precision: Any, expected: str):
+    step = zoo.make_train_step(family.loss, KEEP_GRADIENT, precision=precision)
+    state = train.abstract_state(family.make_model(0.1), KEEP_GRADIENT, key=KEY)
+    jaxpr = eqx.filter_make_jaxpr(step._function)(family.make_batch(8, 16, 0), state)[0]
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert products
-    for product in products:
-        assert expected in str(product.params["precision"])
+    for product in products:  # the gradient's too
+        assert expected in str(product.params["precision"]), product
 
 
 def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():

@@ -103,13 +103,20 @@ def cast_for_use(tree: Tree) -> Tree:
 def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """The model as a step computes with it: cast as a whole, or within by itself, where it is used.
 
-    On GPU and TPU products of fp32 are of lower precision by default; in "fp32" they are not.
+    `exact_products` too; to differentiate, be within that one outside of the gradient.
     """
     dtype = compute_dtype(precision)
-    exact = "highest" if precision == "fp32" else None
     at_use = getattr(model, "casts_at_use", False)
-    with computing_in(dtype), jax.default_matmul_precision(exact):
+    with computing_in(dtype), exact_products(precision):
         yield model if at_use else cast(resolve(model), dtype)
+
+
+def exact_products(precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Within, products in "fp32" are of fp32: on GPU and TPU they are of less by default.
+
+    JAX traces the gradients that are written out only after the function that they belong to.
+    """
+    return jax.default_matmul_precision("highest" if precision == "fp32" else None)
 
 
 def platform() -> str:

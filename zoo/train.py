@@ -18,7 +18,14 @@ from jaxtyping import Array, Float, Int32, Key, PyTree
 
 from zoo import sharding
 from zoo.compiled import CompiledStep, Metrics
-from zoo.precision import LossScale, Precision, cast, compute_dtype, in_precision
+from zoo.precision import (
+    LossScale,
+    Precision,
+    cast,
+    compute_dtype,
+    exact_products,
+    in_precision,
+)
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
@@ -166,7 +173,8 @@ def make_train_step(
             share = _nonzero(weight)
             return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
 
-        grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+        with exact_products(precision):
+            grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
         if mesh is not None:  # reduced to the devices that keep them, not to all
             grads = eqx.filter_shard(grads, sharding.shardings(params, mesh, rules))
         return grads, share, sums

@@ -11,7 +11,7 @@ from benchmarks.peers import zoo_step
 from benchmarks.peers.transformer import given, zoo_model
 from zoo import losses
 from zoo.attention import attention
-from zoo.precision import in_precision
+from zoo.precision import exact_products, in_precision
 
 
 def gradients(shape: dict[str, Any], file: str) -> Any:
@@ -27,7 +27,8 @@ def gradients(shape: dict[str, Any], file: str) -> Any:
             total, weight, _ = losses.next_token(model, batch, None)
         return total / weight
 
-    loss, grads = loss_and_gradient(model)
+    with exact_products("fp32"):
+        loss, grads = loss_and_gradient(model)
     arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(grads))}
     np.savez(file, loss=np.asarray(loss), **arrays)
     return {"device": jax.devices()[0].device_kind, "loss": float(loss)}
