@@ -7,6 +7,7 @@ is the same whatever the microbatches, the padding and the mesh.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -25,6 +26,7 @@ from zoo.precision import (
     compute_dtype,
     exact_products,
     in_precision,
+    platform,
 )
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
@@ -211,18 +213,22 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / scale, grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
-        if clip_norm is not None:
-            factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * factor, grads)
-        with _standard_promotion():
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        new_params = eqx.apply_updates(params, updates)
-        kept = _select(finite, (new_params, opt_state), (params, state.opt_state))
+
+        def update(trained: PyTree) -> PyTree:
+            params, opt_state = trained
+            clipped = grads
+            if clip_norm is not None:
+                factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
+                clipped = jax.tree.map(lambda g: g * factor, grads)
+            with _standard_promotion():
+                updates, opt_state = optimizer.update(clipped, opt_state, params)
+            return eqx.apply_updates(params, updates), opt_state
+
+        new_params, opt_state = _update_if(finite, update, (params, state.opt_state))
         skipped = state.skipped + (~finite).astype(jnp.int32)
         loss_scale = state.loss_scale
         if precision == "fp16":
             loss_scale = loss_scale.update(finite)
-        new_params, opt_state = kept
         model = eqx.combine(new_params, static)
         new_state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
         weight = _nonzero(sums["tokens"])
@@ -284,8 +290,17 @@ def _microbatches(x: Array, count: int) -> Array:
     return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
 
 
-def _select(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    def choose(new: Any, old: Any) -> Any:
-        return jnp.where(condition, new, old) if eqx.is_array(new) else new
+def _update_if(condition: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> PyTree:
+    """`update(old)` if the condition holds, else `old`."""
+    arrays, static = eqx.partition(old, eqx.is_array)
 
-    return jax.tree.map(choose, new, old)
+    def updated(arrays: PyTree) -> PyTree:
+        return eqx.filter(update(eqx.combine(arrays, static)), eqx.is_array)
+
+    if platform() == "cpu":
+        # A branch updates in place: for a select XLA for CPU copies the optimizer's state first.
+        # On a GPU a branch makes the host wait for its condition.
+        new = jax.lax.cond(condition, updated, lambda arrays: arrays, arrays)
+    else:
+        new = jax.tree.map(partial(jnp.where, condition), updated(arrays), arrays)
+    return eqx.combine(new, static)
