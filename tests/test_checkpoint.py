@@ -260,8 +260,8 @@ def test_another_model_is_named_path_by_path(two_steps, opened):
     assert [line.strip() for line in lines] == [
         "key: key<fry>[2] in the checkpoint, key<rbg>[2] in this run",
         "moments.0: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this run",
-        "weights.b: float32[4] in the checkpoint, missing in this run",
-        "weights.extra: missing in the checkpoint, float32[2] in this run",
+        "weights.b: float32[4] in the checkpoint, none in this run",
+        "weights.extra: none in the checkpoint, float32[2] in this run",
         "weights.w: float32[8, 4] in the checkpoint, float32[8, 5] in this run",
     ]
 

@@ -207,7 +207,7 @@ def test_buffers_and_the_tied_head_are_no_surplus(copy: Any):
     zoo.load(folder)
     head = {"lm_head.weight": stored["transformer.wte.weight"] + 1}
     safetensors.numpy.save_file(stored | extra | head, folder / "model.safetensors")
-    assert "lm_head.weight: (53, 20) here, no such tensor" in refusal(folder)
+    assert "lm_head.weight: (53, 20) here, none" in refusal(folder)
 
 
 def test_a_bert_may_lack_its_pooler(copy: Any):
@@ -232,8 +232,8 @@ def test_tensors_that_do_not_fit_are_named(copy: Any):
     safetensors.numpy.save_file(stored, folder / "model.safetensors")
     assert [line.strip() for line in refusal(folder).splitlines()[1:]] == [
         "lm_head.weight: (50, 24) here, (53, 24) by the configuration",
-        "model.layers.0.surplus: (24,) here, no such tensor by the configuration",
-        "model.norm.weight: missing here, (24,) by the configuration",
+        "model.layers.0.surplus: (24,) here, none by the configuration",
+        "model.norm.weight: none here, (24,) by the configuration",
     ]
 
 

@@ -229,9 +229,9 @@ def test_tensors_that_do_not_fit_are_named(folder):
     with pytest.raises(publish.PublishError) as error:
         publish.load(folder)
     assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
-        "blocks.0.extra: (16,) here, no such tensor by the configuration",
+        "blocks.0.extra: (16,) here, none by the configuration",
         "blocks.1.b: (3,) here, (8,) by the configuration",
-        "counts: missing here, (16,) by the configuration",
+        "counts: none here, (16,) by the configuration",
     ]
 
 

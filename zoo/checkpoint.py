@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from zoo import checksums
 from zoo.axes import keystr
+from zoo.tensors import differences
 
 _log = logging.getLogger(__name__)
 _NOTHING, _NONE_GOOD = -1, -2  # what process 0 tells the others instead of a step
@@ -247,12 +248,7 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
     """Orbax casts another dtype in silence and reports another tree in its own terms."""
-    lines = [
-        f"{name}: {saved.get(name, 'missing')} in the checkpoint, "
-        f"{wanted.get(name, 'missing')} in this run"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
+    lines = differences(saved, wanted, "in the checkpoint", "in this run")
     if lines:
         raise CheckpointError(
             f"{folder} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(lines)

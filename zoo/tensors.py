@@ -1,6 +1,6 @@
 """The arrays of a model in a safetensors file: a tensor a parameter, named by its dotted path."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,20 @@ def check_tensors(
     where: str, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
 ) -> None:
     """Raise a PublishError that names what is missing, surplus or of another shape."""
-    lines = [
-        f"{name}: {stored.get(name, 'missing')} here, "
-        f"{wanted.get(name, 'no such tensor')} by the configuration"
+    lines = differences(stored, wanted, "here", "by the configuration")
+    if lines:
+        raise PublishError(f"{where} does not fit its configuration:\n  " + "\n  ".join(lines))
+
+
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], there: str, here: str
+) -> list[str]:
+    """A line for each name under which two descriptions of arrays differ."""
+    return [
+        f"{name}: {stored.get(name, 'none')} {there}, {wanted.get(name, 'none')} {here}"
         for name in sorted(stored.keys() | wanted.keys())
         if stored.get(name) != wanted.get(name)
     ]
-    if lines:
-        raise PublishError(f"{where} does not fit its configuration:\n  " + "\n  ".join(lines))
 
 
 def _on_host(leaf: jax.Array) -> np.ndarray:

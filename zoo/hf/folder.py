@@ -20,7 +20,7 @@ from zoo.hf.family import Family
 from zoo.hf.names import Layout, layouts, pieces
 from zoo.hf.weights import Weights, place
 from zoo.hf.weights import write as write_weights
-from zoo.tensors import PublishError
+from zoo.tensors import PublishError, check_tensors
 
 # In the order in which `write` tries them.
 FAMILIES: dict[str, Family] = {
@@ -144,21 +144,13 @@ def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
     """Refuse files that lack a tensor, have another, or have one of another shape."""
     wanted = {name: x.tensor_shape for x in found.values() for name, _ in x.names()}
     stored = {name: x.shape for name, x in weights.tensors.items()}
-    extra = {
-        name
-        for name in stored.keys() - wanted.keys()
-        if not name.endswith(family.buffers) and not _is_tied_head(weights, name, wanted)
+    ours = {
+        name: shape
+        for name, shape in stored.items()
+        if name in wanted
+        or not (name.endswith(family.buffers) or _is_tied_head(weights, name, wanted))
     }
-    lines = [
-        f"{name}: {stored.get(name, 'missing')} here, "
-        f"{wanted.get(name, 'no such tensor')} by the configuration"
-        for name in sorted(wanted.keys() | extra)
-        if stored.get(name) != wanted.get(name)
-    ]
-    if lines:
-        raise PublishError(
-            f"{weights.folder} does not fit its config.json:\n  " + "\n  ".join(lines)
-        )
+    check_tensors(f"{weights.folder}", ours, wanted)
     for name in wanted:
         weights.dtype(name)
 
