@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from zoo import data, token_plans
+from zoo import data, plans, token_plans
 from zoo.corpus import Corpus
 from zoo.sharding import batch_sharding, make_mesh
 

@@ -53,6 +53,7 @@ def test_it_shows_what_was_before_and_what_is_after(tune, capsys):
     assert not (run_dir / "adapters").exists()
 
 
+@pytest.mark.slow
 def test_adapters_alone_make_the_same_model(tune, shared):
     run_dir = tune()
     model = zoo.load(run_dir)  # a run's folder stands for its model

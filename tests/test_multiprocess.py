@@ -16,8 +16,7 @@ FLAGS = (
     "--optimizer.schedule=constant",
     "--optimizer.warmup-steps=0",
 )
-MESHES = ["data=2,fsdp=2"]
-MESHES += [pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp=2,tensor=2", "fsdp=4", "data=4")]
+MESHES = ["data=2,fsdp=2", "fsdp=2,tensor=2", "fsdp=4", "data=4"]
 
 
 def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
@@ -39,6 +38,7 @@ def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_processes_train_and_save_and_one_goes_on(mesh, shared, tmp_path):
     recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"

@@ -134,6 +134,7 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
         assert tokenizer.decode(tokenizer.encode("def")) == "def"
 
 
+@pytest.mark.slow
 def test_a_run_refuses_to_go_on_with_other_data(train, shared, tmp_path):
     run_dir, corpus = tmp_path / "run", shutil.copytree(shared / "corpus", tmp_path / "corpus")
     flags = (f"--data.files={corpus}/*.txt",)
@@ -154,6 +155,7 @@ def flatten(config, prefix=""):
             yield f"{prefix}{field}".replace("_", "-")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
     recipe, moved, stayed = Recipe("lm", shared), tmp_path / "moved", tmp_path / "stayed"
     # With this schedule a run of more steps begins as one of fewer.
@@ -167,6 +169,7 @@ def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
     assert losses(moved) == pytest.approx(losses(stayed), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_documents_in_rows_of_three_buckets(shared, tmp_path):
     output = Recipe("rnn", shared).run(tmp_path / "run")
     assert re.search(r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile a bucket", output)
@@ -190,6 +193,7 @@ def test_labelled_rows_make_a_classifier(train, tmp_path, capsys):
         assert model(jnp.asarray([ids], jnp.int32)).argmax() == label
 
 
+@pytest.mark.slow
 def test_what_else_a_run_can_do(shared, tmp_path):
     pytest.importorskip("tensorboardX")
     run_dir = tmp_path / "run"

@@ -108,7 +108,11 @@ def one_device(request: pytest.FixtureRequest) -> tuple[Family, Trained]:
     return request.param, train_five_steps(request.param, "")
 
 
-@pytest.fixture(scope="module", params=[name for name in MESHES if name])
+# "all" has the axis of "data" too.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("data", marks=pytest.mark.slow), "fsdp", "tensor", "all", "sequence"],
+)
 def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) -> Trained:
     return train_five_steps(one_device[0], request.param)
 
@@ -446,7 +450,11 @@ class Buckets(NamedTuple):
     compiles: list[int]  # at the announcement, and in 200 steps
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+@pytest.fixture(
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])],
+    ids=lambda f: f.name,
+)
 def buckets(request: pytest.FixtureRequest) -> Buckets:
     """A step that has been through 200 batches of three announced sizes."""
     family = request.param
