@@ -4,7 +4,7 @@
 
 With no flag it fine-tunes `lm-python`, which knows nothing but source code, on the help texts that
 come with Python, and prints the held-out loss and a sample before and after. Its 200 steps take
-6½ minutes on two cores of an AMD EPYC with AVX2, and bring 2.15 bits per byte down to 1.00.
+about six minutes on two cores of an AMD EPYC with AVX2.
 
     python -m recipes.finetune --model organisation/name --method lora --data 'chats/*.jsonl' \
         --data.format chats --run-dir runs/chat
