@@ -59,6 +59,7 @@ def test_it_has_no_parameter_that_it_does_not_use():
     assert Classifier(BODIES["bert"](), 3, key=KEY).body.pooler is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "bert", "rnn"])
 def test_training_on_a_mesh_is_training(name):
     batch = {

@@ -83,7 +83,8 @@ def test_completions(tune, tmp_path, capsys):
     assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
 
 
-@pytest.mark.parametrize("body", ["transformer", pytest.param("rnn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("body", ["transformer", "rnn"])
 def test_labelled_rows_put_a_head_on_any_model(body, tune, tmp_path, capsys):
     model = {
         "transformer": lambda key: transformer.Transformer(

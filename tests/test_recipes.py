@@ -177,6 +177,7 @@ def test_documents_in_rows_of_three_buckets(shared, tmp_path):
         assert re.search(rf"bucket {bucket}: \d+ rows in \d+ batches, \d+\.\d% padding", output)
 
 
+@pytest.mark.slow
 def test_labelled_rows_make_a_classifier(train, tmp_path, capsys):
     rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

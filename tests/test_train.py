@@ -108,10 +108,14 @@ def one_device(request: pytest.FixtureRequest) -> tuple[Family, Trained]:
     return request.param, train_five_steps(request.param, "")
 
 
-# "all" has the axis of "data" too.
+# "all" has each of the axes that have a mesh of their own.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("data", marks=pytest.mark.slow), "fsdp", "tensor", "all", "sequence"],
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "fsdp", "tensor")),
+        "all",
+        "sequence",
+    ],
 )
 def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) -> Trained:
     return train_five_steps(one_device[0], request.param)
