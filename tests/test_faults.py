@@ -67,7 +67,6 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
 # By default one recipe, on a mesh.
 KILLS = [("lm", "2x2x2", 2)]
 SLOW_KILLS = [(name, mesh, 20 if name == "lm" else 2) for name in CASES for mesh in MESHES]
-SLOW_KILLS = [case for case in SLOW_KILLS if case not in KILLS]
 
 
 @pytest.mark.parametrize(
