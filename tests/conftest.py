@@ -2,14 +2,29 @@
 
 import os
 
-# Without optimization, for half the time to compile.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
+import xla
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices=8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what is compiled, most of a test's time, for the other workers and for the next run."""
+    if hasattr(config, "cache"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+# Whole runs, in processes of their own: begun last, they would keep one worker busy at the end.
+FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that the workers end together."""
+    items.sort(key=lambda item: item.path.name not in FIRST)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import xla
 
 import zoo
 from zoo import transformer
@@ -106,9 +107,7 @@ class Recipe:
                 **os.environ,
                 "PYTHONPATH": str(TESTS.parent),
                 "JAX_PLATFORMS": "cpu",
-                # Without optimization, for half the time to compile.
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-                "--xla_backend_optimization_level=0",
+                "XLA_FLAGS": xla.flags(devices),
                 **env,
             },
             stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import xla
 
 from zoo import data, plans, token_plans
 from zoo.corpus import Corpus
@@ -468,7 +469,7 @@ print(sorted(asked))
 )
 def test_two_processes_build_their_own_rows(layout, rows):
     script = textwrap.dedent(TWO_PROCESSES.replace("{layout!r}", repr(layout)))
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {"XLA_FLAGS": xla.flags(devices=2)}
     port = str(20000 + os.getpid() % 20000)
     processes = [
         subprocess.Popen(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Array, Float
 
 import zoo
@@ -21,22 +20,6 @@ from zoo.monitor import CompileCounter
 from zoo.run import Config, RunError
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Most of these runs are of the same few programs."""
-    wanted = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)
