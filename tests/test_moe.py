@@ -1,5 +1,6 @@
 """zoo.moe: an independent formula, meshes, the load balance, and training with it."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, assert_trees_close, copy, drawn_transformer, token_batch
+from helpers import (
+    arrays,
+    assert_trees_close,
+    copy,
+    drawn_transformer,
+    make_transformer,
+    token_batch,
+)
 
 import zoo
 from zoo import losses, moe, optimizers, sharding
@@ -66,32 +74,73 @@ def test_an_even_load_is_one_a_token():
     assert float(moe.load_balance(sure, alike, counted)[0]) == pytest.approx(EXPERTS * EXPERTS)
 
 
-@pytest.mark.parametrize(
-    ("spec", "experts_axis"),
-    [
-        ("data=2,fsdp=2,tensor=2", "tensor"),
-        pytest.param("tensor=8", "tensor", marks=pytest.mark.slow),
-        pytest.param("fsdp=8", "tensor", marks=pytest.mark.slow),
-        pytest.param("fsdp=2,tensor=4", None, marks=pytest.mark.slow),
-    ],
-)
-def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(spec: str, experts_axis: str | None):
+def value_and_gradient(spec: str, **rules: Any) -> Any:
+    """Of a model that lies on the mesh as the changed rules have it."""
     model = drawn_transformer(**OPTIONS, num_layers=1, remat="full")
     batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
     loss = losses.balanced_next_token(0.1)
-
-    def value_and_grad(model: Any, batch: Any) -> Any:
-        return eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0])(model)
-
-    one, mesh = eqx.filter_jit(value_and_grad)(model, batch), zoo.make_mesh(spec)
-    rules = {**sharding.RULES, "experts": experts_axis}
-    placed = jax.device_put(model, sharding.shardings(model, mesh, rules))
+    mesh, rules = zoo.make_mesh(spec), {**sharding.RULES, **rules}
     with sharding.use(mesh, rules):
-        many = eqx.filter_jit(value_and_grad)(placed, batch)
+        function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
+        return copy(function(jax.device_put(model, sharding.shardings(model, mesh, rules))))
+
+
+ON_ONE_DEVICE = functools.cache(lambda: value_and_gradient(""))
+CUBE = "data=2,fsdp=2,tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        (CUBE, {}),
+        # Axes that split the batch too, where each device needs every expert for its rows.
+        ("data=2,fsdp=2", {"experts": ("data", "fsdp")}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("fsdp=2,tensor=2", {}),
+                ("tensor=8", {}),
+                ("fsdp=8", {}),
+                ("fsdp=8", {"experts": "fsdp"}),
+                ("fsdp=2,tensor=4", {"experts": None}),  # "mlp" is on the tensor axis then
+                (CUBE, {"experts": "data"}),
+                (CUBE, {"experts": ("fsdp", "tensor")}),
+                (CUBE, {"experts": None, "mlp": "data"}),
+                (CUBE, {"experts": "tensor", "mlp": ("tensor", "fsdp")}),
+                (CUBE, {"batch": "data", "experts": ("fsdp", "tensor")}),
+                (CUBE, {"batch": ("data", "tensor")}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(spec: str, rules: dict):
+    one, many = ON_ONE_DEVICE(), value_and_gradient(spec, **rules)
     np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
-    assert_trees_close(copy(many[1]), copy(one[1]), rtol=1e-4)
+    assert_trees_close(many[1], one[1], rtol=1e-4)
     for path, grad in arrays(one[1]).items():
         assert np.abs(grad).max() > 1e-5, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["fsdp=2,tensor=2", "tensor=8", CUBE])
+def test_steps_on_a_mesh_are_those_on_one_device(spec: str):
+    """By plain gradient descent: Adam hides how large a gradient is."""
+
+    def three_steps(spec: str) -> list[tuple[float, float]]:
+        mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.3)
+        make_model = make_transformer(**{**OPTIONS, "d_ff": 16})
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+        options: dict = {"mesh": mesh, "precision": "fp32", "clip_norm": None}
+        step, found = zoo.make_train_step(losses.next_token, optimizer, **options), []
+        for _ in range(3):
+            state, metrics = step(state, token_batch(8, 16))
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return found
+
+    expected = three_steps("")
+    np.testing.assert_allclose(three_steps(spec), expected, rtol=1e-4)
+    assert expected[2][0] < 0.9 * expected[0][0]
 
 
 def test_each_device_holds_its_experts():
@@ -133,9 +182,10 @@ def test_the_balance_is_a_sum_over_rows():
 
 
 def test_a_model_without_experts_has_no_balance():
-    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
+    batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
+    loss = losses.balanced_next_token(0.1)
     with pytest.raises(ValueError, match="set num_experts"):
-        losses.balanced_next_token(0.1)(drawn_transformer(), batch, None)
+        loss(model, batch, None)
 
 
 def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():

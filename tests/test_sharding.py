@@ -268,18 +268,31 @@ def test_constrain_shards_an_activation():
     ],
 )
 def test_a_constraint_that_does_not_fit_is_an_error(shape: Any, names: Any, message: str):
+    x = jnp.zeros(shape)
     with sharding.use(make_mesh(CUBE)), pytest.raises(ShardingError, match=message):
-        sharding.constrain(jnp.zeros(shape), *names)
+        sharding.constrain(x, *names)
 
 
-def test_gather_undoes_fsdp_and_nothing_else():
-    mesh, tree = make_mesh(CUBE), part()
-    tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
-    assert tree.weight.sharding.spec == P("fsdp", "tensor")
-    found = inside(mesh, lambda tree: sharding.gather(tree).weight * 1, tree)
-    assert found.is_equivalent_to(NamedSharding(mesh, P(None, "tensor")), 2)
-    without = inside(mesh, lambda tree: tree.weight * 1, tree)
-    assert without.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
+@pytest.mark.parametrize(
+    ("rules", "stored", "used"),
+    [
+        ({}, P("fsdp", "tensor"), P(None, "tensor")),
+        ({"mlp": ("data", "tensor")}, P("fsdp", ("data", "tensor")), P(None, "tensor")),
+        ({"batch": ("data", "tensor")}, P("fsdp", "tensor"), P(None, None)),
+        ({"batch": "tensor", "mlp": "data"}, P("fsdp", "data"), P(None, "data")),
+    ],
+    ids=str,
+)
+def test_gather_undoes_what_stores_or_splits_the_batch_and_nothing_else(
+    rules: dict, stored: P, used: P
+):
+    mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
+    tree = eqx.filter_shard(part(), sharding.shardings(part(), mesh, rules))
+    assert tree.weight.sharding.spec == stored
+    found = inside(mesh, lambda tree: sharding.gather(tree).weight * 1, tree, rules)
+    assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
+    without = inside(mesh, lambda tree: tree.weight * 1, tree, rules)
+    assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
 
 
 def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():

@@ -3,6 +3,7 @@
 Token choice without a capacity: every token reaches the experts that its router likes best, and
 none is dropped. Rows are sorted by expert and multiplied by `jax.lax.ragged_dot`. Experts lie on
 the mesh axis of the logical axis "experts"; a device computes what its tokens ask of its experts.
+An axis that splits the batch too only stores them.
 
 Legend of suffixes: B batch, T time, E embed, X experts, C a token's choices, R routed rows.
 """
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import normal
 from zoo.precision import matmul
-from zoo.sharding import partition_spec
+from zoo.sharding import mesh_axes, partition_spec, spec_in_use
 
 Activation = Callable[[Array], Array]
 
@@ -108,25 +109,24 @@ def _on_each_device(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(0, *activations, *weights)
-    # As `gather` leaves them: "embed" is whole, and so is "mlp" where the experts are split.
     [rows] = partition_spec(["batch"], mesh)
-    experts, hidden = partition_spec(["experts", "mlp"], mesh)
-    split = tuple(axis for entry in (experts, hidden) for axis in _mesh_axes(entry))
+    # As `gather` leaves them: "embed" is whole, and so is "mlp" where the experts are split.
+    experts, hidden = spec_in_use(["experts", "mlp"], mesh)
+    split = mesh_axes([experts, hidden])
 
-    def local(*arguments: Array) -> Array:
-        index = jax.lax.axis_index(_mesh_axes(experts)) if experts else 0
-        first = index * arguments[-1].shape[0]
-        result = function(first, *arguments)
+    def local(activations: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        # Typed as differing between devices from the start. JAX types what `argsort` gives as alike
+        # on all of them; with arguments typed so too, the backward pass would sum gradients over
+        # devices while the rows are still in the order of each.
+        activations = jax.lax.pcast(activations, split, to="varying")
+        weights = jax.lax.pcast(weights, mesh_axes([rows]), to="varying")
+        index = jax.lax.axis_index(mesh_axes([experts])) if experts else 0
+        result = function(index * weights[-1].shape[0], *activations, *weights)
         return jax.lax.psum(result, split) if split else result
 
     up, down = PartitionSpec(experts, None, hidden), PartitionSpec(experts, hidden, None)
-    specs = (PartitionSpec(rows),) * len(activations) + (up, up, down)
-    placed = jax.shard_map(local, in_specs=specs, out_specs=PartitionSpec(rows))
-    return placed(*activations, *weights)
-
-
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
+    specs = ((PartitionSpec(rows),) * len(activations), (up, up, down))
+    return jax.shard_map(local, in_specs=specs, out_specs=PartitionSpec(rows))(activations, weights)
 
 
 def _apply_experts(

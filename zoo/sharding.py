@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -182,10 +182,13 @@ def num_parts(*names: str | None) -> int:
 
 def _size(spec: PartitionSpec, mesh: Any) -> int:
     """The number of parts of a whole spec."""
-    axes = (
-        axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    )
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(spec))
+
+
+def mesh_axes(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
+    """All mesh axes of a spec, or of some entries of one."""
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(axis for entry in entries for axis in entry)
 
 
 def is_sharding() -> bool:
@@ -214,9 +217,11 @@ def constrain(x: Array, *names: str | None) -> Array:
 def gather(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
-    Call it where they are used: inside the scan over layers, on the layer in use, so that one
-    layer at a time is whole, and what crosses the network is in the compute dtype. Gradients go
-    the same way back: reduced to the parts that are stored, in the compute dtype.
+    Those are `STORAGE_AXES` and all that split the batch, whose devices need the parameters for
+    rows of their own. Call it where they are used: inside the scan over layers, on the layer in
+    use, so that one layer at a time is whole, and what crosses the network is in the compute
+    dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
+    dtype.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
@@ -225,10 +230,18 @@ def gather(tree: Tree) -> Tree:
 
     def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
         stored = partition_spec(names, mesh, field=keystr(path))
-        used = partition_spec(names, mesh, without=STORAGE_AXES)
+        used = spec_in_use(names, mesh)
         return _reshard(leaf, used, stored)
 
     return map_parameters(gather_leaf, tree)
+
+
+def spec_in_use(
+    names: Sequence[str | None], mesh: Mesh | jax.sharding.AbstractMesh
+) -> PartitionSpec:
+    """The PartitionSpec of a parameter where it is used, as `gather` leaves it."""
+    split_the_batch = mesh_axes(partition_spec(["batch"], mesh))
+    return partition_spec(names, mesh, without=STORAGE_AXES.union(split_the_batch))
 
 
 # A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
