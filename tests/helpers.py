@@ -151,19 +151,29 @@ FAMILIES = [
 ]
 
 
-def arrays(tree: Any) -> dict[str, jax.Array]:
-    """The arrays of a tree by dotted path."""
-    leaves = jtu.tree_leaves_with_path(tree)
-    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, jax.Array)}
+def arrays(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, JAX's and numpy's, by dotted path; there is one at least."""
+    leaves = [(keystr(path), leaf) for path, leaf in jtu.tree_leaves_with_path(tree)]
+    found = [(path, x) for path, x in leaves if isinstance(x, jax.Array | np.ndarray | np.generic)]
+    assert found, f"no array in {tree!r}"
+    assert len(dict(found)) == len(found), f"one path twice in {[path for path, _ in found]}"
+    return dict(found)
 
 
 def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
-    """The same arrays, each within `rtol` of the largest number in it."""
+    """The same arrays of the same shapes, each within `rtol` of the largest number in it.
+
+    None is empty, and all that is expected is finite: there is something to compare.
+    """
     actual, expected = arrays(actual), arrays(expected)
-    assert actual.keys() == expected.keys()
+    assert actual.keys() == expected.keys(), f"one has {sorted(actual.keys() ^ expected.keys())}"
     for path, want in expected.items():
-        scale = np.abs(np.asarray(want)).max(initial=0)
-        np.testing.assert_allclose(actual[path], want, rtol=0, atol=rtol * scale, err_msg=path)
+        got, want = np.asarray(actual[path]), np.asarray(want)
+        assert got.shape == want.shape, path
+        assert want.size, f"{path} is empty"
+        assert np.isfinite(want).all(), f"{path} is expected to be {want}"
+        atol = rtol * np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=path)
 
 
 def copy(tree: Any) -> Any:
