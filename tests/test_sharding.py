@@ -5,13 +5,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers import small_config
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from zoo import sharding, transformer
+import zoo
+from zoo import sharding, train, transformer
 from zoo.axes import ShardingError, is_matrix, is_parameter, logical_axes
 from zoo.sharding import make_mesh
 
@@ -151,9 +153,10 @@ class Unknown(eqx.Module):
     ids=["no annotation", "no owner", "unknown axis", "does not divide", "lower rank"],
 )
 def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, message: str):
+    mesh = make_mesh(CUBE)
     for place in (sharding.shardings, sharding.placement_table):
         with pytest.raises(ShardingError, match=message):
-            place(tree, make_mesh(CUBE))
+            place(tree, mesh)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,35 @@ def test_the_placement_table_adds_up():
     assert rows["all"] == ["all", f"{sum(sizes):,}"]
     assert len(sizes) == len(jax.tree.leaves(eqx.filter(skeleton, is_parameter)))
     assert len({len(line) for line in lines}) == 1
+
+
+SGD = optax.sgd(1.0)
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("the rules are looked at before the model is made")
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda rules: sharding.use(None, rules).__enter__(),
+        lambda rules: sharding.shardings(part(), make_mesh(), rules),
+        lambda rules: sharding.placement_table(part(), make_mesh(), rules),
+        lambda rules: sharding.batch_sharding(make_mesh(), 2, rules),
+        lambda rules: sharding.num_batch_parts(make_mesh(), rules),
+        lambda rules: zoo.init_state(never, SGD, key=jax.random.key(0), rules=rules),
+        lambda rules: train.abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
+        lambda rules: zoo.make_train_step(never, SGD, mesh=make_mesh(CUBE), rules=rules),
+        lambda rules: zoo.make_eval_step(never, rules=rules),
+    ],
+)
+@pytest.mark.parametrize("axes", ["tensro", ("fsdp", "tensro")])
+def test_a_rule_for_an_axis_that_no_mesh_has_is_an_error_wherever_rules_are_taken(
+    axes: Any, take: Any
+):
+    with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
+        take({**sharding.RULES, "experts": axes})
 
 
 # Optimizer state and batches

@@ -41,6 +41,7 @@ class CompiledStep:
         accumulate: int = 1,
         donate: bool = False,
     ):
+        sharding.check_rules(rules)
         self._function: Any = eqx.filter_jit(
             function, donate="all-except-first" if donate else "none"
         )

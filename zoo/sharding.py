@@ -118,9 +118,29 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
+def check_rules(rules: Rules | None) -> None:
+    """Refuse rules for a mesh axis that no mesh has, which would shard nothing in silence.
+
+    Raises:
+        ShardingError: such a rule, by name.
+    """
+    for name, axes in (rules or {}).items():
+        for axis in mesh_axes([axes]):
+            if axis not in MESH_AXES:
+                raise ShardingError(
+                    f"the sharding rule {name!r}: {axes!r}: no mesh has an axis {axis!r}; "
+                    f"the axes are {MESH_AXES}"
+                )
+
+
 @contextlib.contextmanager
 def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
-    """Set the mesh and the rules that `constrain` and `gather` see; None leaves either as it is."""
+    """Set the mesh and the rules that `constrain` and `gather` see; None leaves either as it is.
+
+    Raises:
+        ShardingError: rules for a mesh axis that no mesh has.
+    """
+    check_rules(rules)
     token = _rules.set(_rules.get() if rules is None else rules)
     try:
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
@@ -142,8 +162,9 @@ def partition_spec(
     None names an axis that is not sharded; mesh axes in `without` are left out.
 
     Raises:
-        ShardingError: a name that the rules do not know.
+        ShardingError: a name that the rules do not know, or rules for an axis that no mesh has.
     """
+    check_rules(rules)
     rules = _rules.get() if rules is None else rules
     used = set(without)
     entries: list[str | tuple[str, ...] | None] = []

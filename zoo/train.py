@@ -61,8 +61,10 @@ def init_state(
     not `trainable` (see `make_train_step`) has no optimizer state.
 
     Raises:
-        ShardingError: a parameter that the rules or the mesh cannot shard, by name.
+        ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
+            axis that there is not, by name.
     """
+    sharding.check_rules(rules)
     build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
     placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
     # `eqx.filter_jit` takes no output shardings.
@@ -83,6 +85,7 @@ def abstract_state(
     pretrained: PyTree = None,
 ) -> TrainState:
     """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
+    sharding.check_rules(rules)
     *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
     if mesh is not None:
         placed = state_shardings(skeleton, mesh, rules)
@@ -159,6 +162,7 @@ def make_train_step(
 
     Raises:
         ValueError: `accumulate` or `precision` out of range; at a call, rows that do not divide.
+        ShardingError: a rule for a mesh axis that there is not.
     """
     compute_dtype(precision)
     if accumulate < 1:
