@@ -172,23 +172,44 @@ def test_a_backend_that_does_not_apply_is_an_error(options: dict, message: str):
         attention(q, k, v, causal=True, **options)
 
 
+CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "message"),
+    ("changes", "message"),
     [
-        (jnp.float32, 64, "bf16 or fp16.*float32"),
-        (jnp.bfloat16, 36, "multiple of 8.*head_dim=36"),
-        (jnp.bfloat16, 256, "up to 128.*head_dim=256"),
-        (jnp.bfloat16, 64, None),
+        ({"dtype": jnp.float32}, "bf16 or fp16.*float32"),
+        ({"head_dim": 36}, "multiple of 8.*head_dim=36"),
+        ({"head_dim": 256}, "up to 128.*head_dim=256"),
+        ({"causal": False, "window": 3}, "causal attention for a window, and window=3"),
+        ({"packed": True, "length": 5}, "an even length for packed rows.*5"),
+        ({}, None),
+        ({"causal": False, "length": 5}, None),
+        ({"window": 3, "packed": True}, None),
     ],
+    ids=str,
 )
-def test_what_cudnn_needs_on_a_gpu(
-    dtype: Any, head_dim: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_cudnn_on_a_gpu_where_cudnn_can_serve(
+    changes: dict, message: str | None, monkeypatch: pytest.MonkeyPatch
 ):
+    case = {"window": None, "packed": False, **CUDNN, **changes}
+    q = 0.1 * jnp.arange(case["length"] * case["head_dim"], dtype=case["dtype"])
+    q = q.reshape(1, case["length"], 1, case["head_dim"])
+    options = {"causal": case["causal"], "window": case["window"]}
+    options["segment_ids"] = jnp.ones((1, case["length"]), jnp.int32) if case["packed"] else None
+    chunked, taken = attention(q, q, q, **options, implementation="chunked"), []
+
+    def kernel(q: Any, *_: Any, implementation: str, **__: Any) -> Any:
+        taken.append(implementation)
+        return q
+
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    q = jnp.zeros((1, 2, 1, head_dim), dtype)
-    refusal = attention_module._refusal("cudnn", q, None)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    got = attention(q, q, q, **options)
     if message is None:
-        assert refusal is None
+        assert taken == ["cudnn"]
     else:
+        assert taken == []
+        np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (got, chunked)), rtol=0.02)
         with pytest.raises(ValueError, match=message):
-            attention(q, q, q, causal=True, implementation="cudnn")
+            attention(q, q, q, **options, implementation="cudnn")

@@ -50,9 +50,10 @@ def attention(
         ValueError: an implementation that does not apply here, with the reason.
     """
     mask = _Mask(causal, window)
-    refusal = _refusal(implementation, q_BTNH, soft_cap)
+    refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, segment_ids is not None)
+    refusal = refuses(implementation)
     if implementation == "auto":
-        implementation = "chunked" if _refusal("cudnn", q_BTNH, soft_cap) else "cudnn"
+        implementation = "chunked" if refuses("cudnn") else "cudnn"
     elif refusal:
         raise ValueError(f"attention={implementation!r} {refusal}; choose 'auto' or 'chunked'")
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
@@ -97,7 +98,9 @@ def attend_to_slots(
     return out[:, :, :num_queries].astype(q_B1NH.dtype).reshape(q_B1NH.shape)
 
 
-def _refusal(implementation: str, q_BTNH: Array, soft_cap: float | None) -> str | None:
+def _refusal(
+    q_BTNH: Array, mask: "_Mask", soft_cap: float | None, packed: bool, implementation: str
+) -> str | None:
     """Why a backend of `jax.nn.dot_product_attention` cannot serve, or None if it can."""
     if implementation in ("auto", "chunked"):
         return None
@@ -113,6 +116,10 @@ def _refusal(implementation: str, q_BTNH: Array, soft_cap: float | None) -> str 
         return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
     if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:
         return f"needs a multiple of 8 up to 128, and head_dim={q_BTNH.shape[-1]}"
+    if mask.window is not None and not mask.causal:
+        return f"needs causal attention for a window, and window={mask.window} is without it"
+    if packed and q_BTNH.shape[1] % 2:
+        return f"needs an even length for packed rows, and this one is {q_BTNH.shape[1]}"
     return None
 
 
