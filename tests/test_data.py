@@ -258,6 +258,17 @@ def test_left_over_rows_fill_larger_buckets():
     assert plan.padding_waste == pytest.approx(1 - (5 * 8 + 6 * 16 + 3 * 32) / (4 * (8 + 32 + 32)))
 
 
+def test_a_bucket_whose_rows_all_fill_larger_ones_is_none():
+    # Both rows of 8, in every epoch, take the places that one row of 16 leaves in a batch.
+    plan = bucketed([5, 15, 6])
+    assert plan.buckets == (16,)
+    assert list(plan.shapes()) == [16]
+    assert plan.describe_buckets() == "bucket 16: 3 rows in 1 batches, 54.7% padding"
+    for k in range(3):
+        [batch] = epoch_of(plan, k)
+        assert sorted(batch["weights"].sum(1)) == [0, 6, 7, 16]
+
+
 def test_batches_come_from_all_buckets_in_mixed_order():
     plan = bucketed([7] * 40 + [15] * 40)
     order = [plan.bucket(k) for k in range(plan.batches_per_epoch)]

@@ -167,13 +167,13 @@ class BucketPlan(TokenPlan):
             raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
         if too_long not in ("error", "truncate", "split"):
             raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
-        lengths = np.sort(np.asarray(buckets, np.int64))
-        self._rows = self._make_rows(int(lengths[-1]), too_long)
+        self._lengths = np.sort(np.asarray(buckets, np.int64))
+        self._rows = self._make_rows(int(self._lengths[-1]), too_long)
         starts, stops = self._rows[:, 1], self._rows[:, 2]
-        self._row_bucket = lengths[np.searchsorted(lengths, stops - starts)]
-        self.buckets = tuple(int(n) for n in lengths if n in self._row_bucket)
+        self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
         batch_lengths, _ = self._epoch_order(0)  # as many of each length in every epoch
+        self.buckets = tuple(np.unique(batch_lengths).tolist())
         self.batches_per_epoch = len(batch_lengths)
         self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
 
@@ -200,7 +200,7 @@ class BucketPlan(TokenPlan):
         """(the bucket of each batch, the rows of each batch), with `EMPTY_ROW` for no row."""
         order = self._order(len(self._rows), epoch, "rows")
         lengths, table = np.zeros(0, np.int64), np.zeros((0, self.batch_size), np.int64)
-        for length in reversed(self.buckets):
+        for length in self._lengths[::-1]:
             rows = order[self._row_bucket[order] == length]
             places = np.flatnonzero(table.ravel() == EMPTY_ROW)  # in batches of larger buckets
             left_over = len(rows) % self.batch_size
