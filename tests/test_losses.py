@@ -140,6 +140,40 @@ def test_chunks_hold_no_more_logits_than_they_may(monkeypatch: pytest.MonkeyPatc
     assert max(sizes()) == 12  # three steps of four rows
 
 
+@pytest.mark.parametrize(
+    ("bias", "spread", "scale"),
+    [
+        (0.0, 0.1, 2.0**10),  # the sum over all tokens is too large for fp16 without the mean
+        (17.0, 1.0, 2.0**24),  # each token's gradient is too small for fp16 without the scale
+    ],
+)
+def test_chunks_in_fp16_keep_what_the_loss_scale_keeps(
+    bias: float, spread: float, scale: float, monkeypatch: pytest.MonkeyPatch
+):
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = jax.random.uniform(keys[0], (4, 20_000, 2), minval=1.0, maxval=3.0)
+    targets, weights = jnp.zeros((4, 20_000), jnp.int32), jnp.ones((4, 20_000))
+    weight = spread * jax.random.normal(keys[1], (2, 3))
+    readout = Readout(weight, jnp.asarray([bias, 0.0, 0.0]))
+
+    def gradient(dtype: Any) -> Any:
+        def mean(readout: Readout, x: Array) -> Array:
+            total, weight = losses.readout_cross_entropy(readout, x, targets, weights)
+            return total / weight * scale
+
+        cast = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float16).astype(dtype), tree)
+        return jax.jit(jax.grad(mean, (0, 1)))(cast(readout), cast(x))
+
+    exact = gradient(jnp.float32)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * 2_000 * 3)
+    found = gradient(jnp.float16)
+    assert {a.dtype for a in jax.tree.leaves(found)} == {jnp.dtype("float16")}
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        largest = float(jnp.abs(want).max())
+        assert largest > 0
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * largest)
+
+
 def test_next_token_hands_the_whole_batch_to_the_model():
     batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     seen: dict[str, Any] = {}

@@ -2,6 +2,8 @@
 
 The gradient of a sum is known but for a factor as soon as the logits are; to keep it in their place
 takes a matrix and no logits, and no product is run twice. (Liger Kernel, Hsu et al. 2024, does so.)
+In fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
+keep: there it is worked out on the way back, for a product more.
 
 Legend of suffixes: C chunks, P parts that the mesh cuts a batch into, R rows of a part, T time of a
 chunk, E embed.
@@ -62,12 +64,15 @@ def _each_part(function: Callable) -> Callable:
     return mapped
 
 
-def _forward(
-    loss: Loss, readout: PyTree, x_CPRTE: Array, targets: Array, weights: Array
+def _gradients(
+    loss: Loss, inputs: tuple[PyTree, Array, Array, Array], factor: Float[Array, ""]
 ) -> tuple[Array, tuple]:
+    """The total, and the gradients of `factor` times it; the readout's for each part by itself."""
+    readout, x_CPRTE, targets, weights = inputs
+
     def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> tuple:
         total, gradient = jax.vjp(lambda r, x, w: loss(r(x), targets, w)[0], readout, x, weights)
-        return total, *gradient(jnp.ones_like(total))
+        return total, *gradient(factor.astype(total.dtype))
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         total, of_readout = carry
@@ -86,8 +91,20 @@ def _forward(
     return total, (of_readout, of_x, of_weights)
 
 
+def _forward(loss: Loss, *inputs: Any) -> tuple[Array, tuple]:
+    """The total, and of the inputs and their gradients those that the way back takes."""
+    if inputs[1].dtype == jnp.float16:
+        return _total(loss, *inputs), (inputs, None)
+    total, gradients = _gradients(loss, inputs, jnp.float32(1))
+    return total, (None, gradients)
+
+
 def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
-    of_readout, of_x, of_weights = residuals
+    inputs, gradients = residuals
+    if gradients is None:
+        _, gradients = _gradients(loss, inputs, g)
+        g = jnp.float32(1)
+    of_readout, of_x, of_weights = gradients
 
     def scaled(x: Array) -> Array:
         return (x.astype(jnp.float32) * g).astype(x.dtype)

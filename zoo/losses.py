@@ -70,7 +70,8 @@ def readout_cross_entropy(
 
     Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
     is ever in memory, forward or backward; for that the gradient is worked out on the way forward,
-    which costs no product more. `readout` is a `zoo.readout.Readout`, or a module like it.
+    which costs no product more; in fp16 on the way back, for one more. `readout` is a
+    `zoo.readout.Readout`, or a module like it.
     """
     batch, seq, _ = x_BTE.shape
     vocab = jax.eval_shape(readout, x_BTE).shape[-1]
