@@ -19,6 +19,7 @@ import zoo
 from zoo import publish
 from zoo.run import cli
 from zoo.tokenizer import TextStream, Tokenizer, load_tokenizer
+from zoo.validation import require_finite
 
 RULE = "─" * 20
 
@@ -47,6 +48,9 @@ class Config:
     """Seed of the sampling."""
     mesh: str = ""
     """Devices by axis, such as tensor=2; empty is one."""
+
+    def __post_init__(self) -> None:
+        require_finite(self)
 
 
 def main(config: Config) -> None:

@@ -248,6 +248,10 @@ def test_constant_is_constant():
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),
         ({"decay_fraction": 1.5}, r"optimizer.decay_fraction=1.5: must be in \[0, 1\]"),
         ({"final_fraction": -0.5}, "optimizer.final_fraction=-0.5"),
+        ({"learning_rate": np.nan}, "optimizer.learning_rate=nan: must be finite"),
+        ({"weight_decay": np.inf}, "optimizer.weight_decay=inf: must be finite"),
+        ({"beta1": 1.0}, r"optimizer.beta1=1.0: must be in \[0, 1\)"),
+        ({"beta2": -0.1}, r"optimizer.beta2=-0.1: must be in \[0, 1\)"),
     ],
 )
 def test_a_configuration_out_of_range_names_its_field(options: dict, message: str):

@@ -18,7 +18,7 @@ from zoo.blocks import MLP, Attention
 from zoo.layers import Embedding, LayerNorm, Linear, dropout
 from zoo.remat import Policy, scan_layers
 from zoo.sharding import constrain, gather
-from zoo.transformer_config import require
+from zoo.validation import require, require_finite
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Config:
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         require(
             self.num_token_types > 0, f"num_token_types={self.num_token_types}: must be positive"
         )

@@ -26,6 +26,7 @@ from zoo import checksums, publish
 from zoo.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
+from zoo.validation import require_finite
 
 Model = TypeVar("Model")
 
@@ -42,6 +43,7 @@ class Config:
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"rank={self.rank}, alpha={self.alpha}: both must be positive")
 

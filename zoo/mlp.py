@@ -28,6 +28,7 @@ from zoo.layers import (
 from zoo.precision import matmul
 from zoo.remat import POLICIES, Policy, scan_layers
 from zoo.sharding import constrain, gather
+from zoo.validation import require_finite
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Config:
     """What the backward pass recomputes of a block: none, dots, dots_no_batch, full."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         for name in ("in_size", "out_size", "hidden_size", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")

@@ -9,6 +9,7 @@ import optax.contrib
 from jaxtyping import PyTree
 
 from zoo.axes import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
+from zoo.validation import require_finite
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,16 @@ class Config:
     """Decay of the second moment."""
 
     def __post_init__(self) -> None:
+        require_finite(self, "optimizer.")
         for name in ("learning_rate", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1]")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
 
 
 def make_schedule(config: Config, steps: int) -> optax.Schedule:

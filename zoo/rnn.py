@@ -34,8 +34,8 @@ from zoo.recurrence import (
 )
 from zoo.rnn_config import Config as Config
 from zoo.rnn_config import num_flops_per_token as num_flops_per_token
-from zoo.rnn_config import require
 from zoo.sharding import constrain, gather
+from zoo.validation import require
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]

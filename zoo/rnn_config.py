@@ -12,6 +12,7 @@ from zoo.recurrence import (
     CellName,
     Chunks,
 )
+from zoo.validation import require, require_finite
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Config:
     """Steps that an iteration of the scan runs."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         for name in ("hidden_size", "num_layers", "unroll"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):
@@ -115,12 +117,6 @@ class Config:
             return None
         size = self.truncate or math.isqrt(seq - 1) + 1
         return Chunks(min(size, seq), self.truncate is not None, self.remat)
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def num_flops_per_token(config: Config) -> float:

@@ -22,6 +22,7 @@ from zoo.documents import (
 )
 from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.validation import require
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Source:
     """Share of the documents kept from training, to evaluate on."""
     cache: Path | None = Path("~/.cache/zoo/corpus")
     """Folder that keeps tokenized corpora."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from zoo.readout import Readout
 from zoo.remat import scan_layers
 from zoo.sharding import constrain, gather
 from zoo.transformer_config import Config as Config
-from zoo.transformer_config import LayerKind, require
+from zoo.transformer_config import LayerKind
 from zoo.transformer_config import num_flops_per_token as num_flops_per_token
+from zoo.validation import require
 
 
 class Transformer(AttentionDecoder):

@@ -6,8 +6,14 @@ from typing import Literal
 
 from zoo import attention as attention_module
 from zoo.remat import POLICIES, Policy
+from zoo.validation import require, require_finite
 
 LayerKind = Literal["local", "global"]
+
+# Fields that are positive where they are given.
+POSITIVE = ["vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"]
+POSITIVE += ["num_experts", "norm_eps", "rope_theta", "local_rope_theta", "max_seq_len", "window"]
+POSITIVE += ["attention_scale", "attention_soft_cap", "logit_soft_cap"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,8 @@ class Config:
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "max_seq_len"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
-        for name in ("num_kv_heads", "head_dim", "d_ff", "num_experts", "window"):
+        require_finite(self)
+        for name in POSITIVE:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value}: must be positive")
         require(
@@ -108,6 +113,10 @@ class Config:
             len(self.rope_scaling) in (0, 1, 4),
             f"rope_scaling={self.rope_scaling}: give nothing, a factor, or a factor, the low and "
             "high frequency factors and the length trained on",
+        )
+        require(
+            min(self.rope_scaling, default=1.0) > 0,
+            f"rope_scaling={self.rope_scaling}: all of it must be positive",
         )
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(
@@ -162,12 +171,6 @@ class Config:
     def window_of(self, kind: LayerKind) -> int | None:
         """The sliding window of a layer of that kind."""
         return self.window if kind == "local" else None
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def num_flops_per_token(config: Config, seq_len: int) -> float:
