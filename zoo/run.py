@@ -29,6 +29,7 @@ from zoo import sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
+from zoo.validation import require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Config:
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         for name in (
             "steps",
             "accumulate",
