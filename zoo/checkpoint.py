@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from zoo import checksums
 from zoo.axes import keystr
+from zoo.files import local_path
 from zoo.tensors import differences
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Checkpointer:
         """Opens or makes `folder`, drops what a killed save left, keeps the newest `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
-        self.folder = Path(folder).absolute()
+        self.folder = local_path(folder, "folder").absolute()
         self._keep = keep
         self._newest: int | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int64, Integer
 
 from zoo import checksums
 from zoo.documents import Document
+from zoo.files import local_path
 from zoo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def tokenize(
     """
     if cache_folder is None:
         return _tokenize(documents, tokenizer)
-    entry = Path(cache_folder).expanduser() / _cache_key(documents, tokenizer)
+    entry = local_path(cache_folder, "cache_folder") / _cache_key(documents, tokenizer)
     if (cached := _read_entry(entry)) is not None:
         return cached
     corpus = _tokenize(documents, tokenizer)

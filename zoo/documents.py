@@ -9,13 +9,14 @@ import io
 import json
 import logging
 import lzma
-import os
 import sysconfig
 import textwrap
 import tokenize as python_tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from zoo.files import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def read_json_lines(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 def _matching_files(pattern: str) -> dict[Path, str]:
     """The names of the files that match: their paths relative to the glob's fixed folder."""
-    expanded = os.path.expanduser(pattern)
+    expanded = str(local_path(pattern, "data"))
     paths = sorted(map(Path, glob.glob(expanded, recursive=True)))
     files = [path for path in paths if path.is_file()]
     if not files:

@@ -25,6 +25,7 @@ from zoo import (
 from zoo.axes import keystr
 from zoo.classifier import Classifier, Pooling
 from zoo.documents import Document, help_topics
+from zoo.files import local_path
 from zoo.lora import Config as LoraConfig
 from zoo.metrics import read_metrics
 from zoo.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
@@ -71,6 +72,7 @@ class Config(run.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        local_path(self.model, "model")
         if self.method == "lora" and self.freeze:
             raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
 

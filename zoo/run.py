@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from zoo import sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.files import local_path
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
 from zoo.validation import require_finite
@@ -90,6 +91,9 @@ class Config:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        local_path(self.run_dir, "run_dir")
+        if self.compilation_cache is not None:
+            local_path(self.compilation_cache, "compilation_cache")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
         if self.seed < 0:
@@ -137,7 +141,7 @@ class Run:
     def __init__(self, config: Config):
         self.config: Any = config  # the recipe's own, with fields beyond these
         # A plan leaves nothing behind.
-        self.folder = Path(tempfile.mkdtemp() if config.plan else config.run_dir)
+        self.folder = local_path(tempfile.mkdtemp() if config.plan else config.run_dir, "run_dir")
         self._written_once = [self.folder / "config.json"]
 
     def __enter__(self) -> "Run":
@@ -150,8 +154,8 @@ class Run:
             # Written down, so that a run goes on in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
         if config.compilation_cache is not None and not config.plan:
-            folder = str(config.compilation_cache.expanduser())
-            jax.config.update("jax_compilation_cache_dir", folder)
+            folder = local_path(config.compilation_cache, "compilation_cache")
+            jax.config.update("jax_compilation_cache_dir", str(folder))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)

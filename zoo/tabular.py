@@ -10,6 +10,7 @@ import tyro
 from jaxtyping import Float32
 
 from zoo.documents import read_csv, unit_hash
+from zoo.files import local_path
 from zoo.plans import ArrayPlan
 
 
@@ -62,7 +63,10 @@ def load(config: Config, *, seed: int) -> Table:
         ImportError: the digits without scikit-learn.
         ValueError: a file that holds something else, with its line, or too little.
     """
-    inputs, names = read_rows(Path(config.file), config.label) if config.file else digits()
+    if config.file:
+        inputs, names = read_rows(local_path(config.file, "data"), config.label)
+    else:
+        inputs, names = digits()
     classes = tuple(sorted(set(names)))
     labels = np.asarray([classes.index(name) for name in names], np.int32)
     held_out = np.asarray([unit_hash(str(row)) < config.held_out for row in range(len(names))])

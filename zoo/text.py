@@ -20,6 +20,7 @@ from zoo.documents import (
     read_documents,
     standard_library,
 )
+from zoo.files import local_path
 from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.validation import require
@@ -53,6 +54,8 @@ class Source:
 
     def __post_init__(self) -> None:
         require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
+        if self.cache is not None:
+            local_path(self.cache, "data.cache")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Config(Source):
     """bytes, bpe (byte pairs, trained on the corpus at the start), or a path to tokenizer.json."""
     vocab_size: int = 2048
     """Number of ids that bpe trains."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        local_path(self.tokenizer, "data.tokenizer")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from jaxtyping import Int32
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
+from zoo.files import local_path
+
 Ids = Int32[np.ndarray, "length"]
 
 FILE_NAME = "tokenizer.json"
@@ -217,9 +219,9 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no tokenizer, or it has no separator.
+        ValueError: the file is no tokenizer, has no separator, or is on another machine.
     """
-    file = Path(path).expanduser()
+    file = local_path(path, "tokenizer")
     if file.is_dir():
         file = file / FILE_NAME
     if not file.is_file():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import tyro
 
 from zoo import losses, optimizers, sharding, transformer
+from zoo.files import local_path
 from zoo.planning import published, report
 from zoo.planning.job import Job, Plan, make_plan
 from zoo.planning.suggestions import Attempt, show_suggestion
@@ -54,15 +55,16 @@ class Config:
 
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
+    save = None if config.save is None else local_path(config.save, "save")
     target = prepare(config.target)
     plan = make_plan(make_job(config, target), target, quick=config.quick)
     report.show(plan)
     found = None
     if config.suggest and not plan.memory.fits:
         found = show_suggestion(plan, "--remat", quick=config.quick)
-    if config.save is not None:
-        config.save.parent.mkdir(parents=True, exist_ok=True)
-        config.save.write_text(_markdown(config, plan, found))
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(_markdown(config, plan, found))
 
 
 def make_job(config: Config, target: Target) -> Job:
