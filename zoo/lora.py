@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from zoo import checksums, publish
 from zoo.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
+from zoo.files import local_path
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
 from zoo.validation import require_finite
@@ -223,7 +224,7 @@ def load(
     `merge` makes a plain model of it. `mesh` and `dtype` are as for `zoo.load`, and `base` has to
     lie on that mesh. Raises PublishError, naming what is at fault.
     """
-    folder = Path(folder)
+    folder = local_path(folder, "folder")
     publish.verify(folder)
     description = json.loads((folder / publish.CONFIG).read_text())
     if "adapters_of" not in description:

@@ -28,6 +28,7 @@ from jaxtyping import PyTree
 from zoo import checksums
 from zoo.classifier import Classifier
 from zoo.ensemble import Ensemble
+from zoo.files import local_path
 from zoo.tensors import PublishError, check_tensors, parameter_shapes, read_tensors, write_tensors
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
@@ -92,8 +93,9 @@ def replacing(folder: Path | str) -> Iterator[Path | None]:
 
     Raises:
         PublishError: a folder that no earlier save wrote.
+        ValueError: a folder on another machine.
     """
-    folder = Path(folder).absolute()
+    folder = local_path(folder, "folder").absolute()
     _check_replaceable(folder)
     if jax.process_index() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -194,10 +196,11 @@ def find(name_or_folder: str | Path) -> Path:
 
     Raises:
         PublishError: there is none.
+        ValueError: a folder on another machine.
     """
     from zoo import hf
 
-    given = Path(name_or_folder).expanduser()
+    given = local_path(name_or_folder, "model")
     for folder in (given / "model", given, _shelf() / name_or_folder):
         if (folder / CONFIG).is_file():
             return folder
