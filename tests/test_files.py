@@ -1,12 +1,15 @@
+import errno
 import os
 import re
 from pathlib import Path
 
+import equinox as eqx
+import jax.numpy as jnp
 import pytest
 
 import zoo
 from recipes import finetune, lm, mlp
-from zoo import publish, tabular
+from zoo import files, publish, tabular
 from zoo.checkpoint import Checkpointer
 from zoo.corpus import tokenize
 from zoo.documents import read_documents, read_json_lines
@@ -44,7 +47,7 @@ TAKERS = {
     "cache_folder": lambda: tokenize([], ByteTokenizer(), Path(REMOTE)),
     "tokenizer": lambda: load_tokenizer(REMOTE),
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),
-    "folder of zoo.save": lambda: zoo.save(REMOTE, None),
+    "folder of zoo.save": lambda: zoo.save(REMOTE, eqx.nn.Identity()),
     "model of zoo.load": lambda: zoo.load(REMOTE),
     "model of zoo.load, as a Path": lambda: publish.load(Path(REMOTE)),
     "folder of adapters": lambda: zoo.lora.load(REMOTE),
@@ -62,3 +65,99 @@ def test_whatever_takes_a_path_refuses_another_machine_and_makes_nothing(
     with pytest.raises(ValueError, match=f"^{taker.split()[0]}='{REMOTE}[^']*': only local"):
         TAKERS[taker]()
     assert os.listdir() == ["local"]
+
+
+# --- How they are written ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(monkeypatch):
+    """What is synced and renamed, in order: ("sync", inode) and ("rename", source, target)."""
+    found = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def synced(descriptor):
+        found.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(call):
+        def move(source, target, **options):
+            found.append(("rename", Path(source), Path(target)))
+            call(source, target, **options)
+
+        return move
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed(rename))
+    monkeypatch.setattr(os, "replace", renamed(replace))
+    return found
+
+
+def assert_outlives_a_power_cut(journal, source, target):
+    """The rename came after a sync of all that was renamed, and before one of the folder."""
+    at = journal.index(("rename", source, target))
+    before, after = journal[:at], journal[at:]
+    inside = [target, *target.rglob("*")]
+    assert [path for path in inside if ("sync", path.stat().st_ino) not in before] == []
+    assert ("sync", target.parent.stat().st_ino) in after
+
+
+def test_a_file_is_replaced_whole(journal, tmp_path):
+    path, temporary = tmp_path / "file", tmp_path / "file.tmp"
+    path.write_text("old")
+
+    def write(to):
+        assert to == temporary
+        to.write_text("new")
+        assert path.read_text() == "old"
+
+    files.replace(path, write)
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file"]
+    assert_outlives_a_power_cut(journal, temporary, path)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_a_step(journal, tmp_path):
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
+    for step in (1, 2):
+        checkpointer.save(step, {"x": jnp.arange(8)}, {})
+    checkpointer.close()
+    step = tmp_path / "checkpoints" / "2"
+    assert len(list(step.rglob("*"))) > 8
+    assert_outlives_a_power_cut(journal, step.with_name("2.tmp"), step)
+    pruned = journal.index(("rename", step.with_name("1"), step.with_name("1.tmp")))
+    kept = journal.index(("rename", step.with_name("2.tmp"), step))
+    assert ("sync", step.parent.stat().st_ino) in journal[kept:pruned]
+
+
+def test_what_a_run_writes_at_its_start_is_on_the_disk(journal, tmp_path):
+    def make(folder):
+        folder.mkdir()
+        (folder / "file").write_text("made")
+
+    folder = tmp_path / "run"
+    with zoo.Run(lm.Config(run_dir=folder, compilation_cache=None)) as run:
+        run.once("thing", make)
+    assert_outlives_a_power_cut(journal, folder / "config.json.tmp", folder / "config.json")
+    assert_outlives_a_power_cut(journal, folder / "thing.tmp", folder / "thing")
+
+
+def test_a_full_disk_is_an_error_with_the_file(tmp_path):
+    def write(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        files.replace(path, write)
+    assert path.read_text() == "old"
+
+
+def test_removing_takes_a_file_or_a_folder_and_follows_no_link(tmp_path):
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("folder", "file", "link", "nothing"):
+        files.remove(tmp_path / name)
+    assert os.listdir(tmp_path) == ["kept"]

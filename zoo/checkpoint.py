@@ -7,7 +7,6 @@ every byte before it trusts one, because Orbax alone returns wrong values from a
 
 import json
 import logging
-import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +18,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from zoo import checksums
+from zoo import checksums, files
 from zoo.axes import keystr
-from zoo.files import local_path
 from zoo.tensors import differences
 
 _log = logging.getLogger(__name__)
@@ -42,7 +40,7 @@ class Checkpointer:
         """Opens or makes `folder`, drops what a killed save left, keeps the newest `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
-        self.folder = local_path(folder, "folder").absolute()
+        self.folder = files.local_path(folder, "folder").absolute()
         self._keep = keep
         self._newest: int | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -146,8 +144,9 @@ class Checkpointer:
         partial = self.folder / f"{step}.tmp"
         (partial / "meta.json").write_text(record)
         checksums.write(partial)
+        files.sync_all(partial)  # a power cut after the rename finds a step that is whole
         partial.rename(self.folder / str(step))
-        _sync(self.folder)
+        files.sync(self.folder)
         for old in self.good_steps()[: -self._keep]:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
@@ -186,15 +185,6 @@ def _set_aside(folder: Path) -> Path:
         count += 1
         aside = folder.with_name(f"{folder.name}.damaged-{count}")
     return folder.rename(aside)
-
-
-def _sync(folder: Path) -> None:
-    """Makes a rename in `folder` survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -2,23 +2,19 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Collection
 from pathlib import Path
+
+from zoo import files
 
 NAME = "checksums.json"
 
 
 def write(folder: Path, *, skip: Collection[str] = ()) -> None:
     """Writes `checksums.json` for every file under `folder` (atomically), but those in `skip`."""
-    files = of(folder, skip=skip)
-    content = json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
-    partial = folder / f"{NAME}.tmp"
-    with open(partial, "w") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / NAME)
+    listed = of(folder, skip=skip)
+    content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
+    files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
 
 
 def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int | str]]:
@@ -34,10 +30,10 @@ def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int |
 def problems(folder: Path) -> list[str]:
     """What is wrong with the files of `folder`, a line each; files beyond the listed are fine."""
     try:
-        files = _read(folder)
+        found = _read(folder)
     except ValueError as error:
         return [str(error)]
-    return [line for name, wanted in files.items() if (line := _problem(folder, name, wanted))]
+    return [line for name, wanted in found.items() if (line := _problem(folder, name, wanted))]
 
 
 def listed(folder: Path) -> set[str]:

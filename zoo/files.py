@@ -1,7 +1,10 @@
-"""Files and folders: where they may be, and how they are written."""
+"""Files and folders: where they may be, and how they are written to outlive a power cut."""
 
+import contextlib
 import os
 import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -18,3 +21,51 @@ def local_path(path: str | os.PathLike[str], name: str) -> Path:
             "written; copy it here, or mount it, and give the path there"
         )
     return Path(os.path.expanduser(path))
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file anew, by `write(temporary)`.
+
+    Whoever opens `path`, whenever this process dies or the power goes, sees the old file or the
+    new one, whole.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with named(path):
+        write(temporary)
+        sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """`sync` each file and folder in `folder`, and `folder` last."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file; nothing if there is neither."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Within, an OSError that names no file, such as that of a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -2,24 +2,17 @@
 
 import json
 import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zoo import files
+
 Number = float | int  # spelled out for run-time checkers, to which an int is no float
 
 
 Value = Number | str | None
-
-
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Whoever opens `path`, whenever this process dies, sees the old file or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 _NON_FINITE = ("nan", "inf", "-inf")  # as Python's float() reads them; JSON has no such numbers
@@ -67,13 +60,14 @@ class MetricsLog:
     def __init__(self, path: Path, *, resume_step: int = 0):
         records = read_metrics(path) if resume_step and path.exists() else []
         kept = "".join(_to_line(record) for record in records if record["step"] <= resume_step)
-        _write_atomically(path, lambda temporary: temporary.write_text(kept))
+        files.replace(path, lambda temporary: temporary.write_text(kept))
         self._file = path.open("a")
 
     def write(self, step: int, **values: Value) -> None:
         """Append one line."""
-        self._file.write(_to_line({"step": step, **values}))
-        self._file.flush()
+        with files.named(Path(self._file.name)):
+            self._file.write(_to_line({"step": step, **values}))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -160,7 +154,7 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
         low, high = each.dataLim.intervaly
         if name in ("losses", "grad_norm") and high > 30 * low > 0:
             each.set_yscale("log")
-    _write_atomically(png_path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    files.replace(png_path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
 def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:

@@ -25,9 +25,8 @@ import jax
 import tyro
 from jax.experimental import multihost_utils
 
-from zoo import sharding
+from zoo import files, sharding
 from zoo.checkpoint import Checkpointer, CheckpointError
-from zoo.files import local_path
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
 from zoo.validation import require_finite
@@ -91,9 +90,9 @@ class Config:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        local_path(self.run_dir, "run_dir")
+        files.local_path(self.run_dir, "run_dir")
         if self.compilation_cache is not None:
-            local_path(self.compilation_cache, "compilation_cache")
+            files.local_path(self.compilation_cache, "compilation_cache")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
         if self.seed < 0:
@@ -141,7 +140,8 @@ class Run:
     def __init__(self, config: Config):
         self.config: Any = config  # the recipe's own, with fields beyond these
         # A plan leaves nothing behind.
-        self.folder = local_path(tempfile.mkdtemp() if config.plan else config.run_dir, "run_dir")
+        folder = tempfile.mkdtemp() if config.plan else config.run_dir
+        self.folder = files.local_path(folder, "run_dir")
         self._written_once = [self.folder / "config.json"]
 
     def __enter__(self) -> "Run":
@@ -154,7 +154,7 @@ class Run:
             # Written down, so that a run goes on in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
         if config.compilation_cache is not None and not config.plan:
-            folder = local_path(config.compilation_cache, "compilation_cache")
+            folder = files.local_path(config.compilation_cache, "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", str(folder))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
@@ -202,7 +202,9 @@ class Run:
         if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
             make(partial)
+            files.sync_all(partial)
             partial.rename(target)
+            files.sync(self.folder)
         _barrier(name)
         return target
 
@@ -232,9 +234,8 @@ class Run:
                     + "\n".join(differing)
                     + "\nGive the same flags to resume it, or another --run-dir to start anew."
                 )
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
-        os.replace(temporary, path)
+        text = json.dumps(wanted, indent=2) + "\n"
+        files.replace(path, lambda temporary: temporary.write_text(text))
 
 
 def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
