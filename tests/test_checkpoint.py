@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zoo import checksums
+from zoo import checksums, files
 from zoo.checkpoint import Checkpointer, CheckpointError
 from zoo.sharding import make_mesh
 
@@ -173,6 +174,20 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def lose_the_folder(path: Path) -> None:
+    """Put a file in the place of the folder that the file is in."""
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+
+
+DAMAGES = [empty, truncate, flip_bit, Path.unlink, become_a_folder, lose_the_folder]
+
+
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two") / "checkpoints"
@@ -183,7 +198,7 @@ def two_steps(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("damage", [empty, truncate, flip_bit, Path.unlink])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened, damage):
     names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
     assert len(names) >= 8
@@ -193,6 +208,8 @@ def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened
     checkpointer = opened(folder)
     for name in names:
         damage(folder / name)
+        is_there = (folder / "2").is_dir()
+        missed = name.relative_to("2").as_posix() if is_there else checksums.NAME
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             restored, step, _ = checkpointer.restore(like)
@@ -201,11 +218,35 @@ def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened
         said = caplog.text
         assert "step 2" in said
         assert "step 1 is used instead" in said
-        assert name.relative_to("2").as_posix() in said
+        assert missed in said
         (aside,) = folder.glob("2.damaged")
-        shutil.rmtree(aside)
+        files.remove(aside)
         shutil.copytree(two_steps / "2", folder / "2")
     assert checkpointer.restore(like)[1] == 2
+
+
+def test_what_may_not_be_read_is_an_error_and_no_damage(two_steps, tmp_path, opened, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    refused = folder / "2" / "meta.json"
+
+    def open_(path, *arguments, **options):
+        if path == refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, *arguments, **options)
+
+    monkeypatch.setattr(checksums, "open", open_, raising=False)
+    with pytest.raises(PermissionError, match=str(refused)):
+        opened(folder).restore(make_state(0))
+    assert refused.exists()
+
+
+def test_what_a_killed_save_left_is_removed_whatever_it_is(tmp_path, opened):
+    folder = tmp_path / "checkpoints"
+    (folder / "1.tmp" / "arrays").mkdir(parents=True)
+    (folder / "2.tmp").touch()
+    opened(folder)
+    assert os.listdir(folder) == []
 
 
 def test_without_a_good_step_it_stops_and_changes_nothing(two_steps, tmp_path, opened):

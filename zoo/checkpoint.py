@@ -55,7 +55,7 @@ class Checkpointer:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
-                shutil.rmtree(leftover)
+                files.remove(leftover)
 
     def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Saves the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
@@ -76,7 +76,7 @@ class Checkpointer:
                     f"{self.folder / str(step)} exists already. Restore from this folder before "
                     "saving in it, or save in another."
                 )
-            shutil.rmtree(partial, ignore_errors=True)
+            files.remove(partial)
             partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in arrays.items()}

@@ -49,8 +49,10 @@ def _read(folder: Path) -> dict:
         content = json.loads((folder / NAME).read_bytes())
         if content["sha256"] == _digest(content["files"]):
             return content["files"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{NAME} is missing") from None
+    except IsADirectoryError:
+        raise ValueError(f"{NAME} is a folder") from None
     except (ValueError, LookupError, TypeError):
         pass  # no JSON, or not of this form: damaged as well
     raise ValueError(f"{NAME} is damaged")
@@ -59,11 +61,13 @@ def _read(folder: Path) -> dict:
 def _problem(folder: Path, name: str, wanted: dict) -> str | None:
     path = folder / name
     try:
+        if path.is_dir():
+            return f"{name} is a folder"
         if (size := path.stat().st_size) != wanted["bytes"]:
             return f"{name} has {size} bytes instead of {wanted['bytes']}"
         if _sha256(path) != wanted["sha256"]:
             return f"{name} is damaged: its SHA-256 is not the one written with it"
-    except (FileNotFoundError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # or what should be its folder is a file
         return f"{name} is missing"
     return None
 

@@ -183,7 +183,7 @@ class Run:
         if error is None or not self.is_main or self.checkpointer.good_steps():
             return
         for path in self._written_once:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            files.remove(path)
 
     @property
     def is_main(self) -> bool:
