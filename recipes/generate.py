@@ -17,7 +17,7 @@ import tyro
 
 import zoo
 from zoo import publish
-from zoo.run import cli
+from zoo.run import check_seed, cli
 from zoo.tokenizer import TextStream, Tokenizer, load_tokenizer
 from zoo.validation import require_finite
 
@@ -51,6 +51,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require_finite(self)
+        check_seed(self.seed)
 
 
 def main(config: Config) -> None:

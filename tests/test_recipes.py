@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +17,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
-from recipes import generate
-from zoo import loop, rnn
+from recipes import finetune, generate, lm
+from zoo import bert, loop, rnn, transformer
 from zoo.compiled import CompiledStep
 from zoo.precision import native_precision
 from zoo.run import RunError, as_json
 from zoo.tensors import PublishError
+from zoo.tokenizer import ByteTokenizer
 
 __all__ = ["shared"]
 
@@ -289,6 +291,76 @@ def test_a_mistake_is_named_before_any_step_and_binds_nothing(mistake, train, tm
         train("lm", tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
     assert message in str(e.value)
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+# What would come to light only after the training, at the sample, or never.
+UNFIT = {
+    "not causal": ("lm", ["--model.no-causal"], "causal=False: this is an encoder"),
+    "both ways": ("rnn", ["--model.bidirectional"], "bidirectional=True: this network has no next"),
+    "one output a row": ("rnn", ["--model.out-size=5"], "out_size=5: this network has no next"),
+    "an encoder": ("finetune", ["--model={tmp}/bert"], "a BERT is no decoder"),
+    "long rows": (
+        "lm",
+        ["--model.positions=learned", "--model.max-seq-len=31"],
+        "the longest row of data: a sequence of 32 is longer than max_seq_len=31",
+    ),
+    "long sample": (
+        "lm",
+        ["--model.positions=learned", "--model.max-seq-len=64", "--sample-tokens=64"],
+        "sample_tokens=64: a sequence of 65 is longer than max_seq_len=64",
+    ),
+    "long prompt": (
+        "finetune",
+        [
+            "--model={tmp}/short",
+            "--data.format=completions",
+            "--data.files={tmp}/pairs.jsonl",
+            "--sample-tokens=16",
+        ],
+        "sample_tokens=16: a sequence of 57 is longer than max_seq_len=56",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory):
+    """A BERT, a model of few positions, and prompts of 40 characters."""
+    folder = tmp_path_factory.mktemp("unfit")
+    sizes = {"vocab_size": 320, "d_model": 8, "num_layers": 1, "num_heads": 1}
+    config = transformer.Config(**sizes, positions="learned", max_seq_len=56)
+
+    def save(name, make):
+        skeleton = eqx.filter_eval_shape(make, jax.random.key(0))
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), skeleton)
+        zoo.save(folder / name, blank, tokenizer=ByteTokenizer())
+
+    save("short", lambda key: transformer.Transformer(config, key=key))
+    save("bert", lambda key: bert.BERT(bert.Config(**sizes), key=key))
+    pair = json.dumps({"prompt": "p" * 40, "completion": "c"})
+    (folder / "pairs.jsonl").write_text(f"{pair}\n" * 30)
+    return folder
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_could_not_be_sampled_from_is_refused_before_it_is_trained(
+    case, train, tmp_path, monkeypatch, unfit
+):
+    name, flags, message = UNFIT[case]
+    monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(name, tmp_path / "run", *(flag.format(tmp=unfit) for flag in flags))
+
+
+@pytest.mark.parametrize("recipe", [lm, finetune])
+def test_less_than_no_sample_is_refused(recipe):
+    with pytest.raises(ValueError, match="sample_tokens=-1: must not be negative"):
+        recipe.Config(sample_tokens=-1)
+
+
+def test_a_seed_that_jax_cannot_tell_from_another_is_refused_before_the_model_is_read():
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"seed={seed}: must be in 0 to 4294967295"):
+            generate.Config(seed=seed)
 
 
 def test_a_mistake_is_a_message_and_a_code(shared, tmp_path):

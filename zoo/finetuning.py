@@ -73,6 +73,7 @@ class Config(run.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         local_path(self.model, "model")
+        language.check_sample_tokens(self.sample_tokens)
         if self.method == "lora" and self.freeze:
             raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
 
@@ -194,6 +195,7 @@ def train(run: run.Run, base: Base, data: text.Text) -> None:
         lambda key, model: prepare(config, model, key),
         pretrained=base.model,
         trainable=trainable(config),
+        prompt=sample_prompt(data),
     )
     save(run, base, state.model, {**after, "steps": int(state.step)})
     before = read_metrics(run.folder / "metrics.jsonl")[0]

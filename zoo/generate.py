@@ -109,9 +109,7 @@ class Rows:
         self.prompts = _check_prompts(prompt)
         self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
         longest = max(len(ids) for ids in self.prompts)
-        if not hasattr(model, "check_decoder"):
-            raise ValueError(f"a {type(model).__name__} is no decoder: it has no next token")
-        model.check_decoder(longest + max_new_tokens)
+        check_decoder(model, longest + max_new_tokens)
         _check_ids("prompt", np.concatenate(self.prompts), model.config.vocab_size)
         _check_ids("stop_tokens", self.stops, model.config.vocab_size)
         self.mesh = sharding.mesh_of(model)
@@ -131,6 +129,13 @@ class Rows:
         """A row's new tokens up to its first stop token."""
         stopped = np.flatnonzero(np.isin(tokens, self.stops))
         return tokens[: stopped[0] + 1 if len(stopped) else None].tolist()
+
+
+def check_decoder(model: PyTree, length: int) -> None:
+    """Raise a ValueError for a model (a skeleton will do) that continues no text to that length."""
+    if not hasattr(model, "check_decoder"):
+        raise ValueError(f"a {type(model).__name__} is no decoder: it has no next token")
+    model.check_decoder(length)
 
 
 def bucket_of(length: int) -> int:

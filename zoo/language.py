@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,16 @@ class Config(run.Config):
     """Tokens of the sample at the end."""
     data: text.Config = text.Config(tokenizer="bpe")
     optimizer: optimizers.Config = optimizers.Config()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sample_tokens(self.sample_tokens)
+
+
+def check_sample_tokens(count: int) -> None:
+    """Raise a ValueError for less than none."""
+    if count < 0:
+        raise ValueError(f"sample_tokens={count}: must not be negative; 0 is no sample")
 
 
 def load(run: run.Run, *, label: str | None = None) -> text.Text:
@@ -78,10 +89,19 @@ def fit(
     make_model: Callable[..., PyTree],
     *,
     loss: LossFunction = losses.next_token,
+    pretrained: PyTree = None,
+    prompt: Sequence[int] | np.ndarray = (),
     **options: Any,
 ) -> tuple[TrainState, dict[str, float]]:
-    """`loop.fit`, which takes the options, of a language model: the state, and how good it is."""
+    """`loop.fit`, which takes the options, of a language model: the state, and how good it is.
+
+    Raises:
+        ValueError: before any compute, a model that sees the tokens it is to predict, or that has
+            fewer positions than a row or than the sample to come, after its `prompt`, takes.
+    """
     config = run.config
+    given = () if pretrained is None else (pretrained,)
+    _check(config, data, eqx.filter_eval_shape(make_model, jax.random.key(0), *given), len(prompt))
     mean_loss = loop.evaluator(run, losses.next_token, data.held_out)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
@@ -101,8 +121,22 @@ def fit(
         fingerprint=data.fingerprint,
         evaluate=evaluate,
         schedule=optimizers.make_schedule(config.optimizer, config.steps),
+        pretrained=pretrained,
         **options,
     )
+
+
+def _check(config: Any, data: text.Text, skeleton: PyTree, prompt: int) -> None:
+    generate.check_decoder(skeleton, 0)
+    lengths = {
+        "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
+        f"sample_tokens={config.sample_tokens}": 1 + prompt + config.sample_tokens,
+    }
+    for what, length in lengths.items():
+        try:
+            generate.check_decoder(skeleton, length)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}; lower the one, or raise the other") from error
 
 
 def sample(
