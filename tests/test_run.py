@@ -143,6 +143,50 @@ def test_a_damaged_configuration_is_no_reason_to_begin_anew(damage, tmp_path):
     assert (folder / "config.json").read_bytes() == damage
 
 
+def strip(folder):
+    (folder / "config.json").unlink()
+
+
+def swap(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def test_an_empty_configuration_is_another(tmp_path):
+    folder = begin(config(tmp_path))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="seed: was None, is 0"):
+        Run(config(tmp_path)).__enter__()
+
+
+@pytest.mark.parametrize("tamper", [strip, swap])
+def test_a_checkpoint_knows_the_configuration_whatever_the_file_says(tamper, tmp_path):
+    with Run(config(tmp_path)) as run:
+        for step, seed in ((1, 7), (2, 0)):
+            stored = as_json(dataclasses.replace(run.config, seed=seed))
+            run.checkpointer.save(step, {"x": jnp.ones(2)}, {"config": stored})
+    tamper(run.folder)
+    before = sorted(path.name for path in run.folder.iterdir())
+    with pytest.raises(RunError, match="another configuration:\n  seed: was 0, is 1\n"):
+        Run(config(tmp_path, seed=1)).__enter__()
+    assert sorted(path.name for path in run.folder.iterdir()) == before
+    if tamper is strip:
+        with Run(config(tmp_path)):
+            assert json.loads((run.folder / "config.json").read_text())["seed"] == 0
+
+
+def test_a_copy_of_the_configuration_that_is_damaged_is_not_asked(tmp_path):
+    with Run(config(tmp_path)) as run:
+        for step in (1, 2):
+            stored = as_json(dataclasses.replace(run.config, seed=step))
+            run.checkpointer.save(step, {"x": jnp.ones(2)}, {"config": stored})
+    (run.folder / "config.json").unlink()
+    meta = run.folder / "checkpoints" / "2" / "meta.json"
+    meta.write_text(meta.read_text().replace('"seed": 2', '"seed": 3'))
+    with Run(config(tmp_path, seed=1)):
+        pass
+
+
 # --- The folder -------------------------------------------------------------------------------
 
 
@@ -194,6 +238,17 @@ def test_what_is_made_once_stays(tmp_path):
         assert run.once("thing", make("first")) == tmp_path / "run" / "thing"
     with Run(config(tmp_path)) as run:
         assert (run.once("thing", make("second")) / "file").read_text() == "first"
+
+
+def test_what_another_run_made_is_not_taken_for_this_ones(tmp_path):
+    made = tmp_path / "run" / "thing"
+    made.mkdir(parents=True)
+    run = Run(config(tmp_path))
+    with pytest.raises(RunError, match=f"{made} is there, without the config.json"), run:
+        run.once("thing", Path.mkdir)
+    assert made.exists()
+    with Run(config(tmp_path, seed=1)) as run:
+        assert run.once("other", Path.mkdir) == run.once("other", Path.mkdir)
 
 
 def test_what_was_made_halfway_is_made_again(tmp_path):

@@ -116,7 +116,7 @@ class Checkpointer:
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        return _steps(self.folder)
 
     def wait(self) -> None:
         """Waits for the save under way, and raises what went wrong in it."""
@@ -169,6 +169,18 @@ class Checkpointer:
                 step,
             )
         return step, []
+
+
+def read_meta(folder: Path) -> dict | None:
+    """The meta of the newest step in `folder` whose `meta.json` is undamaged, else None."""
+    for step in reversed(_steps(folder) if folder.is_dir() else []):
+        if not checksums.problems(folder / str(step), only="meta.json"):
+            return json.loads((folder / str(step) / "meta.json").read_text())["meta"]
+    return None
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def _problems(folder: Path, step: int) -> list[str]:

@@ -27,13 +27,17 @@ def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int |
     }
 
 
-def problems(folder: Path) -> list[str]:
-    """What is wrong with the files of `folder`, a line each; files beyond the listed are fine."""
+def problems(folder: Path, *, only: str | None = None) -> list[str]:
+    """What is wrong with the files of `folder`, or with `only` one of them, a line each.
+
+    Files beyond the listed are fine.
+    """
     try:
         found = _read(folder)
     except ValueError as error:
         return [str(error)]
-    return [line for name, wanted in found.items() if (line := _problem(folder, name, wanted))]
+    chosen = found if only is None else {only: found.get(only, {})}
+    return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
 
 
 def listed(folder: Path) -> set[str]:

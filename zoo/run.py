@@ -26,7 +26,7 @@ import tyro
 from jax.experimental import multihost_utils
 
 from zoo import files, sharding
-from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.checkpoint import Checkpointer, CheckpointError, read_meta
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
 from zoo.validation import require_finite
@@ -143,6 +143,7 @@ class Run:
         folder = tempfile.mkdtemp() if config.plan else config.run_dir
         self.folder = files.local_path(folder, "run_dir")
         self._written_once = [self.folder / "config.json"]
+        self._is_new = False  # to process 0: nothing says that there was one in the folder
 
     def __enter__(self) -> "Run":
         config = self.config
@@ -196,8 +197,17 @@ class Run:
             print(text, flush=True)
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
-        """A folder of the run that `make` writes at the first start, and that stays."""
+        """A folder of the run that `make` writes at the first start, and that stays.
+
+        Raises:
+            RunError: it is there, and nothing says of which run it is.
+        """
         target = self.folder / name
+        if self._is_new and target not in self._written_once and target.exists():
+            raise RunError(
+                f"{target} is there, without the config.json of the run that it is of: move it "
+                "away, or use another --run-dir"
+            )
         self._written_once.append(target)
         if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
@@ -210,18 +220,13 @@ class Run:
 
     def _check_config(self) -> None:
         """Refuse another configuration in the folder; write this one."""
-        path = self.folder / "config.json"
+        path, checkpoints = self.folder / "config.json", self.folder / "checkpoints"
         wanted = as_json(self.config)
-        if path.exists():
-            try:
-                found = json.loads(path.read_text())
-                if not isinstance(found, dict):
-                    raise ValueError("it holds no JSON object")
-            except ValueError as error:
-                raise RunError(
-                    f"{path} is damaged ({error}); put it back (meta.json of each checkpoint has "
-                    "a copy), or use another --run-dir"
-                ) from error
+        # Both: either may have been put there, or taken away, by hand.
+        copies = (_read_config(path), (read_meta(checkpoints) or {}).get("config"))
+        stored = [copy for copy in copies if copy is not None]
+        self._is_new = not stored
+        for found in stored:
             old, new = _flatten(found), _flatten(wanted)
             differing = [
                 f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
@@ -236,6 +241,22 @@ class Run:
                 )
         text = json.dumps(wanted, indent=2) + "\n"
         files.replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    """What a run's config.json holds; None if there is none."""
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return found
+    except FileNotFoundError:
+        return None
+    except (ValueError, IsADirectoryError) as error:
+        raise RunError(
+            f"{path} is damaged ({error}); put it back (meta.json of each checkpoint has "
+            "a copy), or use another --run-dir"
+        ) from error
 
 
 def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
