@@ -59,6 +59,8 @@ def begin(config):
         ("keep_checkpoints", 0),
         ("clip_norm", 0.0),
         ("seed", -1),
+        ("seed", 2**32),  # of which JAX makes what it makes of 0
+        ("seed", 10**20),
     ],
 )
 def test_a_field_out_of_range_is_named(field, value, tmp_path):
@@ -215,6 +217,31 @@ def test_a_run_of_another_process_is_seen_until_it_is_killed(tmp_path):
     other.kill()
     other.communicate()
     with Run(config(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("place", ["run", "", "run/checkpoints"])
+def test_a_file_in_the_place_of_a_folder_is_named(place, tmp_path):
+    wanted = config(tmp_path / "parent")
+    file = tmp_path / "parent" / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("kept")
+    with pytest.raises(ValueError, match=f"'.*parent/run.*': {file} is a file, and has to be"):
+        Run(wanted).__enter__()
+    assert file.read_text() == "kept"
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_there_is_a_folder(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class WithData(RecipeConfig):
+        data: zoo.text.Config = zoo.text.Config(batch_size=12)
+
+    for mesh, accumulate in (("data=8", 1), ("", 8), ("fsdp=2", 4)):
+        wrong = WithData(run_dir=tmp_path / "run", mesh=mesh, accumulate=accumulate)
+        with pytest.raises(ValueError, match=r"^batch_size=12 is not divisible by 8,"):
+            Run(wrong).__enter__()
+    assert not (tmp_path / "run").exists()
+    with Run(WithData(run_dir=tmp_path / "run", mesh="data=2", accumulate=3)):
         pass
 
 

@@ -52,7 +52,7 @@ class Checkpointer:
             ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
         )
         if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.folder, "folder")
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)

@@ -23,6 +23,23 @@ def local_path(path: str | os.PathLike[str], name: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def make_folder(path: Path, name: str) -> None:
+    """Make a folder, and those above it, where they are not there.
+
+    Raises:
+        ValueError: a file is in the place of one of them, under the `name` of the field.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        above = (path, *path.parents)
+        file = next(place for place in above if os.path.lexists(place) and not place.is_dir())
+        raise ValueError(
+            f"{name}='{path}': {file} is a file, and has to be a folder; move it away, or give "
+            "another path"
+        ) from None
+
+
 def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file anew, by `write(temporary)`.
 

@@ -21,6 +21,17 @@ from zoo.sharding import batch_sharding, num_batch_parts
 HostBatch = dict[str, np.ndarray]
 
 
+def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) -> None:
+    """Raise a ValueError where a mesh, and microbatches, cut a batch into unequal parts."""
+    parts = 1 if mesh is None else num_batch_parts(mesh)
+    if batch_size % (parts * accumulate):
+        raise ValueError(
+            f"batch_size={batch_size} is not divisible by {parts * accumulate}, the {parts} parts "
+            f"that the mesh {dict(mesh.shape) if mesh else ''} cuts a batch into times "
+            f"accumulate={accumulate}: make it a multiple of {parts * accumulate}"
+        )
+
+
 class Plan(abc.ABC):
     """A pure function from k to batch k, which is built on demand, whole or some rows of it.
 
@@ -67,11 +78,7 @@ class Plan(abc.ABC):
 
     def check_divides(self, mesh: Mesh | None) -> None:
         """Raise a ValueError where the mesh cuts a batch into parts that do not divide it."""
-        if mesh is not None and self.batch_size % (parts := num_batch_parts(mesh)):
-            raise ValueError(
-                f"batch_size={self.batch_size} is not divisible by {parts}, the parts that the "
-                f"mesh {dict(mesh.shape)} cuts a batch into: make it a multiple of {parts}"
-            )
+        check_batch_size(self.batch_size, mesh)
 
     def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
         """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.

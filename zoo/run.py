@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from zoo import files, sharding
 from zoo.checkpoint import Checkpointer, CheckpointError, read_meta
+from zoo.plans import check_batch_size
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
 from zoo.validation import require_finite
@@ -95,8 +96,14 @@ class Config:
             files.local_path(self.compilation_cache, "compilation_cache")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}: must not be negative")
+        check_seed(self.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError where two seeds would give the same numbers."""
+    # Of more bits JAX takes the lower 32, and of more than 64 none.
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: must be in 0 to {2**32 - 1}")
 
 
 # What does not change the maths may differ from one start of a run to the next.
@@ -160,6 +167,9 @@ class Run:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
+        batch_size = getattr(getattr(config, "data", None), "batch_size", None)
+        if batch_size is not None:  # now, as the data may take long to read
+            check_batch_size(batch_size, self.mesh, config.accumulate)
         if jax.default_backend() == "cpu":
             _keep_freed_memory()
         with contextlib.ExitStack() as stack:
@@ -327,7 +337,7 @@ def _barrier(name: str) -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder, "run_dir")
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from zoo.planning import published, report
 from zoo.planning.job import Job, Plan, make_plan
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
+from zoo.plans import check_batch_size
 from zoo.precision import Precision
 from zoo.remat import Policy
 
@@ -73,6 +74,7 @@ def make_job(config: Config, target: Target) -> Job:
     mesh = sharding.make_mesh(config.mesh, target.devices())
     rows = sharding.num_batch_parts(mesh) * config.accumulate
     shape = (config.batch_size or rows, config.seq_len)
+    check_batch_size(shape[0], mesh, config.accumulate)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     return Job(
         make_model=lambda key: transformer.Transformer(model, key=key),
