@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from zoo import losses, optimizers, remat, run, transformer
-from zoo.axes import is_parameter
+from zoo import losses, optimizers, remat, run, sharding, transformer
+from zoo.axes import ShardingError, is_parameter
 from zoo.planning import (
     chips,
     collectives,
@@ -405,6 +405,15 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
         assert text in path.read_text().replace("Compiled", "compiled")
 
 
+def test_the_command_refuses_a_batch_that_does_not_divide(monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    config = command.Config(
+        model="small", target="cpu:8", mesh="fsdp=8", accumulate=2, batch_size=24
+    )
+    with pytest.raises(ValueError, match="batch_size=24 is not divisible by 16,"):
+        command.main(config)
+
+
 @pytest.mark.slow
 def test_the_command_suggests(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(published.SIZES, "small", small_config())
@@ -487,6 +496,12 @@ def test_a_tpu_slice_without_a_tpu():
     # Gradients are reduced to the parts that are stored.
     scattered = [c for c in plan.collectives if c.kind == "reduce-scatter" and c.times == 3]
     assert sum(c.total for c in scattered) > 0.3 * expected / 2
+
+
+def test_a_mesh_that_is_no_block_of_a_slice():
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    with pytest.raises(ShardingError, match="7 of the 8 devices, which are no block of the slice"):
+        sharding.make_mesh("fsdp=7", targets.parse("v5e:2x4").devices())
 
 
 def test_tpu_slices_that_there_are_not():

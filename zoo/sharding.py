@@ -95,9 +95,15 @@ def make_mesh(
             f"processes, and needs all of them; for example {'data=-1'!r}"
         )
     # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
-    placed = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), devices[:total], allow_split_physical_axes=True
-    )
+    try:
+        placed = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices[:total], allow_split_physical_axes=True
+        )
+    except AssertionError:  # by a slice of TPUs
+        raise ShardingError(
+            f"mesh {spec!r} has {total} of the {len(devices)} devices, which are no block of the "
+            "slice; take all of them, or a half or a quarter"
+        ) from None
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
