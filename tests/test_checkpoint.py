@@ -145,6 +145,37 @@ def test_no_step_is_deleted_before_the_next_one_is_sealed(opened, monkeypatch):
     assert checkpointer.good_steps() == [2]
 
 
+FULL = os.strerror(errno.ENOSPC)
+FULL_DISK = {
+    "ours": OSError(errno.ENOSPC, FULL),
+    "Orbax's": ValueError(f"RESOURCE_EXHAUSTED: Failed to write 8 bytes to file 18: {FULL}"),
+}
+
+
+@pytest.mark.parametrize("error", FULL_DISK)
+@pytest.mark.parametrize("method", ["save", "wait_until_finished"])
+def test_a_full_disk_is_named_with_the_step_that_is_left(opened, monkeypatch, method, error):
+    checkpointer = opened()
+
+    def save(step):
+        checkpointer.save(step, make_state(step), {})
+        checkpointer.wait()
+
+    def fail(*_, **__):
+        raise FULL_DISK[error]
+
+    for step, left in ((1, "no step is there"), (2, "step 1 is there")):
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpointer._orbax, method, fail)
+            message = rf"Step {step} could not be saved in .*: the disk is full\. .*{left}"
+            with pytest.raises(CheckpointError, match=message):
+                save(step)
+        checkpointer._orbax.wait_until_finished()
+        save(step)
+    assert checkpointer.good_steps() == [1, 2]
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(2))
+
+
 def test_saving_twice_is_once_and_a_foreign_step_is_not_overwritten(opened):
     checkpointer = opened()
     for _ in range(2):

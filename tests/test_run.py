@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -377,6 +378,18 @@ def test_a_missing_variable_of_several_processes_is_named(tmp_path, monkeypatch)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES must be set"):
         Run(config(tmp_path, distributed=True)).__enter__()
+
+
+def test_the_log_of_what_orbax_raises_too_is_not_shown(tmp_path, caplog, monkeypatch):
+    monkeypatch.delenv("ZOO_TRACEBACK", raising=False)
+    with Run(config(tmp_path)):
+        log = logging.getLogger("absl")
+        log.error("a thread failed", exc_info=ValueError("disk full"))
+        log.warning("something else")
+        monkeypatch.setenv("ZOO_TRACEBACK", "1")
+        log.error("a thread failed again", exc_info=ValueError("disk full"))
+    messages = [record.message for record in caplog.records if record.name == "absl"]
+    assert messages == ["something else", "a thread failed again"]
 
 
 def test_versions_are_those_of_what_runs():

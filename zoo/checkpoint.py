@@ -5,9 +5,13 @@ written as `<step>.tmp/` and renamed last, so that a step that is there is whole
 every byte before it trusts one, because Orbax alone returns wrong values from a damaged file.
 """
 
+import contextlib
+import errno
 import json
 import logging
+import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -80,7 +84,8 @@ class Checkpointer:
             partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in arrays.items()}
-        self._orbax.save(partial / "arrays", args=ocp.args.PyTreeSave(stored))
+        with self._explained(step):
+            self._orbax.save(partial / "arrays", args=ocp.args.PyTreeSave(stored))
         self._newest = step
         self._commit = self._pool.submit(self._finish, step, text)
 
@@ -122,11 +127,8 @@ class Checkpointer:
         """Waits for the save under way, and raises what went wrong in it."""
         commit, self._commit = self._commit, None
         if commit is not None:
-            try:
+            with self._explained(self._newest):
                 commit.result()
-            except Exception as error:
-                self._newest = None
-                raise CheckpointError(f"A save in {self.folder} failed: {error}") from error
 
     def close(self) -> None:
         """Waits for the save under way, then ends the background threads."""
@@ -135,6 +137,24 @@ class Checkpointer:
         finally:
             self._pool.shutdown()
             self._orbax.close()
+
+    @contextlib.contextmanager
+    def _explained(self, step: int | None) -> Iterator[None]:
+        """Within, what goes wrong in a save is a CheckpointError, which says so of a full disk."""
+        try:
+            yield
+        except Exception as error:
+            self._newest = None
+            reason = str(error)
+            if any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT)):
+                good = self.good_steps()
+                reason = (
+                    "the disk is full. Free some space, or keep fewer checkpoints; "
+                    f"{f'step {good[-1]} is' if good else 'no step is'} there to resume from"
+                )
+            raise CheckpointError(
+                f"Step {step} could not be saved in {self.folder}: {reason}"
+            ) from error
 
     def _finish(self, step: int, record: str) -> None:
         """In the background: waits for all processes' arrays, then seals, commits and prunes."""

@@ -71,7 +71,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with files.named(Path(self._file.name)):  # what a full disk did not take is tried again
+            self._file.close()
 
 
 class TensorBoard:

@@ -155,6 +155,7 @@ class Run:
     def __enter__(self) -> "Run":
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        logging.getLogger("absl").addFilter(_has_no_traceback)
         if config.distributed:
             _join_processes()
         native = _plan_precision(config.plan) if config.plan else native_precision()
@@ -291,6 +292,11 @@ def cli_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("left at once; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Orbax logs what it raises, too, and each of its threads does."""
+    return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
 
 
 def _plan_precision(target: str) -> Precision:
