@@ -253,10 +253,12 @@ class _Recorder:
         self._stack.enter_context(self.bar)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._trace.close()
-        self._stack.close()
-        self.plot()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Where the run failed, as on a full disk, the curves must not fail in its place.
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self._trace.close()
+            self._stack.close()
+            self.plot()
 
     @contextlib.contextmanager
     def step(self, k: int) -> Iterator[None]:
