@@ -16,10 +16,9 @@ import jax
 import tyro
 
 import zoo
-from zoo import publish
+from zoo import configuration, publish
 from zoo.run import check_seed, cli
 from zoo.tokenizer import TextStream, Tokenizer, load_tokenizer
-from zoo.validation import require_finite
 
 RULE = "─" * 20
 
@@ -50,7 +49,7 @@ class Config:
     """Devices by axis, such as tensor=2; empty is one."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         check_seed(self.seed)
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import types
 
 import equinox as eqx
 import jax
@@ -183,9 +182,11 @@ def test_the_precision_of_the_step_reaches_the_model():
 )
 def test_a_wrong_field_is_named(changes, message):
     # Not by the constructor, whose annotations are checked in tests alone.
-    fields = {**dataclasses.asdict(make().config), **changes}
+    config = dataclasses.replace(make().config)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
     with pytest.raises(ValueError, match=message):
-        mlp.Config.__post_init__(types.SimpleNamespace(**fields))
+        config.__post_init__()
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo import attention as attention_module
-from zoo import transformer_config
+from zoo import configuration, transformer_config
 from zoo.blocks import MLP, Attention
+from zoo.configuration import require
 from zoo.layers import Embedding, LayerNorm, Linear, dropout
 from zoo.remat import Policy, scan_layers
 from zoo.sharding import constrain, gather
-from zoo.validation import require, require_finite
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Config:
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         require(
             self.num_token_types > 0, f"num_token_types={self.num_token_types}: must be positive"
         )

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from zoo import configuration
 from zoo.layers import Linear, add_bias
 from zoo.precision import matmul
 from zoo.sharding import constrain, gather
@@ -35,8 +36,9 @@ class Classifier(eqx.Module):
         seen the others, and of other models the mean.
 
         Raises:
-            ValueError: a model that gives no vector a token.
+            ValueError: a model that gives no vector a token, or another pooling.
         """
+        configuration.check_value("pooling", pooling, Pooling)
         config = body.config
         if not hasattr(body, "hidden") or getattr(config, "pooling", "none") != "none":
             raise ValueError(

@@ -22,12 +22,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo import checksums, publish
+from zoo import checksums, configuration, publish
 from zoo.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
 from zoo.files import local_path
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
-from zoo.validation import require_finite
 
 Model = TypeVar("Model")
 
@@ -44,7 +43,7 @@ class Config:
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"rank={self.rank}, alpha={self.alpha}: both must be positive")
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from zoo import configuration
 from zoo.layers import (
     ACTIVATIONS,
     Activation,
@@ -26,9 +27,8 @@ from zoo.layers import (
     normal,
 )
 from zoo.precision import matmul
-from zoo.remat import POLICIES, Policy, scan_layers
+from zoo.remat import Policy, scan_layers
 from zoo.sharding import constrain, gather
-from zoo.validation import require_finite
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,12 @@ class Config:
     """What the backward pass recomputes of a block: none, dots, dots_no_batch, full."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         for name in ("in_size", "out_size", "hidden_size", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be in [0, 1)")
-        for name, known in (
-            ("activation", ACTIVATIONS),
-            ("norm", ("none", "layer", "rms")),
-            ("remat", POLICIES),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {[*known]}")
 
 
 class Layer(eqx.Module):

@@ -8,8 +8,8 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
+from zoo import configuration
 from zoo.axes import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
-from zoo.validation import require_finite
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Config:
     """Decay of the second moment."""
 
     def __post_init__(self) -> None:
-        require_finite(self, "optimizer.")
+        configuration.check(self, "optimizer.")
         for name in ("learning_rate", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo import cudnn, recurrence
+from zoo.configuration import require
 from zoo.decoder import RecurrentDecoder
 from zoo.layers import (
     Embedding,
@@ -35,7 +36,6 @@ from zoo.recurrence import (
 from zoo.rnn_config import Config as Config
 from zoo.rnn_config import num_flops_per_token as num_flops_per_token
 from zoo.sharding import constrain, gather
-from zoo.validation import require
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]

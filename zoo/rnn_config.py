@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from zoo import configuration
+from zoo.configuration import require
 from zoo.layers import (
     Norm,
 )
@@ -12,7 +14,6 @@ from zoo.recurrence import (
     CellName,
     Chunks,
 )
-from zoo.validation import require, require_finite
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,12 @@ class Config:
     """Steps that an iteration of the scan runs."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         for name in ("hidden_size", "num_layers", "unroll"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value}: must be positive")
-        for name, known in (
-            ("cell", CELLS),
-            ("pooling", ("none", "last", "mean")),
-            ("norm", ("none", "layer", "rms")),
-            ("remat", ("none", "full")),
-            ("implementation", ("auto", "scan", "cudnn")),
-        ):
-            value = getattr(self, name)
-            require(value in known, f"{name}={value!r}: choose one of {[*known]}")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(
             (self.vocab_size is None) != (self.in_size is None),

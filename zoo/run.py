@@ -25,12 +25,11 @@ import jax
 import tyro
 from jax.experimental import multihost_utils
 
-from zoo import files, sharding
+from zoo import configuration, files, sharding
 from zoo.checkpoint import Checkpointer, CheckpointError, read_meta
 from zoo.plans import check_batch_size
 from zoo.precision import Precision, native_precision
 from zoo.tensors import PublishError
-from zoo.validation import require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class Config:
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         for name in (
             "steps",
             "accumulate",

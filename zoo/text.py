@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
+from zoo.configuration import require
 from zoo.corpus import Corpus, tokenize
 from zoo.documents import (
     Document,
@@ -23,7 +24,6 @@ from zoo.documents import (
 from zoo.files import local_path
 from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
-from zoo.validation import require
 
 
 @dataclass(frozen=True)

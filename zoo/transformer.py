@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.blocks import Block, Rotary, make_norm
+from zoo.configuration import require
 from zoo.decoder import AttentionDecoder
 from zoo.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
 from zoo.readout import Readout
@@ -21,7 +22,6 @@ from zoo.sharding import constrain, gather
 from zoo.transformer_config import Config as Config
 from zoo.transformer_config import LayerKind
 from zoo.transformer_config import num_flops_per_token as num_flops_per_token
-from zoo.validation import require
 
 
 class Transformer(AttentionDecoder):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zoo import attention as attention_module
-from zoo.remat import POLICIES, Policy
-from zoo.validation import require, require_finite
+from zoo import configuration
+from zoo.configuration import require
+from zoo.remat import Policy
 
 LayerKind = Literal["local", "global"]
 
@@ -92,7 +93,7 @@ class Config:
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
+        configuration.check(self)
         for name in POSITIVE:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value}: must be positive")
@@ -133,7 +134,6 @@ class Config:
                 f"num_experts={self.num_experts}: experts are gated MLPs without biases, and mlp="
                 f"{self.mlp!r}, bias={self.bias}",
             )
-        require(self.remat in POLICIES, f"remat={self.remat!r}: choose one of {[*POLICIES]}")
 
     @property
     def head_size(self) -> int:

@@ -1,0 +1,213 @@
+"""zoo.configuration: values of the types that fields are annotated with."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pytest
+from helpers import drawn_transformer
+
+import recipes.finetune
+import recipes.generate
+import recipes.lm
+import recipes.mlp
+import recipes.rnn
+from zoo import bert, configuration, lora, mlp, rnn, transformer
+from zoo.classifier import Classifier
+
+# A small configuration of each family, and values that none of its fields can have.
+CONFIGS = {
+    "transformer": transformer.Config(vocab_size=8, d_model=16, num_layers=1, num_heads=2),
+    "rnn": rnn.Config(vocab_size=8, hidden_size=4),
+    "mlp": mlp.Config(in_size=2, out_size=2),
+    "bert": bert.Config(vocab_size=8, d_model=24, num_layers=1),
+}
+NO_VALUES = ([], {}, "foo", math.nan, -math.inf, 2**32, b"rms", ("rms",), object())
+
+
+def changed(config: Any, **changes: Any) -> Any:
+    """The configuration with other values, past the tests' own checks of what is constructed."""
+    config = copy.copy(config)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    config.__post_init__()
+    return config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_field_takes_a_value_of_another_type(name: str):
+    config = CONFIGS[name]
+    assert len(dataclasses.fields(config)) > 5
+    for field in dataclasses.fields(config):
+        for value in NO_VALUES:
+            is_float = configuration.annotations(type(config))[field.name] in (float, float | None)
+            if is_float and value == 2**32:
+                continue
+            with pytest.raises(ValueError, match=f"^{field.name}="):
+                changed(config, **{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ("transformer", {"norm": "foo"}, r"norm='foo': choose one of \['rms', 'layer', 'rms_off"),
+        ("transformer", {"attention": "foo"}, "attention='foo': choose one of .*'cudnn'"),
+        ("transformer", {"causal": "false"}, "causal='false': must be True or False"),
+        ("transformer", {"bias": 1}, "bias=1: must be True or False"),
+        ("transformer", {"num_layers": True}, "num_layers=True: must be an integer"),
+        ("transformer", {"num_layers": 2.0}, "num_layers=2.0: must be an integer"),
+        ("transformer", {"d_ff": "4"}, "d_ff='4': must be an integer of 32 bits or None"),
+        ("transformer", {"rope_scaling": (1.0, None)}, "must be a tuple, of a finite number each"),
+        ("transformer", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
+        ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
+        ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),
+        ("bert", {"mlp": "swiglu"}, "mlp='swiglu': choose one of .*'gelu', 'gelu_erf'"),
+    ],
+    ids=str,
+)
+def test_the_error_says_the_field_the_value_and_the_choices(
+    config: str, changes: dict, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        changed(CONFIGS[config], **changes)
+
+
+def test_a_pooling_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"pooling='max': choose one of .*'last', 'first'"):
+        # Past the tests' own check of arguments.
+        inspect.unwrap(Classifier.__init__)(
+            object(), drawn_transformer(), 3, pooling="max", key=jax.random.key(0)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    size: int
+    rates: tuple[float, ...] = ()
+    scale: float | None = None
+    kind: Literal["a", "b"] | None = None
+
+
+def test_numbers_of_numpy_and_whole_ones_for_floats_will_do():
+    configuration.check(Small(np.int64(8), (1, np.float32(2)), np.float64(3)))
+    for value in (np.float32(math.nan), math.inf, 10**400):
+        with pytest.raises(ValueError, match=r"scale=.*: must be a finite number or None"):
+            configuration.check(Small(8, (), value))
+
+
+def test_values_out_of_json():
+    text = json.dumps({"size": 3, "rates": [1, 0.5], "scale": 2, "kind": "b"})
+    config = configuration.from_json(Small, json.loads(text))
+    assert config == Small(3, (1.0, 0.5), 2.0, "b")
+    assert isinstance(config.scale, float)
+    assert configuration.from_json(Small, {"size": 3}) == Small(3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "the field size is missing"),
+        ({"size": 1, "width": 2}, r"no field width \(known are size, rates, scale, kind\)"),
+        ({"size": None}, "size=None: must be an integer"),
+        ({"size": 1, "kind": "c"}, "kind='c': must be 'a' or 'b' or None"),
+        ({"size": 1, "rates": [[1.0]]}, r"rates=\(\[1.0\],\): must be a tuple"),
+    ],
+    ids=str,
+)
+def test_values_out_of_json_that_do_not_fit(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        configuration.from_json(Small, values)
+
+
+def test_a_value_however_deep_is_refused_without_going_down_it():
+    value: Any = 1
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(ValueError, match=r"^size=\(\[\["):
+        configuration.from_json(Small, {"size": value})
+    with pytest.raises(ValueError, match="rank"):
+        configuration.from_json(lora.Config, {"rank": value})
+
+
+# Numbers that are not finite, in the configuration of every family and recipe
+
+
+RECIPES = [
+    recipes.lm.Config(),
+    recipes.rnn.Config(),
+    recipes.mlp.Config(),
+    recipes.finetune.Config(),
+    recipes.generate.Config(),
+    bert.Config(vocab_size=8),
+]
+
+
+def float_fields(config: Any) -> list[tuple[Any, str]]:
+    """The fields of floats, optional or in a tuple, of a configuration and of those in it."""
+    found = []
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            found += float_fields(value)
+        elif kind is float or float in typing.get_args(kind):
+            found.append((config, name))
+    return found
+
+
+FIELDS = {
+    f"{type(config).__module__}.{name}": (config, name)
+    for each in RECIPES
+    for config, name in float_fields(each)
+}
+
+
+def test_there_are_floats_to_try():
+    names = {"zoo.optimizers.beta1", "zoo.lora.alpha", "zoo.bert.norm_eps", "recipes.lm.balance"}
+    names |= {"recipes.rnn.clip_norm", "zoo.transformer_config.rope_scaling", "zoo.text.held_out"}
+    assert FIELDS.keys() >= names
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_number_that_is_not_finite_is_refused_by_name(field: str, bad: float):
+    config, name = FIELDS[field]
+    value = (bad,) if name == "rope_scaling" else bad
+    with pytest.raises(ValueError, match=rf"\b{name}=\(?{bad}\b"):
+        dataclasses.replace(config, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "norm_eps",
+        "rope_theta",
+        "local_rope_theta",
+        "attention_scale",
+        "attention_soft_cap",
+        "logit_soft_cap",
+        "rope_scaling",
+    ],
+)
+def test_numbers_that_the_maths_divides_by_are_positive(name: str, value: float):
+    given = (value,) if name == "rope_scaling" else value
+    with pytest.raises(ValueError, match=rf"^{name}=\(?{value}.* must be positive"):
+        transformer.Config(vocab_size=8, **{name: given})
+    if name == "norm_eps":
+        with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
+            bert.Config(vocab_size=8, norm_eps=value)
+
+
+def test_finite_numbers_are_taken():
+    assert transformer.Config(vocab_size=8, rope_scaling=(8.0, 1.0, 4.0, 8192.0), norm_eps=1e-6)
+    assert rnn.Config(vocab_size=8, dropout=0.1).dropout == 0.1
+    assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
+    assert recipes.generate.Config(top_p=0.9).top_p == 0.9
+    assert recipes.lm.Config(run_dir=Path("x")).clip_norm == 1.0

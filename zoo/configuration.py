@@ -1,0 +1,116 @@
+"""Configurations are dataclasses whose fields have values of the types they are annotated with.
+
+A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields.
+"""
+
+import dataclasses
+import math
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+_TEXTS = {
+    bool: "True or False",
+    float: "a finite number",
+    int: "an integer of 32 bits",
+    str: "a text",
+    type(None): "None",
+}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Refuse values of another type than their fields', and numbers that are not finite.
+
+    `prefix` precedes the field's name in the error, such as "optimizer.". Fields of paths and of
+    configurations are left to their users.
+
+    Raises:
+        ValueError: it names the field, the value and the choices.
+    """
+    for name, annotation in annotations(type(config)).items():
+        check_value(prefix + name, getattr(config, name), annotation)
+
+
+def check_value(name: str, value: Any, annotation: Any) -> None:
+    """As `check`, for one value; an integer will do for a float."""
+    if not _fits(value, annotation):
+        choices = typing.get_args(annotation)
+        wanted = f"must be {_text(annotation)}"
+        if typing.get_origin(annotation) is Literal:
+            wanted = f"choose one of {[*choices]}"
+        raise ValueError(f"{name}={reprlib.repr(value)}: {wanted}")
+
+
+def from_json(cls: Any, values: Mapping[str, Any]) -> Any:
+    """A configuration of values out of JSON, in which tuples are lists, and 1.0 may be 1.
+
+    Raises:
+        ValueError: a field that is missing, unknown, or has a value that it can't have.
+    """
+    known = annotations(cls)
+    if unknown := sorted(values.keys() - known.keys()):
+        raise ValueError(f"no field {', '.join(unknown)} (known are {', '.join(known)})")
+    absent = dataclasses.MISSING
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is absent is field.default_factory:
+            raise ValueError(f"the field {field.name} is missing")
+    return cls(**{name: value_from_json(name, x, known[name]) for name, x in values.items()})
+
+
+def value_from_json(name: str, value: Any, annotation: Any) -> Any:
+    """The value of one field; see `from_json`."""
+    value = tuple(value) if isinstance(value, list) else value
+    check_value(name, value, annotation)
+    if annotation in (float, float | None) and value is not None:
+        return float(value)
+    return value
+
+
+def annotations(cls: Any) -> dict[str, Any]:
+    """The type of each field of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is tuple:  # of any length: tuple[item, ...]
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if annotation is bool or isinstance(value, bool):
+        return annotation is bool and isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, numbers.Integral) and -(2**31) <= int(value) < 2**32
+    if annotation is float:
+        return isinstance(value, numbers.Real) and _is_finite(value)
+    return isinstance(value, annotation) if annotation in _TEXTS else True
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _text(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_text, arguments))
+    if origin is tuple:
+        return f"a tuple, of {_text(arguments[0])} each"
+    return _TEXTS.get(annotation, str(annotation))
