@@ -174,6 +174,30 @@ def test_chunks_in_fp16_keep_what_the_loss_scale_keeps(
         np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * largest)
 
 
+@pytest.mark.parametrize("loss", [losses.next_token, losses.balanced_next_token(0.1)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda batch: {"tokens": batch["tokens"]},
+            r"the batch has \['tokens'\], and no 'targets'",
+        ),
+        (lambda batch: batch | {"weights": None}, "no 'weights': the loss takes tokens, targets"),
+        (lambda batch: {name: x[0] for name, x in batch.items()}, r"\(8,\).*\[batch, seq\]"),
+        (lambda batch: batch | {"weights": batch["weights"][:1]}, r"'weights': \(1, 8\)"),
+    ],
+)
+def test_a_batch_of_tokens_that_is_none_is_an_error(loss: Any, change: Any, message: str):
+    batch = change(jax.tree.map(jnp.asarray, token_batch(2, 8)))
+    with pytest.raises(ValueError, match=message):
+        loss(None, {name: x for name, x in batch.items() if x is not None}, None)
+
+
+def test_a_labelled_batch_without_its_parts_is_an_error():
+    with pytest.raises(ValueError, match="no 'labels': the loss takes inputs, labels, weights"):
+        losses.classification(None, {"inputs": jnp.ones((2, 3))}, None)
+
+
 def test_next_token_hands_the_whole_batch_to_the_model():
     batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     seen: dict[str, Any] = {}

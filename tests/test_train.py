@@ -1,12 +1,14 @@
 """zoo.train: one maths on every mesh, exact token weighting, precision, and no hidden compile."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -431,6 +433,143 @@ def test_evaluation_sums_without_dropout_and_keeps_the_model():
 def test_a_number_of_microbatches_below_one_is_an_error():
     with pytest.raises(ValueError, match="accumulate=0"):
         zoo.make_train_step(line_loss, KEEP_GRADIENT, accumulate=0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, np.nan])
+def test_a_norm_that_nothing_can_be_clipped_to_is_an_error(clip_norm: float):
+    with pytest.raises(ValueError, match=f"clip_norm={clip_norm}: must be positive, or None"):
+        zoo.make_train_step(line_loss, KEEP_GRADIENT, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize("call", ["step", "compile"])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"factor": np.float32(1)}, r"batch\['factor'\] is .*1.0.*, and has no rows"),
+        ({"factor": "one"}, r"batch\['factor'\] is 'one', and has no rows"),
+        ({"factor": np.zeros(0, np.float32)}, r"batch\['factor'\] has 0 rows"),
+    ],
+)
+def test_a_batch_without_rows_is_an_error_by_name(change: dict, error: str, call: str):
+    state, step = state_and_step(Line, line_loss)
+    with CompileCounter() as counter, pytest.raises(ValueError, match=error):
+        (step if call == "step" else step.compile)(state, line_batch() | change)
+    assert counter.compiles == 0
+
+
+# What is no loss, no optimizer and no model
+
+
+def first_steps(loss: Any) -> dict[str, Any]:
+    """The first call of a train step and of an evaluation step with a loss."""
+    state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
+    train_step = zoo.make_train_step(loss, KEEP_GRADIENT, precision="fp32", accumulate=2)
+    eval_step = zoo.make_eval_step(loss, precision="fp32")
+    return {
+        "train": lambda: train_step(state, line_batch()),
+        "eval": lambda: eval_step(state.model, line_batch()),
+    }
+
+
+def assert_refused(call: Any, error: type[Exception], message: str) -> None:
+    with CompileCounter() as counter, pytest.raises(error, match=message):
+        call()
+    assert counter.compiles == 0
+
+
+def changed(change: Any) -> Any:
+    """`line_loss` with another result."""
+
+    def my_loss(model: Any, batch: Any, key: Any) -> Any:
+        return change(*line_loss(model, batch, key))
+
+    return my_loss
+
+
+@pytest.mark.parametrize("step", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda t, w, m: t, TypeError, r"returned float32\[\], and not \(total, weight, metrics\)"),
+        (lambda t, w, m: (t, w), TypeError, r"returned \(float32\[\], float32\[\]\), and"),
+        (lambda t, w, m: (t, w, None), TypeError, r"float32\[\], NoneType\), and not"),
+        (lambda t, w, m: None, TypeError, "returned NoneType, and not"),
+        (lambda t, w, m: (t[None], w, m), ValueError, r"a total float32\[1\]: sum it"),
+        (lambda t, w, m: (t, w[None], m), ValueError, r"a weight float32\[1\]: sum it"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_told_what(
+    change: Any, error: Any, message: str, step: str
+):
+    assert_refused(first_steps(changed(change))[step], error, f"loss_fn my_loss .*{message}")
+
+
+NAMES = ["loss", "tokens", "grad_norm", "skipped", "loss_scale"]
+NAMES += ["step", "learning_rate", "mfu", "examples", "tokens_per_second"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_metric_does_not_replace_the_steps_own(name: str):
+    calls = first_steps(changed(lambda t, w, m: (t, w, {name: w, "mine": w})))
+    message = f"loss_fn my_loss has a metric '{name}', .* rename it"
+    assert_refused(calls["train"], ValueError, message)
+    if name in ("loss", "tokens"):
+        assert_refused(calls["eval"], ValueError, message)
+
+
+def test_the_reserved_names_are_those_of_the_step():
+    state, step = state_and_step(Line, changed(lambda t, w, m: (t, w, {})), precision="fp16")
+    assert train.STEP_NAMES >= step(state, line_batch())[1].keys() >= train.EVAL_NAMES
+
+
+def test_a_loss_may_return_plain_numbers():
+    loss = changed(lambda t, w, m: [t, 28.0, {"rows": 8}])
+    for step in ("train", "eval"):
+        _, metrics = first_steps(loss)[step]()
+        assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
+        assert float(metrics["tokens"]) in (28.0, 56.0)  # two microbatches, or the whole
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Without the checks of types that pytest alone has."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_loss_is_refused_before_the_first_call():
+    for make in (lambda: zoo.make_train_step(3, KEEP_GRADIENT), lambda: zoo.make_eval_step(3)):
+        with pytest.raises(TypeError, match=r"loss_fn=3: give a function \(model, batch, key\)"):
+            make()
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_optimizer_is_refused():
+    for make in (
+        lambda: zoo.make_train_step(line_loss, optax.adam),
+        lambda: zoo.init_state(Line, optax.adam, key=KEY),
+    ):
+        with pytest.raises(TypeError, match=r"optimizer=<function adam.*optax\.adam"):
+            make()
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_model_is_no_function_that_makes_one():
+    for model in (Line(KEY), "lm-python"):
+        with pytest.raises(
+            TypeError, match=f"make_model is a {type(model).__name__}: .*pretrained"
+        ):
+            zoo.init_state(model, KEEP_GRADIENT, key=KEY)
+    with pytest.raises(ValueError, match="a NoneType, is trainable: a model has arrays of floats"):
+        zoo.init_state(lambda key: None, KEEP_GRADIENT, key=KEY)
+
+
+def test_an_evaluation_step_takes_a_model():
+    state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
+    step = zoo.make_eval_step(line_loss, precision="fp32")
+    assert_refused(lambda: step(state, line_batch()), TypeError, r"step\(state.model, …\)")
 
 
 def test_rows_that_do_not_divide_are_an_error_before_any_compile():

@@ -105,11 +105,16 @@ class CompiledStep:
         """The batch on the mesh; arrays that lie there already are not touched."""
 
         def place(path: tuple, x: Any) -> Any:
+            if np.ndim(x) == 0:
+                raise ValueError(
+                    f"batch{jtu.keystr(path)} is {x!r}, and has no rows: each array of a batch has "
+                    "them for its first axis"
+                )
             rows = np.shape(x)[0]
             mesh = self._mesh
             target = mesh and sharding.batch_sharding(mesh, np.ndim(x), self._rules)
             parts = sharding.num_batch_parts(mesh, self._rules) if mesh else 1
-            if rows % (parts * self._accumulate):
+            if rows == 0 or rows % (parts * self._accumulate):
                 raise ValueError(
                     f"batch{jtu.keystr(path)} has {rows} rows: make the batch size a multiple of "
                     f"{parts} (parts that the mesh cuts it into) times accumulate="

@@ -3,7 +3,7 @@
 Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,7 @@ def next_token(
     for packed rows also `segment_ids` and `positions`, int32[batch, seq]. A model with `hidden` and
     `readout` never has all its logits in memory where they are large; any other is called for them.
     """
+    _check_tokens(batch)
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
     if hasattr(model, "readout"):
         x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
@@ -102,6 +103,22 @@ def next_token(
         logits = model(batch["tokens"], **inputs, key=key)
         sums = cross_entropy(logits, batch["targets"], batch["weights"])
     return *sums, {}
+
+
+def _check_names(batch: Mapping[str, Array], *names: str) -> None:
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(
+            f"the batch has {sorted(batch)}, and no {missing[0]!r}: the loss takes "
+            f"{', '.join(names)}"
+        )
+
+
+def _check_tokens(batch: Mapping[str, Array]) -> None:
+    names = ("tokens", "targets", "weights")
+    _check_names(batch, *names)
+    shapes = {name: batch[name].shape for name in names}
+    if len(shapes["tokens"]) != 2 or len(set(shapes.values())) > 1:
+        raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
 
 
 def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
@@ -113,6 +130,7 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
     def loss(
         model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Array]]:
+        _check_tokens(batch)
         x_BTE, balance_B = model.hidden_and_balance(
             batch["tokens"],
             segment_ids=batch.get("segment_ids"),
@@ -138,6 +156,7 @@ def classification(
     The batch holds `inputs`, [batch, …], as the model takes them, `labels`, int32[batch], and
     `weights`, float32[batch]; for rows of tokens also their `mask`, bool[batch, seq].
     """
+    _check_names(batch, "inputs", "labels", "weights")
     logits = class_logits(model, batch, key)
     total, weight = cross_entropy(logits, batch["labels"], batch["weights"])
     right = logits.argmax(-1) == batch["labels"]

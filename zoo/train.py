@@ -32,6 +32,13 @@ from zoo.precision import (
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
+# What a step's sums, a step's metrics and the training loop's lines hold of their own.
+EVAL_NAMES = frozenset({"loss", "tokens"})
+STEP_NAMES = EVAL_NAMES | {"grad_norm", "skipped", "loss_scale"}
+STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
+STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
+SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
+
 
 class TrainState(eqx.Module):
     """All that a run is: restore it and the data's position, and training goes on bit for bit."""
@@ -63,6 +70,7 @@ def init_state(
     Raises:
         ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
             axis that there is not, by name.
+        TypeError: a model in place of `make_model`, or an optimizer that is none.
     """
     sharding.check_rules(rules)
     build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
@@ -101,6 +109,13 @@ def _blueprint(
     make_model: Any, optimizer: Any, key: Key[Array, ""], trainable: Any, pretrained: PyTree
 ) -> tuple[Any, Any, Any, Any]:
     """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
+    _check_optimizer(optimizer)
+    has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
+    if has_arrays or not callable(make_model):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
+            "to train one that there is, lambda key, model: model with pretrained=model"
+        )
     weights, rest = eqx.partition(pretrained, eqx.is_array)
     given = (key,) if pretrained is None else (key, weights)
 
@@ -124,7 +139,8 @@ def _trained(model: PyTree, trainable: Trainable | None) -> PyTree:
     chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
     trained = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
     if not any(jax.tree.leaves(trained)):
-        raise ValueError("nothing of the model is trainable: freeze less of it")
+        fix = "freeze less of it" if trainable else "a model has arrays of floats"
+        raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")
     return trained
 
 
@@ -161,20 +177,26 @@ def make_train_step(
     loss's own divided by the weight.
 
     Raises:
-        ValueError: `accumulate` or `precision` out of range; at a call, rows that do not divide.
+        TypeError: a loss function or an optimizer that is none; at the first call, a loss function
+            that returns something else.
+        ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
+            not divide; at the first call, a metric whose name is taken, or a total that is no sum.
         ShardingError: a rule for a mesh axis that there is not.
     """
     compute_dtype(precision)
+    _check_loss(loss_fn)
+    _check_optimizer(optimizer)
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: must be at least 1")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm}: must be positive, or None for no clipping")
 
     def gradient(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array) -> tuple:
         """The gradient of the summed loss times `scale`, and the sums."""
 
         def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
             with in_precision(eqx.combine(params, static), precision) as model:
-                total, weight, metrics = loss_fn(model, batch, key)
-            total, weight = total.astype(jnp.float32), weight.astype(jnp.float32)
+                total, weight, metrics = _sums(loss_fn, STEP_NAMES, model, batch, key)
             # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
             share = _nonzero(weight)
             return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
@@ -265,17 +287,56 @@ def make_eval_step(
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
-    function's own; add them over the batches, then divide.
+    function's own; add them over the batches, then divide. Errors are `make_train_step`'s.
     """
     compute_dtype(precision)
+    _check_loss(loss_fn)
 
     def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
+        if isinstance(model, TrainState):
+            raise TypeError("an evaluation step takes a model, not a state: step(state.model, …)")
         with in_precision(model, precision) as model:
-            total, weight, metrics = loss_fn(model, batch, None)
-        sums = {"loss": total, "tokens": weight, **metrics}
-        return None, {name: x.astype(jnp.float32) for name, x in sums.items()}
+            total, weight, metrics = _sums(loss_fn, EVAL_NAMES, model, batch, None)
+        return None, {"loss": total, "tokens": weight, **metrics}
 
     return CompiledStep(eval_step, mesh=mesh, rules=rules)
+
+
+def _check_loss(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            f"optimizer={optimizer!r}: give an optax.GradientTransformation, as optax.adam(1e-3) is"
+        )
+
+
+def _sums(loss_fn: LossFunction, taken: frozenset[str], *arguments: Any) -> tuple:
+    """A loss function's total, weight and metrics in float32, if it returns such."""
+    result, name = loss_fn(*arguments), getattr(loss_fn, "__name__", repr(loss_fn))
+    is_triple = isinstance(result, tuple | list) and len(result) == 3
+    if not is_triple or not isinstance(result[2], Mapping):
+        raise TypeError(f"loss_fn {name} returned {_described(result)}, and not {SUMS}")
+    total, weight, metrics = result
+    for what, x in (("total", total), ("weight", weight)):
+        if jnp.ndim(x) != 0:
+            raise ValueError(
+                f"loss_fn {name} returned a {what} {_described(x)}: sum it over the batch"
+            )
+    if both := sorted(taken & metrics.keys()):
+        raise ValueError(
+            f"loss_fn {name} has a metric {both[0]!r}, which the step has itself: rename it"
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, weight, dict(metrics)))
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(_described, x))})"
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
 
 
 @contextlib.contextmanager
