@@ -174,6 +174,30 @@ def test_checkpoints_come_at_their_cadence_and_at_the_end(tmp_path):
     assert checkpoints(run) == [8, 10]
 
 
+# --- Steps under way --------------------------------------------------------------------------
+
+
+def test_a_fixed_few_steps_are_under_way_however_many_are_called(monkeypatch):
+    unread, most = [], 0
+
+    def program(batch, state):
+        nonlocal most
+        unread.append(jnp.float32(len(unread)))
+        most = max(most, len(unread))
+        return None, {"loss": unread[-1]}
+
+    def wait(results):
+        for result in results:
+            unread[:] = [x for x in unread if x is not result]
+
+    monkeypatch.setattr(CompiledStep, "lower", lambda *_: program)
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    step = zoo.make_eval_step(losses.next_token)
+    for _ in range(40):
+        step(None, {"tokens": np.zeros((2, 3))})
+    assert most == 2
+
+
 # --- A loss that is not finite ----------------------------------------------------------------
 
 

@@ -172,6 +172,18 @@ def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
 
 
 @pytest.mark.slow
+def test_more_held_out_batches_than_threads_on_eight_devices(shared, tmp_path):
+    """Where all of them are under way, their collectives deadlock, and XLA ends the process."""
+    flags = ("--steps=6", "--mesh=data=8", "--precision=fp32", "--data.seq-len=64")
+    model = ("--model.vocab-size=2048", "--model.d-model=64", "--model.num-layers=2")
+    text = ("--data.files=", "--data.held-out=0.02")  # Python's standard library
+    output = Recipe("lm", shared).run(tmp_path / "run", *flags, *model, *text, devices=8)
+    [held_out] = re.findall(r"([\d,]+) held out", output)
+    assert int(held_out.replace(",", "")) > 100 * 8 * 64
+    assert "step 6: eval_loss" in output
+
+
+@pytest.mark.slow
 def test_documents_in_rows_of_three_buckets(shared, tmp_path):
     output = Recipe("rnn", shared).run(tmp_path / "run")
     assert re.search(r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile a bucket", output)

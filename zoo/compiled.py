@@ -1,5 +1,6 @@
 """A step function, compiled once a bucket, and a named error for anything else."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ from zoo.axes import is_parameter
 
 Metrics = dict[str, Array]
 
+# One runs and one is queued behind it. Inputs of more would fill the device's memory, and on a CPU
+# of several virtual devices collectives of more than 32 programs deadlock.
+IN_FLIGHT = 2
+
 
 class RecompilationError(RuntimeError):
     """A step was called with something other than what it was compiled for."""
@@ -29,7 +34,7 @@ class CompiledStep:
 
     `step(state, batch)` compiles at the first call if `compile` was not called before; from then
     on, anything else than what was compiled raises a RecompilationError that names the difference.
-    A call returns before the device has finished.
+    A call returns before the device has finished, with `IN_FLIGHT` steps under way at most.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class CompiledStep:
         self._mesh, self._rules = mesh, rules
         self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Any] = {}
+        self._under_way: deque[list[Array]] = deque()
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
         """Compile ahead of time for batches like these: arrays, or ShapeDtypeStructs.
@@ -88,7 +94,7 @@ class CompiledStep:
             return jax.jit(train_step, donate_argnums=(1,) if self._donate else ()).trace(*arrays)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
-        """Run a step, asynchronously.
+        """Run a step, asynchronously; where `IN_FLIGHT` are under way, wait for the oldest first.
 
         Raises:
             RecompilationError: a state or batch unlike those compiled for, before any compute.
@@ -99,7 +105,11 @@ class CompiledStep:
             self._compiled[signature] = self.lower(state, batch)
         if signature not in self._compiled:
             raise RecompilationError(self._difference(signature))
-        return self._compiled[signature](batch, state)
+        while len(self._under_way) >= IN_FLIGHT:
+            jax.block_until_ready(self._under_way.popleft())
+        outputs = self._compiled[signature](batch, state)
+        self._under_way.append(jax.tree.leaves(outputs[1])[:1])  # all are ready at once
+        return outputs
 
     def _place(self, batch: PyTree) -> PyTree:
         """The batch on the mesh; arrays that lie there already are not touched."""
