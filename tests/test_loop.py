@@ -230,6 +230,31 @@ def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
     assert lines(config(tmp_path), "skipped")[30] == len(bad)
 
 
+def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys):
+    plan = poisoned_plan(7)
+    bad = poisoned_steps(plan, 30)
+    schedule = optax.linear_schedule(1.0, 0.0, 40)
+
+    def fit(steps):
+        with zoo.Run(config(tmp_path, steps=steps, log_every=1, on_nonfinite="skip")) as run:
+            optimizer = optax.inject_hyperparams(optax.sgd)(schedule)
+            options = {"evaluate": lambda model, whole: {}, "schedule": schedule}
+            return zoo.fit(run, Bigram, poisoned, optimizer, plan, **options)[0]
+
+    def updates(step):
+        return step - sum(b <= step for b in bad)
+
+    for steps in (20, 30):
+        state = fit(steps)
+        rates = lines(config(tmp_path), "learning_rate")
+        applied = float(state.opt_state.hyperparams["learning_rate"])
+        assert rates[steps] == pytest.approx(applied, rel=1e-6)
+    goes_on = float(schedule(updates(20)))
+    assert f"the learning rate goes on at {goes_on:.2e}" in capsys.readouterr().out
+    assert len(rates) == 30
+    assert rates == pytest.approx({s: float(schedule(updates(s) - 1)) for s in rates}, rel=1e-6)
+
+
 def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
     plan = poisoned_plan(7)
     with pytest.raises(RunError):

@@ -193,7 +193,7 @@ def _restore_or_init(
     if steps_before != run.config.steps and step < run.config.steps:
         run.say(
             f"--steps was {steps_before} and is {run.config.steps}: the schedule is laid out "
-            "anew over all of them" + _learning_rate_at(schedule, step)
+            "anew over all of them" + _learning_rate_at(schedule, step - int(state.skipped))
         )
     return state, step
 
@@ -209,8 +209,8 @@ def _leave(run: Run, received: int, step: int) -> None:
     raise SystemExit(code)
 
 
-def _learning_rate_at(schedule: optax.Schedule | None, step: int) -> str:
-    return f", and the learning rate goes on at {float(schedule(step)):.2e}" if schedule else ""
+def _learning_rate_at(schedule: optax.Schedule | None, updates: int) -> str:
+    return f", and the learning rate goes on at {float(schedule(updates)):.2e}" if schedule else ""
 
 
 class _Recorder:
@@ -313,7 +313,8 @@ class _Recorder:
         }
         values |= {name: speed for name, speed in speeds.items() if speed is not None}
         if self._learning_rates is not None:
-            values["learning_rate"] = float(self._learning_rates[step - 1])
+            updates = step - int(values["skipped"])  # a skipped step does not advance the schedule
+            values["learning_rate"] = float(self._learning_rates[max(updates - 1, 0)])
         self._write(step, **values)
         self.bar.update(step, **values)
 
