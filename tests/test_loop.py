@@ -294,12 +294,107 @@ def test_a_signal_saves_and_leaves(number, code, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         fit(run, evaluate=signals(number))
     assert exit.value.code == code
-    assert checkpoints(run) == [6]  # the step after the evaluation
-    assert "saved step 6" in capsys.readouterr().out
+    assert checkpoints(run) == [5]  # the step of the evaluation
+    assert "saved step 5" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     resumed, _ = fit(run)
     whole, _ = fit(config(tmp_path / "whole"))
     assert_equal_states(resumed, whole)
+    assert list(lines(run, "eval_loss")) == [5, 10, 15, 20, 25, 30]
+
+
+HELD_OUT = make_plan(100)
+
+
+def fit_judged(config):
+    """`fit`, with an evaluation of its own on HELD_OUT, of 20 batches and more."""
+    with zoo.Run(config) as run:
+        mean = zoo.evaluator(run, losses.next_token, HELD_OUT)
+        return zoo.fit(
+            run,
+            Bigram,
+            losses.next_token,
+            optax.adam(1e-2),
+            make_plan(),
+            evaluate=lambda model, whole: {"eval_loss": mean(model, whole)["loss"]},
+        )
+
+
+def interrupt_at(monkeypatch, interrupt, evaluation):
+    """`interrupt()` in the third batch of that evaluation; returns the batches of each."""
+    load, batches = zoo.loop.load, []
+
+    def interrupting(plan, *arguments, **options):
+        if plan is HELD_OUT:
+            batches.append(0)
+        for k, batch in load(plan, *arguments, **options):
+            if plan is HELD_OUT:
+                batches[-1] += 1
+                if (len(batches), batches[-1]) == (evaluation, 3):
+                    interrupt()
+            yield k, batch
+
+    monkeypatch.setattr(zoo.loop, "load", interrupting)
+    return batches
+
+
+def without_speed(config):
+    records = read_metrics(config.run_dir / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
+
+
+class Killed(Exception):
+    pass
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize("step", [6, 12, 30])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_an_evaluation_that_is_cut_short_is_made_up_for(how, step, tmp_path, monkeypatch, capsys):
+    options = {"eval_every": 6, "checkpoint_every": 4, "eval_batches": 10}
+    whole, run = config(tmp_path / "whole", **options), config(tmp_path, **options)
+    state, result = fit_judged(whole)
+    assert HELD_OUT.batches_per_epoch > 10
+
+    with monkeypatch.context() as context:
+        stop = {"SIGTERM": lambda: signal.raise_signal(signal.SIGTERM), "SIGKILL": kill}[how]
+        batches = interrupt_at(context, stop, step // 6)
+        with pytest.raises((SystemExit, Killed)) as end:
+            fit_judged(run)
+        assert batches == [10] * (step // 6 - 1) + [3]
+    assert list(lines(run, "eval_loss")) == list(range(6, step, 6))
+    saved = step if how == "SIGTERM" or step != 6 else 4
+    assert checkpoints(run)[-1] == saved
+    if how == "SIGTERM":
+        assert end.value.code == 143
+        assert f"SIGTERM: saved step {step} in" in capsys.readouterr().out
+
+    again, same = fit_judged(run)
+    assert same == result
+    assert_equal_states(again, state)
+    assert without_speed(run) == without_speed(whole)
+
+
+def test_a_signal_in_the_step_of_an_evaluation_does_not_lose_it(tmp_path, monkeypatch):
+    run = config(tmp_path, eval_every=6)
+    compiled = CompiledStep.__call__
+
+    def signalled(step_fn, state, batch):
+        if getattr(state, "step", None) is not None and int(state.step) == 11:
+            signal.raise_signal(signal.SIGTERM)
+        return compiled(step_fn, state, batch)
+
+    with monkeypatch.context() as context:
+        context.setattr(CompiledStep, "__call__", signalled)
+        with pytest.raises(SystemExit):
+            fit(run)
+    assert checkpoints(run)[-1] == 12
+    assert list(lines(run, "eval_loss")) == [6]
+    fit(run)
+    assert list(lines(run, "eval_loss")) == [6, 12, 18, 24, 30]
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path):

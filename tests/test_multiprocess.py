@@ -69,3 +69,21 @@ def test_a_signal_to_one_process_stops_both_at_one_step(shared, tmp_path):
     assert step < 2000
     assert f"SIGTERM: saved step {step} in {run_dir}" in first
     assert int(saved_arrays(run_dir, step)["step"]) == step
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_cuts_an_evaluation_short_in_both(shared, tmp_path):
+    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
+    text = ("--data.files=", "--eval-batches=1000000")  # all that is held out of the library
+    flags = ("--steps=40", "--checkpoint-every=1000", "--eval-every=5", *text)
+    processes = start_processes(recipe, run_dir, f"--mesh={MESHES[0]}", *flags)
+    log = run_dir / "metrics.jsonl"
+    wait_for(lambda: log.exists() and b'"step": 5,' in log.read_bytes(), processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    first, _ = [finish(process, 143) for process in processes]
+    assert f"SIGTERM: saved step 5 in {run_dir}" in first
+    assert [set(line) & {"loss", "eval_loss"} for line in metrics(run_dir)] == [{"loss"}] * 5
+
+    recipe.run(run_dir, *FLAGS, "--steps=5", "--data.files=")
+    assert "eval_loss" in metrics(run_dir)[-1]
+    assert metrics(run_dir)[-1]["step"] == 5

@@ -3,7 +3,6 @@
 Legend of suffixes: M members of an ensemble (one, of a model alone), N examples, C classes.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import loop, losses, optimizers, publish
-from zoo.data import load
 from zoo.ensemble import Ensemble, member_loss, per_member
 from zoo.plans import Plan
 from zoo.run import Run
@@ -79,19 +77,26 @@ def fit(
         loss_fn = member_loss(losses.classification)
         make = lambda key: Ensemble(make_model, num_members, key=key)  # noqa: E731
     predict = predictor(run, held_out)
+    predictions: Predictions
+
+    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
+        nonlocal predictions
+        predictions = predict(model, whole)
+        return judge(predictions)
+
     state, result = loop.fit(
         run,
         make,
         loss_fn,
         optimizer,
         plan,
-        evaluate=lambda model, whole: judge(predict(model, whole)),
+        evaluate=evaluate,
         schedule=optimizers.make_schedule(config.optimizer, config.steps),
         flops_per_token=flops_per_example,
         clip=alone,
         **options,
     )
-    predictions = predict(state.model, True)
+    # The last evaluation was of all that is held out.
     run.say(report(predictions, result))
     if run.is_main:
         plot_confusion(run.folder / "confusion.png", predictions, classes)
@@ -125,20 +130,15 @@ def predictor(run: Run, plan: Plan) -> Callable[[PyTree, bool], Predictions]:
     )
 
     def predict(model: PyTree, whole: bool) -> Predictions:
-        step.compile(model, *plan.shapes(run.mesh).values())
-        stop = plan.batches_per_epoch
-        if not whole:
-            stop = min(stop, run.config.eval_batches)
         found, labels = [], []
-        with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
-            for k, batch in batches:
-                result = step(model, batch)[1]["probabilities"]
-                if not result.is_fully_addressable:
-                    result = multihost_utils.process_allgather(result, tiled=True)
-                host = plan.batch(k)
-                real = host["weights"] > 0
-                found.append(np.asarray(result)[:, real])
-                labels.append(host["labels"][real])
+        for k, results in loop.evaluation_results(run, step, model, plan, whole):
+            result = results["probabilities"]
+            if not result.is_fully_addressable:
+                result = multihost_utils.process_allgather(result, tiled=True)
+            host = plan.batch(k)
+            real = host["weights"] > 0
+            found.append(np.asarray(result)[:, real])
+            labels.append(host["labels"][real])
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 
     return predict

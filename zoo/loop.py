@@ -1,23 +1,25 @@
 """The training loop of every recipe: it resumes, evaluates, records, saves, stops on a signal."""
 
 import contextlib
+import functools
 import signal
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from zoo import monitor, sharding
 from zoo.data import load
-from zoo.metrics import MetricsLog, TensorBoard, plot_curves
+from zoo.metrics import MetricsLog, TensorBoard, plot_curves, read_metrics
 from zoo.plans import Plan
 from zoo.run import Run, RunError, as_json, versions
+from zoo.signals import Stopped
 from zoo.train import (
     CompiledStep,
     LossFunction,
@@ -54,6 +56,9 @@ def fit(
     `pretrained` model, which `make_model(key, pretrained)` takes, is evaluated before the first
     step; what is not `trainable` stays as it is.
 
+    Where a save and an evaluation fall on one step, the save is first; an evaluation that was cut
+    short is made up for at the next start.
+
     Raises:
         RunError: a loss that is not finite, or other data than the checkpoint's.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
@@ -77,9 +82,13 @@ def fit(
     state, start = _restore_or_init(
         run, make_model, optimizer, fingerprint, schedule, trainable, pretrained
     )
+    make_recorder = functools.partial(_Recorder, run, start, schedule, flops_per_token, plan.unit)
     if start >= config.steps:
         run.say(f"{run.folder} has finished {start} steps; more --steps would continue it")
-        return state, evaluate(state.model, True)
+        if _is_evaluated(run, start):
+            return state, evaluate(state.model, True)
+        with run.signals, make_recorder() as recorder:
+            return state, _evaluate_first(run, recorder, start, evaluate, state.model)
     if run.mesh.size > 1:
         run.say(sharding.placement_table(state.model, run.mesh, run.rules))
     step_fn = make_train_step(
@@ -96,28 +105,35 @@ def fit(
         _compile(run, step_fn, state, plan)
     meta = {"fingerprint": fingerprint, "config": as_json(config), "versions": versions()}
     with (
-        _Signals() as signals,
-        _Recorder(run, start, schedule, flops_per_token, plan.unit) as recorder,
+        run.signals,
+        make_recorder() as recorder,
         contextlib.closing(load(plan, run.mesh, start=start, stop=config.steps)) as batches,
         planning.explained(run.mesh, job, lambda: step_fn.programs),
     ):
-        if start == 0 and pretrained is not None:
-            recorder.evaluation(0, evaluate, state.model, True)
+        is_due = start % config.eval_every == 0 if start else pretrained is not None
+        if is_due and not _is_evaluated(run, start):
+            _evaluate_first(run, recorder, start, evaluate, state.model)
         for k, batch in batches:
             with recorder.step(k):
                 state, metrics = step_fn(state, batch)
-            step = k + 1
+            step, last = k + 1, k + 1 == config.steps
             recorder.add(step, metrics)
-            stopped, last = signals.agreed(step), step == config.steps
-            if last or (step % config.eval_every == 0 and not stopped):
-                result = recorder.evaluation(step, evaluate, state.model, last)
-            if stopped or last or step % config.checkpoint_every == 0:
-                recorder.flush()
-                with recorder.pause():
-                    run.checkpointer.save(step, state, meta | {"data_position": step})
+            evaluates = last or step % config.eval_every == 0
+            stopped = run.signals.agreed(now=evaluates)
+            saves = stopped or last or step % config.checkpoint_every == 0
+            if saves:
+                recorder.save(step, state, meta)
+            if evaluates and not stopped:  # after the save: a kill within loses nothing
+                with contextlib.suppress(Stopped):
+                    result = recorder.evaluation(step, evaluate, state.model, last)
+                stopped = run.signals.agreed(now=True)
+                if stopped and not saves:
+                    recorder.save(step, state, meta)
             if stopped:
-                _leave(run, signals.received, step)
-    run.checkpointer.wait()
+                _leave(run, step)
+        run.checkpointer.wait()
+        if run.signals.agreed(now=True):
+            _leave(run, step)
     return state, result
 
 
@@ -128,23 +144,40 @@ def evaluator(
     step_fn = make_eval_step(
         loss_fn, mesh=run.mesh, rules=run.rules, precision=run.config.precision
     )
-    compiled = False
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        nonlocal compiled
-        if not compiled:
-            step_fn.compile(model, *plan.shapes(run.mesh).values())
-            compiled = True
-        stop = plan.batches_per_epoch
-        if not whole:
-            stop = min(stop, run.config.eval_batches)
-        with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
-            sums = [step_fn(model, batch)[1] for _, batch in batches]
-        totals = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+        totals: dict[str, float] = {}
+        for _, sums in evaluation_results(run, step_fn, model, plan, whole):
+            for name, value in jax.device_get(sums).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
         weight = totals.pop("tokens")
         return {name: total / weight for name, total in totals.items()}
 
     return evaluate
+
+
+def evaluation_results(
+    run: Run, step_fn: CompiledStep, model: PyTree, plan: Plan, whole: bool
+) -> Iterator[tuple[int, dict[str, Array]]]:
+    """(k, what the step gives of batch k) over a plan's first epoch, or its first `eval_batches`.
+
+    A result comes when the next step is under way, and so is read while that one runs.
+
+    Raises:
+        Stopped: between two batches, where a signal asks the run to stop.
+    """
+    step_fn.compile(model, *plan.shapes(run.mesh).values())
+    stop = plan.batches_per_epoch
+    if not whole:
+        stop = min(stop, run.config.eval_batches)
+    under_way: deque[tuple[int, dict[str, Array]]] = deque()
+    with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
+        for k, batch in batches:
+            run.signals.check()
+            under_way.append((k, step_fn(model, batch)[1]))
+            if len(under_way) > 1:
+                yield under_way.popleft()
+        yield from under_way
 
 
 def _compile(run: Run, step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:
@@ -198,13 +231,37 @@ def _restore_or_init(
     return state, step
 
 
-def _leave(run: Run, received: int, step: int) -> None:
+def _is_evaluated(run: Run, step: int) -> bool:
+    """Whether metrics.jsonl has a line of the evaluation of a step: process 0 tells the others."""
+    found, path = False, run.folder / "metrics.jsonl"
+    if run.is_main and path.exists():
+        lines = read_metrics(path)
+        found = any(line["step"] == step and "grad_norm" not in line for line in lines)
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(found)))
+
+
+def _evaluate_first(
+    run: Run, recorder: "_Recorder", step: int, evaluate: Callable[..., Any], model: PyTree
+) -> dict[str, float]:
+    """The evaluation before any further step: of a pretrained model, or one that was cut short."""
+    result: dict[str, float] = {}
+    with contextlib.suppress(Stopped):
+        whole = step == 0 or step >= run.config.steps
+        result = recorder.evaluation(step, evaluate, model, whole)
+    if run.signals.agreed(now=True):
+        _leave(run, step)
+    return result
+
+
+def _leave(run: Run, step: int) -> NoReturn:
     """End after a signal, with the checkpoint complete."""
     run.checkpointer.wait()
+    received = run.signals.received
     code = 128 + received
+    what = f"saved step {step} in {run.folder}" if step else "left before the first step"
     run.say(
-        f"{signal.Signals(received).name}: saved step {step} in {run.folder}; the same command "
-        f"goes on from there (exit code {code})"
+        f"{signal.Signals(received).name}: {what}; the same command goes on from there "
+        f"(exit code {code})"
     )
     raise SystemExit(code)
 
@@ -350,6 +407,12 @@ class _Recorder:
                 self.plot()
         return values
 
+    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+        """Save a checkpoint, once all steps are checked."""
+        self.flush()
+        with self.pause():
+            self._run.checkpointer.save(step, state, meta | {"data_position": step})
+
     def pause(self) -> contextlib.AbstractContextManager:
         """Leave the time within out of the tokens a second."""
         return self._throughput.pause()
@@ -362,33 +425,3 @@ class _Recorder:
     def _write(self, step: int, **values: Any) -> None:
         for log in self._logs:
             log.write(step, **values)
-
-
-class _Signals:
-    """SIGTERM and SIGINT end the run after the step under way; a second SIGINT at once."""
-
-    received = 0
-
-    def __enter__(self) -> "_Signals":
-        self._previous = {s: signal.signal(s, self._take) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _take(self, number: int, frame: object) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-        name = signal.Signals(number).name
-        print(f"\n{name}: saving after this step (Ctrl-C again: leave at once)", file=sys.stderr)
-
-    def agreed(self, step: int) -> bool:
-        """Whether to stop here: all processes at the same step, if any has a signal."""
-        if jax.process_count() == 1:
-            return bool(self.received)
-        if step % 10:  # asking is a collective
-            return False
-        self.received = int(multihost_utils.process_allgather(np.int32(self.received)).max())
-        return bool(self.received)

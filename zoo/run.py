@@ -29,6 +29,7 @@ from zoo import configuration, files, sharding
 from zoo.checkpoint import Checkpointer, CheckpointError, read_meta
 from zoo.plans import check_batch_size
 from zoo.precision import Precision, native_precision
+from zoo.signals import Signals
 from zoo.tensors import PublishError
 
 
@@ -150,6 +151,7 @@ class Run:
         self.folder = files.local_path(folder, "run_dir")
         self._written_once = [self.folder / "config.json"]
         self._is_new = False  # to process 0: nothing says that there was one in the folder
+        self.signals = Signals()  # heeded in `zoo.fit`
 
     def __enter__(self) -> "Run":
         config = self.config
