@@ -18,7 +18,7 @@ from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
 from recipes import finetune, generate, lm
-from zoo import bert, loop, rnn, transformer
+from zoo import bert, language, loop, rnn, sharding, transformer
 from zoo.compiled import CompiledStep
 from zoo.precision import native_precision
 from zoo.run import RunError, as_json
@@ -104,11 +104,25 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
         states.append(state)
         return state, result
 
+    sampled, generate = [], language.generate.generate
+
+    def seen(model, *arguments, **options):
+        sampled.append(model)
+        return generate(model, *arguments, **options)
+
     monkeypatch.setattr(loop, "fit", kept)
+    monkeypatch.setattr(language.generate, "generate", seen)
     run_dir = tmp_path / "run"
     train(name, run_dir, "--mesh=data=2,fsdp=2,tensor=2")
     output = capsys.readouterr().out
     assert "a sample " in output or "held out: accuracy" in output
+    assert len(sampled) == {"mlp": 0, "finetune": 2}.get(name, 1)
+    for model in sampled:  # on the mesh, sharded as it was trained
+        placed = jax.tree.map(lambda x: x.sharding, model)
+        expected = sharding.shardings(model, sharding.make_mesh("data=2,fsdp=2,tensor=2"))
+        assert jax.tree.map(sharding.canonical, placed) == jax.tree.map(
+            sharding.canonical, expected
+        )
 
     stored = json.loads((run_dir / "config.json").read_text())
     assert stored["steps"] == STEPS

@@ -20,6 +20,7 @@ from zoo import (
     optimizers,
     publish,
     run,
+    sharding,
     text,
 )
 from zoo.axes import keystr
@@ -197,21 +198,34 @@ def train(run: run.Run, base: Base, data: text.Text) -> None:
         trainable=trainable(config),
         prompt=sample_prompt(data),
     )
-    save(run, base, state.model, {**after, "steps": int(state.step)})
+    model = save(run, base, state.model, {**after, "steps": int(state.step)})
+    del state  # and its optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
     prompt = sample_prompt(data)
-    for when, name in (("before", base.folder), ("after", run.folder / "model")):
-        model = publish.load(name)
-        if run.is_main:
-            shown = language.sample(
-                lora.merge(model),
-                data.tokenizer,
-                num_tokens=config.sample_tokens,
-                seed=config.seed,
-                prompt=prompt,
-            )
-            run.say(f"\n--- a sample {when} ---\n{shown}")
+    published = _merged(run, publish.load(base.folder, mesh=run.mesh))
+    for when, shown in (("before", published), ("after", model)):
+        sample = language.sample(
+            shown,
+            data.tokenizer,
+            num_tokens=config.sample_tokens,
+            seed=config.seed,
+            prompt=prompt,
+        )
+        run.say(f"\n--- a sample {when} ---\n{sample}")
+
+
+def _merged(run: run.Run, model: PyTree) -> PyTree:
+    """The plain model that computes the same, on the run's mesh as the model was."""
+    if not lora.has_adapters(model):
+        return model
+
+    @eqx.filter_jit
+    def merge(model: PyTree) -> PyTree:
+        model = lora.merge(model)
+        return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
+
+    return merge(model)
 
 
 def train_classifier(run: run.Run, base: Base, data: text.Text) -> None:
@@ -227,23 +241,24 @@ def train_classifier(run: run.Run, base: Base, data: text.Text) -> None:
         trainable=trainable(run.config),
     )
     # No format but the zoo's has this head, and without it adapters are of no use.
-    model = eqx.filter_jit(lora.merge)(state.model)
-    classification.save(run, model, metrics, base.tokenizer)
+    classification.save(run, _merged(run, state.model), metrics, base.tokenizer)
 
 
-def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> None:
-    """Save a model in its base's format, and its adapters alone if it has any."""
+def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
+    """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
         lora.save(run.folder / "adapters", model, base=run.config.model)
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    merged = _merged(run, model)
     publish.save(
         run.folder / "model",
-        eqx.filter_jit(lora.merge)(model),
+        merged,
         format="hf" if base.is_hugging_face else "zoo",
         tokenizer=base.tokenizer,
         metrics=metrics,
     )
     run.say(f"the model is in {run.folder / 'model'}")
+    return merged
 
 
 def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:

@@ -78,9 +78,8 @@ def train(
         metrics={**result, "steps": int(state.step), "compressors": data.compressors},
     )
     run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
-    if run.is_main:
-        model, config = publish.load(run.folder / "model"), run.config
-        print(sample(model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
+    config = run.config
+    run.say(sample(state.model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
 
 
 def fit(
@@ -147,7 +146,10 @@ def sample(
     seed: int,
     prompt: Sequence[int] | np.ndarray = (),
 ) -> str:
-    """Text from a model, after a prompt if there is one."""
+    """Text from a model, where it lies, after a prompt if there is one.
+
+    All processes call it, as a model may lie on the devices of several.
+    """
     tokens = generate.generate(
         model,
         jnp.asarray([[tokenizer.separator_id, *prompt]], jnp.int32),
