@@ -55,6 +55,7 @@ class Trained(NamedTuple):
     """Five steps with dropout on one mesh, and what is to be compared."""
 
     losses: list[float]
+    grad_norms: list[float]
     masks: set[int]
     initial: Any
     placed: dict[str, Any]
@@ -97,12 +98,13 @@ def train_five_steps(family: Family, mesh_name: str) -> Trained:
         )
         initial, first_state = copy(state.model), state
         placed = {path: x.sharding for path, x in arrays(state).items()}
-        values = []
+        values, grad_norms = [], []
         for seed in range(5):
             state, metrics = step(state, family.make_batch(8, 16, seed))
             values.append(float(metrics["loss"]))
+            grad_norms.append(float(metrics["grad_norm"]))
         jax.effects_barrier()
-    return Trained(values, masks, initial, placed, first_state, state)
+    return Trained(values, grad_norms, masks, initial, placed, first_state, state)
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
@@ -125,6 +127,7 @@ def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) 
 
 def test_the_mesh_does_not_change_the_losses(one_device: Any, on_mesh: Trained):
     np.testing.assert_allclose(on_mesh.losses, one_device[1].losses, rtol=1e-5)
+    np.testing.assert_allclose(on_mesh.grad_norms, one_device[1].grad_norms, rtol=1e-4)
     assert len(set(on_mesh.losses)) == 5
 
 
