@@ -68,7 +68,9 @@ def test_an_array_gives_an_array_whatever_the_mesh():
     tokens, scores = zoo.beam_search(model, prompt, **options)
     assert tokens.shape == (1, 3, 9)
     assert (tokens[:, :, :3] == prompt[:, None]).all()
-    for beam in np.asarray(tokens)[0, :, 3:].tolist():  # what follows a stop token repeats it
+    beams = np.asarray(tokens)[0, :, 3:].tolist()
+    assert any(2 in beam[:-1] for beam in beams)
+    for beam in beams:  # what follows a stop token repeats it
         assert 2 not in beam or {*beam[beam.index(2) :]} == {2}
     mesh = zoo.make_mesh("data=2,tensor=2")
     rules = {**sharding.RULES, "vocab": None}

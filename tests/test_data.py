@@ -518,7 +518,9 @@ def test_batches_of_arrays_are_pure_and_shaped_as_announced():
     plan = array_plan()
     whole = plan.batch(4)
     parts = [array_plan().batch(4, slice(start, start + 2)) for start in (0, 2)]
-    for name, struct in plan.shapes()[plan.bucket(4)].items():
+    structs = plan.shapes()[plan.bucket(4)]
+    assert structs.keys() == whole.keys()
+    for name, struct in structs.items():
         assert np.array_equal(whole[name], np.concatenate([part[name] for part in parts]))
         assert (struct.shape, struct.dtype) == (whole[name].shape, whole[name].dtype)
     assert not np.array_equal(plan.batch(0)["y"], plan.batch(plan.batches_per_epoch)["y"])
@@ -527,6 +529,7 @@ def test_batches_of_arrays_are_pure_and_shaped_as_announced():
 def test_arrays_load_onto_a_mesh_by_rank():
     mesh = make_mesh("data=2,fsdp=2")
     loaded = dict(data.load(array_plan(), mesh, stop=3))
+    assert list(loaded) == [0, 1, 2]
     for k, batch in loaded.items():
         for name, array in batch.items():
             assert np.array_equal(array, array_plan().batch(k)[name])

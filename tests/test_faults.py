@@ -34,6 +34,7 @@ def read_batches(path: Path) -> dict[str, str]:
     for line in path.read_text().splitlines():
         name, digest = json.loads(line)
         assert batches.setdefault(name, digest) == digest
+    assert batches, path
     return batches
 
 

@@ -92,6 +92,7 @@ def test_a_sliding_window_keeps_its_window_alone():
     tokens, mask = jnp.ones((2, 16), jnp.int32), jnp.ones((2, 16), bool)
     for name, slots in (("rotary", 64), ("window", 5)):
         prefill = eqx.filter_eval_shape(decoder(name).prefill, tokens, mask, 64)
+        assert prefill[1].layers
         for layer in prefill[1].layers:
             assert layer.keys.shape == layer.values.shape == (2 * 8, slots, 4)
 

@@ -32,6 +32,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for path in folder.glob("*.safetensors"):
         found |= safetensors.numpy.load_file(path)
+    assert found, folder
     return found
 
 

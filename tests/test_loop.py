@@ -257,7 +257,7 @@ def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys
 
 def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
     plan = poisoned_plan(7)
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="step 7: the loss is nan"):
         fit(config(tmp_path), plan, loss_fn=poisoned)
     state, _ = fit(config(tmp_path, on_nonfinite="skip"), plan, loss_fn=poisoned)
     assert int(state.skipped) == len(poisoned_steps(plan, 30))

@@ -134,7 +134,9 @@ def test_a_mesh_changes_nothing_and_shards_adapters_like_their_matrix(family):
     _, state, found = train(family, mesh)
     assert found == pytest.approx(losses_alone, rel=1e-5)
     assert_trees_close(state.model, alone.model, rtol=1e-3)
-    for names in adapters_of(logical_axes(state.model)):
+    adapters = adapters_of(logical_axes(state.model))
+    assert adapters
+    for names in adapters:
         matrix, down, up = names
         assert (*down[:-1], *up[len(up) - (len(matrix) - len(down) + 1) :]) == matrix
     wanted = sharding.shardings(state.model, mesh)

@@ -151,7 +151,9 @@ def test_tensor_parallelism_reduces_once_in_two_layers(residual):
     mesh = sharding.make_mesh("tensor=4")
     model = make(num_layers=5, residual=residual)
     model = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
-    for matrix in (x for x in jax.tree.leaves(model.blocks) if x.shape[-2:] == (32, 32)):
+    matrices = [x for x in jax.tree.leaves(model.blocks) if x.shape[-2:] == (32, 32)]
+    assert matrices
+    for matrix in matrices:
         assert matrix.size == 4 * np.prod(matrix.sharding.shard_shape(matrix.shape))
     step = make_eval_step(loss_fn, mesh=mesh, precision="fp32")
     text = step.lower(model, make_batch()).compiled.as_text()

@@ -155,6 +155,7 @@ def test_matrices_decay_by_the_rate_times_the_decay(name: str, decays: set[str])
     optimizer, model = make_optimizer(config, 5), Net()
     nothing = jax.tree.map(jnp.zeros_like, model)
     updates = first_update(optimizer, nothing, model)
+    assert decays < arrays(updates).keys()
     for path, update in arrays(updates).items():
         expected = -0.5 * 0.2 * np.asarray(getattr(model, path)) if path in decays else 0.0
         np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-7, err_msg=path)

@@ -330,14 +330,16 @@ def test_an_unknown_target_names_those_that_there_are(text):
 
 
 def test_more_virtual_devices_than_there_are():
+    target = targets.parse("cpu:512")
     with pytest.raises(ValueError, match="xla_force_host_platform_device_count=512"):
-        targets.parse("cpu:512").devices()
+        target.devices()
 
 
 def test_a_tpu_without_its_compiler(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
+    target = targets.parse("v5e:4x4")
     with pytest.raises(ImportError, match=r"pip install 'zoo\[plan\]'"):
-        targets.parse("v5e:4x4").devices()
+        target.devices()
 
 
 @pytest.mark.parametrize(
@@ -506,8 +508,9 @@ def test_a_mesh_that_is_no_block_of_a_slice():
 
 def test_tpu_slices_that_there_are_not():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    target = targets.parse("v5e:3x3")
     with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
-        targets.parse("v5e:3x3").devices()
+        target.devices()
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
 
 

@@ -228,7 +228,9 @@ def test_what_else_a_run_can_do(shared, tmp_path):
     run_dir = tmp_path / "run"
     flags = ("--precision=fp16", "--accumulate=2", "--profile", "--tensorboard", "--steps=16")
     output = Recipe("lm", shared).run(run_dir, *flags)
-    assert all("loss_scale" in line for line in metrics(run_dir) if "loss" in line)
+    steps = [line for line in metrics(run_dir) if "loss" in line]
+    assert steps
+    assert all("loss_scale" in line for line in steps)
     assert list((run_dir / "profile").glob("plugins/profile/*/*.xplane.pb"))
     assert "https://ui.perfetto.dev" in output
     [events] = (run_dir / "tensorboard").glob("events.out.tfevents.*")
@@ -272,6 +274,7 @@ def test_beams_come_with_their_scores(model_folder, capsys):
     tokens, scores = zoo.beam_search(
         zoo.load(model_folder), [[256, *b"def "]], max_new_tokens=12, num_beams=3, stop_tokens=[256]
     )
+    assert len(tokens[0]) == 3
     for ids, score in zip(tokens[0], scores[0], strict=True):
         text = zoo.tokenizer.ByteTokenizer().decode(ids)
         assert f"log-probability {score:.2f}\n{text}\n" in printed

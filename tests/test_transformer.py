@@ -282,8 +282,9 @@ def test_the_logit_cap_bounds_the_logits():
     ids=str,
 )
 def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: str):
+    model, tokens = drawn_transformer(**options), jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=message):
-        drawn_transformer(**options)(jnp.zeros((1, 4), jnp.int32))
+        model(tokens)
 
 
 @pytest.mark.parametrize(
