@@ -164,7 +164,7 @@ class Checkpointer:
         partial = self.folder / f"{step}.tmp"
         (partial / "meta.json").write_text(record)
         checksums.write(partial)
-        files.sync_all(partial)  # a power cut after the rename finds a step that is whole
+        files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
         for old in self.good_steps()[: -self._keep]:
