@@ -347,6 +347,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing(precision: Any):
     assert np.isfinite(float(metrics["loss"]))
 
 
+def told(*updates: float) -> optax.GradientTransformation:
+    """Adds `updates[k]` to one number of each parameter in step k; its state is k."""
+
+    def update(grads: Any, step: Array, params: Any = None) -> tuple[Any, Array]:
+        new = jnp.asarray(updates)[step]
+        return jax.tree.map(lambda g: jnp.zeros_like(g).at[-1, -1].set(new), grads), step + 1
+
+    return optax.GradientTransformation(lambda _: jnp.int32(0), update)
+
+
+@pytest.mark.parametrize(("bad", "mesh"), [(np.nan, ""), (np.inf, "fsdp=4"), (-np.inf, "")])
+def test_an_update_that_is_not_finite_changes_nothing(bad: float, mesh: str):
+    optimizer = told(1.0, bad)
+    state, step = state_and_step(Line, line_loss, optimizer=optimizer, mesh=zoo.make_mesh(mesh))
+    state, metrics = step(state, line_batch())
+    weight = np.array(state.model.weight)
+    assert float(metrics["param_norm"]) == pytest.approx(np.linalg.norm(weight), rel=1e-5)
+    assert int(state.opt_state) == 1
+    state, metrics = step(state, line_batch())
+    assert np.array_equal(state.model.weight, weight)
+    assert int(state.opt_state) == 1
+    assert int(metrics["skipped"]) == int(state.skipped) == 1
+    assert not np.isfinite(float(metrics["param_norm"]))
+    assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
+
+
+def test_an_update_that_is_not_finite_is_no_overflow_of_the_loss_scale():
+    state, step = state_and_step(Line, line_loss, optimizer=told(np.nan), precision="fp16")
+    state, metrics = step(state, line_batch())
+    assert int(metrics["skipped"]) == 1
+    assert float(state.loss_scale.scale) == float(metrics["loss_scale"])
+
+
 # The step's own maths, on the smallest model
 
 
@@ -507,7 +540,7 @@ def test_a_loss_that_returns_something_else_is_told_what(
     assert_refused(first_steps(changed(change))[step], error, f"loss_fn my_loss .*{message}")
 
 
-NAMES = ["loss", "tokens", "grad_norm", "skipped", "loss_scale"]
+NAMES = ["loss", "tokens", "grad_norm", "param_norm", "skipped", "loss_scale"]
 NAMES += ["step", "learning_rate", "mfu", "examples", "tokens_per_second"]
 
 

@@ -34,7 +34,7 @@ Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans lik
 
 # What a step's sums, a step's metrics and the training loop's lines hold of their own.
 EVAL_NAMES = frozenset({"loss", "tokens"})
-STEP_NAMES = EVAL_NAMES | {"grad_norm", "skipped", "loss_scale"}
+STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
 STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
 STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
 SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
@@ -48,7 +48,7 @@ class TrainState(eqx.Module):
     step: Int32[Array, ""]  # steps done, skipped ones included
     key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
     loss_scale: LossScale  # used in fp16
-    skipped: Int32[Array, ""]  # steps whose gradient was not finite, and which changed nothing
+    skipped: Int32[Array, ""]  # steps that came to what is not finite, and changed nothing
 
 
 def init_state(
@@ -167,14 +167,16 @@ def make_train_step(
     """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
 
     Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
-    microbatches of B/accumulate; clips the gradient to the global norm `clip_norm`. A gradient
-    that is not finite leaves parameters and optimizer state as they were, and counts as skipped.
+    microbatches of B/accumulate; clips the gradient to the global norm `clip_norm`. A step whose
+    loss, gradient or new parameters are not finite leaves parameters and optimizer state as they
+    were, and counts as skipped.
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit.
 
     Metrics are float32 scalars on the device: `loss` (a unit of weight), `tokens` (the summed
-    weight), `grad_norm` (before clipping), `skipped` (so far), in fp16 `loss_scale`, and the
-    loss's own divided by the weight.
+    weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
+    update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
+    the loss's own divided by the weight.
 
     Raises:
         TypeError: a loss function or an optimizer that is none; at the first call, a loss function
@@ -238,20 +240,27 @@ def make_train_step(
         grads, sums = accumulated(params, static, batch, key, scale)
         grads = jax.tree.map(lambda g: g / scale, grads)
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
 
-        def update(trained: PyTree) -> PyTree:
-            params, opt_state = trained
+        def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
             clipped = grads
             if clip_norm is not None:
                 factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
                 clipped = jax.tree.map(lambda g: g * factor, grads)
             with _standard_promotion():
-                updates, opt_state = optimizer.update(clipped, opt_state, params)
-            return eqx.apply_updates(params, updates), opt_state
+                return optimizer.update(clipped, opt_state, params)
 
-        new_params, opt_state = _update_if(finite, update, (params, state.opt_state))
-        skipped = state.skipped + (~finite).astype(jnp.int32)
+        updates, _ = optimize(params, state.opt_state)
+        param_norm = optax.tree.norm(eqx.apply_updates(params, updates))
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
+
+        def update(trained: PyTree) -> PyTree:
+            params, opt_state = trained
+            # The new optimizer state is computed here, in place: from above it would be a copy.
+            return eqx.apply_updates(params, updates), optimize(params, opt_state)[1]
+
+        changes = finite & jnp.isfinite(param_norm)
+        new_params, opt_state = _update_if(changes, update, (params, state.opt_state))
+        skipped = state.skipped + (~changes).astype(jnp.int32)
         loss_scale = state.loss_scale
         if precision == "fp16":
             loss_scale = loss_scale.update(finite)
@@ -259,7 +268,8 @@ def make_train_step(
         new_state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
         weight = _nonzero(sums["tokens"])
         metrics = {name: x / weight for name, x in sums.items() if name != "tokens"}
-        metrics |= {"tokens": sums["tokens"], "grad_norm": grad_norm, "skipped": skipped}
+        metrics |= {"tokens": sums["tokens"], "grad_norm": grad_norm, "param_norm": param_norm}
+        metrics["skipped"] = skipped
         if precision == "fp16":
             metrics["loss_scale"] = scale
         if mesh is not None:
