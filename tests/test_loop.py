@@ -219,6 +219,27 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(checkpoint_every, tmp_path)
     assert max(checkpoints(run), default=0) == last_good
 
 
+def test_an_update_that_is_not_finite_is_in_no_checkpoint(tmp_path):
+    def schedule(step):
+        return jnp.where(step == 6, jnp.nan, 1e-2)
+
+    run = config(tmp_path, steps=10, checkpoint_every=1, keep_checkpoints=1)
+    with pytest.raises(RunError, match=r"step 7: .* and nan\. .*checkpoint is of step 6"):
+        fit(run, schedule=schedule)
+    assert checkpoints(run) == [6]
+    state, _ = fit(config(tmp_path, steps=10, on_nonfinite="skip"), schedule=schedule)
+    # The schedule counts the updates, and so comes to no other step.
+    assert (int(state.step), int(state.skipped)) == (10, 4)
+    assert len(arrays(state)) > 5
+    assert all(np.isfinite(x).all() for x in arrays(state))
+
+
+def test_an_update_that_is_not_finite_stops_in_fp16_too(tmp_path):
+    run = config(tmp_path, precision="fp16")
+    with pytest.raises(RunError, match="step 3: "):
+        fit(run, schedule=lambda step: jnp.where(step == 2, jnp.nan, 1e-2))
+
+
 def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
     plan = poisoned_plan(7)
     bad = poisoned_steps(plan, 30)

@@ -60,7 +60,8 @@ def fit(
     short is made up for at the next start.
 
     Raises:
-        RunError: a loss that is not finite, or other data than the checkpoint's.
+        RunError: a loss, gradient or update that is not finite, or other data than the
+            checkpoint's.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved.
     """
     from zoo.planning import run as planning  # here: `import zoo` need not wait for it
@@ -376,20 +377,22 @@ class _Recorder:
         self.bar.update(step, **values)
 
     def _check_finite(self, step: int, value: dict[str, float]) -> None:
+        gradient = bool(np.isfinite(value["loss"] + value["grad_norm"]))
         # In fp16 a skipped step is how the loss scale finds its level, until it is at the bottom.
         if (
-            np.isfinite(value["loss"] + value["grad_norm"])
+            (gradient and np.isfinite(value["param_norm"]))
             or self._run.config.on_nonfinite == "skip"
-            or value.get("loss_scale", 1.0) > 1
+            or (not gradient and value.get("loss_scale", 1.0) > 1)
         ):
             return
         self._run.checkpointer.wait()
         good = self._run.checkpointer.good_steps()
         raise RunError(
-            f"step {step}: the loss is {value['loss']} and the gradient's norm "
-            f"{value['grad_norm']}. The step changed nothing; the last good checkpoint is "
-            f"{f'of step {good[-1]}' if good else 'none yet'}. Try --on-nonfinite skip, which "
-            f"leaves such steps out, or{' in another --run-dir' if good else ''} a lower "
+            f"step {step}: the loss is {value['loss']} and the norms of the gradient and the new "
+            f"parameters {value['grad_norm']} and {value['param_norm']}. The step changed nothing; "
+            f"the last good checkpoint is {f'of step {good[-1]}' if good else 'none yet'}. Try "
+            "--on-nonfinite skip, which leaves such steps out, or"
+            f"{' in another --run-dir' if good else ''} a lower "
             "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
         )
 

@@ -53,7 +53,8 @@ class Config:
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does: stop the run, or skip the step and go on."""
+    """What a loss, gradient or update that is not finite does: stop the run, or skip the step and
+    go on."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     eval_every: int = 100
