@@ -1,5 +1,7 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import pytest
 from jax.extend import core
 
-from zoo import losses, mlp, rnn, transformer
+from zoo import blocks, losses, mlp, rnn, transformer
 from zoo.axes import keystr
 
 VOCAB = 64
@@ -70,6 +73,28 @@ def _draw(make_model: Callable[[Any], Any], scale: float = 0.2) -> Any:
 
     skeleton = eqx.filter_eval_shape(make_model, jax.random.key(0))
     return jtu.tree_map_with_path(draw, skeleton)
+
+
+def as_subclass(module: Any, cls: type) -> Any:
+    """The same parameters and static fields in a subclass of the module's class."""
+    assert issubclass(cls, type(module))
+    new = object.__new__(cls)
+    for field in dataclasses.fields(module):
+        object.__setattr__(new, field.name, getattr(module, field.name))
+    return new
+
+
+class LoudMLP(blocks.MLP):
+    """The MLP of a transformer's layer, with another formula for the same parameters."""
+
+    def __call__(self, x_BTE: Any) -> Any:
+        return 3 * super().__call__(x_BTE)
+
+
+def with_loud_mlp(model: transformer.Transformer) -> transformer.Transformer:
+    """The model with another class of MLP in its blocks, and nothing else changed."""
+    loud = as_subclass(model.blocks.mlp, LoudMLP)
+    return eqx.tree_at(lambda model: model.blocks.mlp, model, loud)
 
 
 def token_batch(rows: int = 8, size: int = 16, seed: int = 0) -> Batch:
@@ -174,6 +199,28 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
         assert np.isfinite(want).all(), f"{path} is expected to be {want}"
         atol = rtol * np.abs(want).max()
         np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=path)
+
+
+class FetchedSizes:
+    """Watches what a save fetches from the devices by the `on_host` that a module calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any):
+        self.count = self.largest = self.most_at_once = self._alive = 0
+        fetch = module.on_host
+
+        def on_host(array: jax.Array) -> np.ndarray:
+            fetched = np.array(fetch(array))
+            self.count += 1
+            self.largest = max(self.largest, fetched.nbytes)
+            self._alive += fetched.nbytes
+            self.most_at_once = max(self.most_at_once, self._alive)
+            weakref.finalize(fetched, self._free, fetched.nbytes)
+            return fetched
+
+        monkeypatch.setattr(module, "on_host", on_host)
+
+    def _free(self, size: int) -> None:
+        self._alive -= size
 
 
 def copy(tree: Any) -> Any:

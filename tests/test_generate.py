@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import VOCAB, drawn_rnn, drawn_transformer
+from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_mlp
 
 import zoo
-from zoo import mlp, precision, sharding
+from zoo import blocks, mlp, precision, rnn, sharding
 from zoo.generate import sample
+from zoo.layers import Embedding
 from zoo.monitor import CompileCounter
 from zoo.recurrence import CELLS
+from zoo.transformer import Transformer
 
 KEY = jax.random.key(0)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
@@ -278,3 +280,116 @@ def test_parameters_out_of_range_are_errors(model: Any, options: dict, message: 
 def test_what_has_no_next_token_is_an_error(model: Callable[[], Any], message: str):
     with pytest.raises(ValueError, match=message):
         zoo.generate(model(), PROMPT, max_new_tokens=2, temperature=0.0)
+
+
+class Twice(Transformer):
+    """A forward pass of its own, which decoding would not go through."""
+
+    def hidden(self, tokens: Any, **options: Any) -> Any:
+        return 2 * super().hidden(tokens, **options)
+
+
+class Called(Twice):
+    __call__ = Transformer.__call__
+
+
+class TwiceDecoded(Twice):
+    """And decoding to go with it."""
+
+    def prefill(self, *arguments: Any) -> Any:
+        logits, cache = super().prefill(*arguments)
+        return 2 * logits, cache
+
+    def decode(self, *arguments: Any) -> Any:
+        logits, cache = super().decode(*arguments)
+        return 2 * logits, cache
+
+
+class Loud(rnn.RNN):
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        outputs, state = super().run(*arguments, **options)
+        return 3 * outputs, state
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "message"),
+    [
+        ("rotary", Twice, "Twice overrides hidden, and decoding would not call it: prefill and"),
+        ("rotary", Called, "Called overrides __call__"),
+        ("lstm", Loud, "Loud overrides run, .*, of RecurrentDecoder, call the parts"),
+    ],
+)
+def test_a_forward_pass_that_decoding_would_go_round_is_refused(name: str, cls: type, message: str):
+    model = as_subclass(decoder(name), cls)
+    greedy = [functools.partial(x, temperature=0.0) for x in (zoo.generate, zoo.stream)]
+    for run in (*greedy, zoo.beam_search):
+        with pytest.raises(ValueError, match=message):
+            run(model, PROMPT, max_new_tokens=2)
+
+
+class Near(blocks.Attention):
+    def __call__(self, x: Any, segments: Any, rotary: Any, window: Any, attend: Any) -> Any:
+        return super().__call__(x, segments, rotary, 2, attend)
+
+
+class Mute(blocks.Attention):
+    def __call__(self, x: Any, *_: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Near, "Near attends with causal=True, window=2, and decoding with causal=True, window=N"),
+        (Mute, "Mute calls `attend` 0 times"),
+    ],
+)
+def test_attention_that_a_cache_would_change_is_refused(model: Any, cls: type, message: str):
+    changed = as_subclass(model.blocks.attention, cls)
+    model = eqx.tree_at(lambda model: model.blocks.attention, model, changed)
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(model, PROMPT, max_new_tokens=2, temperature=0.0)
+
+
+class Scaled(Embedding):
+    def __call__(self, ids: Any) -> Any:
+        return 0.3 * super().__call__(ids)
+
+
+def scaled(model: Any) -> Any:
+    changed = as_subclass(model.embedding, Scaled)
+    return eqx.tree_at(lambda model: model.embedding, model, changed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_loud_mlp, scaled, lambda model: as_subclass(model, TwiceDecoded)],
+    ids=["mlp", "embedding", "decoding of its own"],
+)
+def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[Any], Any]):
+    """The logits with the cache are those of the forward pass, and not those of the plain model."""
+    changed, tokens = change(model), jnp.arange(5, 21, dtype=jnp.int32)[None]
+
+    @eqx.filter_jit
+    def decoded(model: Any) -> jax.Array:
+        logits, cache = model.prefill(tokens[:, :14], tokens[:, :14] > -1, 16)
+        last, _ = model.for_decoding().decode(tokens[:, 14], cache)
+        return jnp.stack([logits, last], axis=1)
+
+    want = changed(tokens)[:, 13:15]
+    np.testing.assert_allclose(decoded(changed), want, rtol=1e-4, atol=1e-4)
+    assert np.abs(want - model(tokens)[:, 13:15]).max() > 0.1
+    got = zoo.generate(changed, [tokens[0].tolist()], max_new_tokens=3, temperature=0.0)
+    assert got == [expected(changed, tokens[0].tolist(), 3)]
+
+
+@pytest.mark.parametrize("name", ["rotary", "lstm"])
+def test_no_one_waits_for_the_rows_that_fill_the_mesh(name: str):
+    model, prompt = decoder(name), [[1, 2, 3]]
+    options: dict = {"max_new_tokens": 12, "temperature": 2.0, "key": KEY}
+    new = zoo.generate(model, prompt, **options)[0][3:]
+    stop = new[4]
+    mesh = zoo.make_mesh("data=8")
+    placed = jax.device_put(model, sharding.shardings(model, mesh))
+    tokens = [int(x[0]) for x in zoo.stream(placed, prompt, stop_tokens=[stop], **options)]
+    assert tokens == new[: new.index(stop) + 1]

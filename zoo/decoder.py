@@ -10,11 +10,16 @@ A decoder has these methods, whatever its family:
 - `decode(tokens, cache)` reads one more token a row, and gives the logits behind it and the cache.
 
 A cache has `take(rows)`, which gives the cache of those rows, in that order.
+
+`prefill` and `decode` call the parts of a model, those of subclasses too, in the place of its
+forward pass. The methods that they go round are in `goes_round`: a subclass that overrides one
+overrides `prefill` and `decode` as well, or is refused. A part maps each position on its own, but
+for attention, which `attend` stands in for.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -31,11 +36,39 @@ Tokens = Int[Array, "batch seq"]
 Logits = Float[Array, "batch vocab"]
 
 
+def check_overrides(cls: type) -> None:
+    """Refuse a subclass of a family whose own forward pass decoding would go round.
+
+    Raises:
+        ValueError: it names the class and the method.
+    """
+    mro = cls.__mro__
+    decoder = next((x for x in mro if "goes_round" in vars(x)), None)
+    if decoder is None:
+        return
+    family = max(place for place, x in enumerate(mro) if decoder in x.__bases__)
+
+    def owner(name: str) -> int:
+        return next((place for place, x in enumerate(mro) if name in vars(x)), len(mro))
+
+    for name in vars(decoder)["goes_round"]:
+        place, passes = owner(name), max(owner("prefill"), owner("decode"))
+        if place < family and place < passes:
+            raise ValueError(
+                f"{mro[place].__name__} overrides {name}, and decoding would not call it: prefill "
+                f"and decode, of {mro[passes].__name__}, call the parts of the model themselves. "
+                "Override these two as well (to be the same ones, if they fit), or the parts that "
+                "they call"
+            )
+
+
 class AttentionDecoder(eqx.Module):
     """Decoding for a stack of `blocks` that take an `attend` in the place of `attention`.
 
     Kinds of layers take turns, each with a window and positions of its own.
     """
+
+    goes_round: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "hidden_and_balance")
 
     def check_decoder(self: Any, length: int) -> None:
         """Refuse an encoder, and more tokens than a table of learned positions has."""
@@ -58,10 +91,22 @@ class AttentionDecoder(eqx.Module):
 
             def attend(q: Array, k: Array, v: Array, **options: Any) -> Array:
                 kept.extend((k, v))
+                causal, window = options["causal"], options["window"]
+                if not causal or window != config.window_of(kind):
+                    raise ValueError(
+                        f"{name} attends with causal={causal}, window={window}, and decoding with "
+                        f"causal=True, window={config.window_of(kind)}"
+                    )
                 return attention(q, k, v, **options)
 
+            name = type(getattr(block, "attention", block)).__name__
             window = config.window_of(kind)
             x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, attend)
+            if len(kept) != 2:
+                raise ValueError(
+                    f"{name} calls `attend` {len(kept) // 2} times, and decoding keeps the keys "
+                    "and values of one call a layer"
+                )
             return (x_BTE, *(s.at[index].set(new) for s, new in zip(stacks, kept, strict=True)))
 
         shape = (config.num_layers, *tokens.shape, config.kv_heads, config.head_size)
@@ -109,6 +154,8 @@ class AttentionDecoder(eqx.Module):
 
 class RecurrentDecoder(eqx.Module):
     """Decoding for a network whose state is all that it knows of the tokens before."""
+
+    goes_round: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "run")
 
     def check_decoder(self: Any, length: int) -> None:
         """Refuse a network that reads from the end, pools its steps, or gives no tokens."""

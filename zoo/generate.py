@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo import sharding
+from zoo.decoder import check_overrides
 from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
@@ -122,6 +123,7 @@ class Rows:
             ids = self.prompts[min(row, len(self.prompts) - 1)]
             self.tokens[row, bucket - len(ids) :] = ids
             self.mask[row, bucket - len(ids) :] = True
+        self.is_padding = np.arange(num_rows) >= len(self.prompts)  # for the mesh alone
         self.room = bucket_of(max_new_tokens)
         self.length = bucket_of(bucket + max_new_tokens - 1)  # the last token is never read
 
@@ -135,6 +137,7 @@ def check_decoder(model: PyTree, length: int) -> None:
     """Raise a ValueError for a model (a skeleton will do) that continues no text to that length."""
     if not hasattr(model, "check_decoder"):
         raise ValueError(f"a {type(model).__name__} is no decoder: it has no next token")
+    check_overrides(type(model))
     model.check_decoder(length)
 
 
@@ -230,7 +233,7 @@ class _State(eqx.Module):
 
 
 def _prefill(rows: Rows, model: PyTree, sampling: Sampling) -> _State:
-    arrays = (model, sampling, rows.tokens, rows.mask, rows.stops)
+    arrays = (model, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
     return _read_prompts(arrays, rows.length, rows.room)
 
 
@@ -242,11 +245,11 @@ def for_decoding(model: PyTree) -> PyTree:
 
 @eqx.filter_jit
 def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
-    """Read the prompts, and draw the first new token."""
-    model, sampling, tokens, mask, stops = arrays
+    """Read the prompts, and draw the first new token; no one waits for rows of padding."""
+    model, sampling, tokens, mask, stops, is_padding = arrays
     logits, cache = model.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
-    state = _State(empty, jnp.int32(0), jnp.zeros(tokens.shape[0], bool), cache)
+    state = _State(empty, jnp.int32(0), is_padding, cache)
     return _append(state, sampling, logits, stops)
 
 
