@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 Tree = TypeVar("Tree")
 Precision = Literal["bf16", "fp16", "fp32"]
 
-_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
 def compute_dtype(precision: Precision) -> Any:
@@ -31,9 +31,9 @@ def compute_dtype(precision: Precision) -> Any:
     Raises:
         ValueError: another name.
     """
-    if precision not in _DTYPES:
-        raise ValueError(f"precision={precision!r}: choose one of {sorted(_DTYPES)}")
-    return _DTYPES[precision]
+    if precision not in DTYPES:
+        raise ValueError(f"precision={precision!r}: choose one of {sorted(DTYPES)}")
+    return DTYPES[precision]
 
 
 def native_precision() -> Precision:

@@ -1,6 +1,7 @@
 """A Hugging Face folder as a model of the zoo, and a model of the zoo as such a folder."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -17,10 +17,10 @@ from zoo import sharding
 from zoo.axes import keystr
 from zoo.hf import bert, experts, gemma, gpt2, llama
 from zoo.hf.family import Family
-from zoo.hf.names import Layout, layouts, pieces
+from zoo.hf.names import Layout, Piece, layouts, pieces
 from zoo.hf.weights import Weights, place
 from zoo.hf.weights import write as write_weights
-from zoo.tensors import PublishError, check_tensors
+from zoo.tensors import PublishError, Tensor, check_tensors, on_host
 
 # In the order in which `write` tries them.
 FAMILIES: dict[str, Family] = {
@@ -111,17 +111,22 @@ def write(folder: Path | None, model: Any, family: Family) -> None:
     tensors, prefix = family.tensors(model.config), family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 
-    def each() -> Iterator[tuple[str, np.ndarray]]:
-        for name, parts in pieces(found).items():
-            layout = [found[part.path] for part in parts]
-            made = [
-                x.write(part.at, _on_host(arrays[part.path][x.at(part.at)]))
-                for x, part in zip(layout, parts, strict=True)
-            ]
-            axis = next((i for i, g in enumerate(layout[0].factors) if "part" in g), 0)
-            yield name, np.concatenate(made, axis) if len(made) > 1 else made[0]
+    def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray | None]:
+        made = []
+        for part in parts:
+            layout = found[part.path]
+            array = on_host(arrays[part.path][layout.at(part.at)])
+            if array is not None:
+                made.append(layout.write(part.at, array))
+        axis = next((i for i, g in enumerate(found[parts[0].path].factors) if "part" in g), 0)
+        yield np.concatenate(made, axis, dtype=dtype) if made else None
 
-    write_weights(folder, each())
+    described = {}
+    for name, parts in pieces(found).items():
+        dtype = np.result_type(*[arrays[part.path].dtype for part in parts])
+        shape = found[parts[0].path].tensor_shape
+        described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
+    write_weights(folder, described)
 
 
 def _skeleton(family: Family, config: Any) -> PyTree:
@@ -169,9 +174,3 @@ def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:
             if read(tied[0], rows).tobytes() != read(name, rows).tobytes():
                 return False
     return True
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray:
-    if not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)

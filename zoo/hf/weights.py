@@ -6,6 +6,7 @@ are refused.
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
-from zoo.tensors import PublishError
+from zoo.tensors import PublishError, Tensor, open_file, write_file
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
@@ -46,7 +45,7 @@ class Weights:
         files = sorted(set(index.values())) if index else [WEIGHTS]
         self.tensors: dict[str, Stored] = {}
         for file in files:
-            with self._open(file) as opened:
+            with open_file(self.folder / file) as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if index and index.get(name) != file:
                         raise PublishError(
@@ -69,7 +68,7 @@ class Weights:
         def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
             file = self.tensors[name].file
             if file not in handles:
-                handles[file] = opened.enter_context(self._open(file))
+                handles[file] = opened.enter_context(open_file(self.folder / file))
             return handles[file].get_slice(name)[slices]
 
         # What is read of a file stays mapped into memory until it is closed.
@@ -89,19 +88,6 @@ class Weights:
                 f"read of {', '.join(DTYPES)}; open a checkpoint that is not quantized"
             )
         return DTYPES[stored.dtype]
-
-    @contextlib.contextmanager
-    def _open(self, file: str) -> Iterator[Any]:
-        try:
-            with safetensors.safe_open(self.folder / file, "numpy") as opened:
-                yield opened
-        except FileNotFoundError:
-            raise PublishError(f"{self.folder / file} is missing") from None
-        except safetensors.SafetensorError as error:
-            raise PublishError(
-                f"{self.folder / file} is damaged, or no safetensors file: {error}. "
-                "Get it again from where it came"
-            ) from error
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -138,41 +124,39 @@ def _read_index(folder: Path) -> dict[str, str]:
     return index
 
 
-def shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Tensors in groups of at most five gigabytes, as transformers cuts them."""
-    group: dict[str, np.ndarray] = {}
-    for name, tensor in tensors:
-        if group and sum(x.nbytes for x in group.values()) + tensor.nbytes > _SHARD_BYTES:
+    group: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if group and num_bytes(group) + num_bytes({name: tensor}) > _SHARD_BYTES:
             yield group
             group = {}
         group[name] = tensor
     yield group
 
 
-def write(folder: Path | None, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write tensors to one file, or to several with an index, no more than a file in memory.
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """The size of tensors in a file."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
 
-    None for a folder goes over the tensors, and writes nothing.
+
+def write(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to one file, or to several with an index, one after the other.
+
+    All processes call it; None for a folder goes over the tensors, and writes nothing.
     """
-    table: dict[str, int] = {}
-    total = count = 0
-    for group in shards(tensors):
-        table |= dict.fromkeys(group, count)
-        total += sum(tensor.nbytes for tensor in group.values())
-        if folder is not None:
-            # transformers asks for this metadata.
-            safetensors.numpy.save_file(group, folder / f"{count}", metadata={"format": "pt"})
-        count += 1
-    if folder is None:
-        return
+    groups = [*shards(tensors)]
     names = [WEIGHTS]
-    if count > 1:
-        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        weight_map = {name: names[i] for name, i in sorted(table.items())}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for i, name in enumerate(names):
-        (folder / f"{i}").rename(folder / name)
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+        weight_map = {name: files[name] for name in sorted(files)}
+        index = {"metadata": {"total_size": num_bytes(tensors)}, "weight_map": weight_map}
+        if folder is not None:
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for name, group in zip(names, groups, strict=True):
+        # transformers asks for this metadata.
+        write_file(folder and folder / name, group, {"format": "pt"})
 
 
 def place(shape: tuple[int, ...], where: jax.sharding.Sharding, part: Any) -> jax.Array:
