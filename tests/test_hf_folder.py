@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import arrays, drawn_transformer
+from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from test_hf import CASES, GOLDEN, tensors
 
 import zoo
@@ -84,6 +84,8 @@ def test_older_spellings_mean_the_same(name: str, changes: dict, copy: Any):
     [
         ("llama2", {"model_type": "mamba"}, "model_type 'mamba' is unknown; known are llama, mis"),
         ("llama2", {"model_type": ...}, "model_type None is unknown"),
+        ("llama2", {"model_type": ["llama"]}, r"model_type \['llama'\] is unknown"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts=None: must be an integer"),
         ("llama2", {"attention_sinks": 4}, "unknown fields, which may .* attention_sinks=4"),
         ("llama2", {"quantization_config": {}}, "unknown fields.*quantization_config"),
         ("llama2", {"auto_map": {"AutoModel": "code.Model"}}, "unknown fields.*auto_map"),
@@ -91,17 +93,25 @@ def test_older_spellings_mean_the_same(name: str, changes: dict, copy: Any):
         ("llama2", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("llama2", {"hidden_size": ...}, "has no field hidden_size"),
         ("llama2", {"num_attention_heads": 5}, "num_kv_heads=4 does not divide num_heads=5"),
-        ("llama2", {"vocab_size": "53"}, "'53' is no value for vocab_size"),
-        ("llama2", {"num_hidden_layers": 1.5}, "1.5 is no value for num_layers"),
-        ("llama2", {"rms_norm_eps": None}, "None is no value for norm_eps"),
-        ("llama2", {"tie_word_embeddings": 1}, "1 is no value for tie_embeddings"),
+        ("llama2", {"vocab_size": "53"}, "vocab_size='53': must be an integer"),
+        ("llama2", {"num_hidden_layers": 1.5}, "num_layers=1.5: must be an integer"),
+        ("llama2", {"rms_norm_eps": None}, "norm_eps=None: must be a finite number"),
+        ("llama2", {"tie_word_embeddings": 1}, "tie_embeddings=1: must be True or False"),
         ("llama2", {"intermediate_size": -3}, "d_ff=-3: must be positive"),
-        ("llama2", {"num_hidden_layers": 10**12}, "more layers or experts than 4096"),
-        ("mixtral", {"num_local_experts": 10**12}, "more layers or experts than 4096"),
+        ("llama2", {"num_hidden_layers": 10**12}, "num_layers=10+: must be an integer of 32 bits"),
+        (
+            "mixtral",
+            {"num_local_experts": 4097},
+            "num_experts=4097: more layers or experts",
+        ),
         ("llama2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' are not"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "'linear' need 'factor'"),
         ("llama2", {"rope_parameters": {"beta": 1.0}}, "unknown rotary parameters.*beta"),
         ("llama2", {"partial_rotary_factor": 0.5}, "unknown fields.*partial_rotary_factor=0.5"),
+        ("llama2", {"rope_parameters": "linear"}, "config.json: .*'str' object"),
+        ("gemma3", {"_sliding_window_pattern": 0}, "sliding_window_pattern=0: must be positive"),
+        ("gemma3", {"_sliding_window_pattern": "6"}, "sliding_window_pattern='6': must be an int"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "config.json: "),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True is not"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*one of sliding"),
@@ -439,6 +449,32 @@ def test_what_no_family_has_is_refused(tmp_path: Path):
     with pytest.raises(PublishError, match="has no MLP"):
         zoo.save(tmp_path / "a", other, format="hf")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_path: Path):
+    with pytest.raises(PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP"):
+        zoo.save(tmp_path / "a", with_loud_mlp(drawn_transformer()), format="hf")
+
+    class Own(transformer.Transformer):
+        pass
+
+    own = as_subclass(drawn_transformer(), Own)
+    with pytest.raises(PublishError, match=r"Own here, zoo\.transformer\.Transformer by"):
+        zoo.save(tmp_path / "a", own, format="hf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_tensor_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fetched = FetchedSizes(monkeypatch, hf.folder)
+    model = drawn_transformer(num_layers=4, num_experts=4, d_ff=24)
+    zoo.save(tmp_path / "model", model, format="hf")
+    assert fetched.largest == model.embedding.weight.nbytes
+    assert fetched.most_at_once <= 2 * fetched.largest
+    stored = tensors(tmp_path / "model")
+    assert fetched.count == len(stored) > 4 * 4 * 3
+    safetensors.numpy.save_file(stored, tmp_path / "at once", metadata={"format": "pt"})
+    again = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert again == (tmp_path / "at once").read_bytes()
 
 
 def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

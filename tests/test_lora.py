@@ -1,3 +1,5 @@
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,16 +9,18 @@ import pytest
 from helpers import (
     FAMILIES,
     arrays,
+    as_subclass,
     assert_trees_close,
     copy,
     drawn_transformer,
     make_rnn,
     make_transformer,
     token_batch,
+    with_loud_mlp,
 )
 
 import zoo
-from zoo import lora, losses, mlp, sharding
+from zoo import checksums, lora, losses, mlp, sharding
 from zoo.axes import keystr, logical_axes
 from zoo.finetuning import frozen
 from zoo.tensors import PublishError
@@ -235,6 +239,42 @@ def test_adapters_that_do_not_fit_are_refused(saved):
 
 
 # --- Frozen parts -----------------------------------------------------------------------------
+
+
+def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
+    def other_scale(model):
+        changed = as_subclass(model.blocks.attention.wq, lora.Adapted)
+        object.__setattr__(changed, "scale", 7.0)
+        return eqx.tree_at(lambda m: m.blocks.attention.wq, model, changed)
+
+    model = drawn(drawn_transformer())
+    with pytest.raises(PublishError, match=r"attention\.wk\.scale: 2\.0 here, 7\.0 by"):
+        lora.save(tmp_path / "a", other_scale(model), base="base")
+    with pytest.raises(PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP"):
+        lora.save(tmp_path / "a", with_loud_mlp(model), base="base")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_malformed_configuration_of_adapters_is_refused(saved):
+    folder, *_ = saved
+    path = folder / "adapters" / "config.json"
+    good = path.read_text()
+    refused = 0
+    for name in ("family", "adapters_of", "rank", "alpha", "targets"):
+        for value in (..., None, [], {}, "foo", -1, 10**9, 10**400, True, 0.5, [[]]):
+            if (name, value) in (("alpha", 10**9), ("alpha", 0.5), ("targets", [])):
+                continue  # as good as others
+            values = json.loads(good) | {name: value}
+            path.write_text(json.dumps({key: x for key, x in values.items() if x is not ...}))
+            checksums.write(path.parent)
+            with pytest.raises(PublishError):
+                zoo.load(path.parent)
+            refused += 1
+    assert refused == 5 * 11 - 3
+    path.write_text(json.dumps(json.loads(good) | {"adapters_of": str(path.parent)}))
+    checksums.write(path.parent)
+    with pytest.raises(PublishError, match="is this folder itself"):
+        zoo.load(path.parent)
 
 
 def test_frozen_parts_stay_and_have_no_optimizer_state():

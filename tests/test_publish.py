@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float, Int
 
-from zoo import mlp, publish, sharding, transformer
+from zoo import bert, lora, mlp, publish, rnn, sharding, tensors, transformer
 from zoo.checkpoint import Checkpointer
+from zoo.classifier import Classifier
 from zoo.ensemble import Ensemble
 from zoo.sharding import make_mesh
+from zoo.tensors import Tensor, write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +127,14 @@ def test_saved_in_the_dtype_it_has_and_cast_on_request(tmp_path, dtype):
     publish.save(tmp_path / "full", net())
     assert_same(publish.load(tmp_path / "full", dtype=dtype), small)
     assert publish.load(tmp_path / "full", dtype="bfloat16").counts.dtype == jnp.int32
-    with pytest.raises(publish.PublishError, match="dtype=int8"):
-        publish.load(tmp_path / "full", dtype="int8")
+
+
+def test_a_dtype_has_the_zoos_name_or_its_own(folder):
+    for name, dtype in (("bf16", jnp.bfloat16), ("fp16", jnp.float16), ("float32", jnp.float32)):
+        assert publish.load(folder, dtype=name).scale.dtype == dtype
+    for dtype in ("int8", jnp.int32, "bf17", "half precision"):
+        with pytest.raises(publish.PublishError, match=r"dtype=.*choose one of .*'bf16', 'fp16'"):
+            publish.load(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2", "fsdp=8"])
@@ -160,6 +170,46 @@ def test_arrays_in_any_memory_order_are_written_right(tmp_path):
     assert not np.asarray(w).flags.c_contiguous
     publish.save(tmp_path / "net", eqx.tree_at(lambda m: m.blocks[0].w, model, w))
     assert_same(publish.load(tmp_path / "net"), model)
+
+
+def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch):
+    dtypes = ["float16", "bfloat16", "int64", "uint8", "bool", "int16", "float8_e4m3fn", "float32"]
+    stored = {f'{i % 3}.é"{x}': np.arange(i + 3).astype(x) for i, x in enumerate(dtypes)}
+    stored |= {"z": np.zeros((), np.float32), "a": np.zeros((0, 3), np.float32)}
+    for metadata in (None, {"format": "pt"}):
+        safetensors.numpy.save_file(stored, tmp_path / "at once", metadata=metadata)
+        pieces = {
+            name: Tensor(x.shape, x.dtype, lambda x=x: iter(np.split(x, [1]) if x.ndim else [x]))
+            for name, x in stored.items()
+        }
+        write_file(tmp_path / "pieces", pieces, metadata)
+        assert (tmp_path / "pieces").read_bytes() == (tmp_path / "at once").read_bytes()
+    with pytest.raises(publish.PublishError, match="x is of type int4"):
+        write_file(tmp_path / "pieces", {"x": Tensor((), jnp.dtype("int4"), lambda: iter(()))})
+    monkeypatch.undo()
+    published = publish.find("mlp-digits")
+    publish.save(tmp_path / "again", publish.load(published))
+    again = (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert again == (published / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=4,tensor=2"])
+def test_one_layer_at_a_time_is_written(tmp_path, monkeypatch, mesh):
+    monkeypatch.undo()
+    fetched = FetchedSizes(monkeypatch, tensors)
+    model = drawn_transformer(num_layers=4, d_ff=96)
+    if mesh is not None:
+        model = jax.device_put(model, sharding.shardings(model, make_mesh(mesh)))
+    publish.save(tmp_path / "model", model)
+    layers = jax.tree.map(lambda x: x[0], model.blocks)
+    largest = max(x.nbytes for x in [*jax.tree.leaves(layers), model.embedding.weight])
+    assert fetched.largest == largest
+    assert fetched.most_at_once <= 2 * largest
+    assert fetched.count == 4 * len(jax.tree.leaves(layers)) + 3
+    stored = {path: np.array(x) for path, x in arrays(model).items()}
+    safetensors.numpy.save_file(stored, tmp_path / "at once")
+    again = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert again == (tmp_path / "at once").read_bytes()
 
 
 def test_saving_again_replaces_and_spares_other_folders(folder, tmp_path):
@@ -221,10 +271,10 @@ def rewrite(folder: Path, **changes) -> None:
 
 
 def test_tensors_that_do_not_fit_are_named(folder):
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    tensors["blocks.0.extra"] = tensors.pop("counts")
-    tensors["blocks.1.b"] = tensors["blocks.1.b"][:3]
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    stored["blocks.0.extra"] = stored.pop("counts")
+    stored["blocks.1.b"] = stored["blocks.1.b"][:3]
+    safetensors.numpy.save_file(stored, folder / "model.safetensors")
     rewrite(folder)
     with pytest.raises(publish.PublishError) as error:
         publish.load(folder)
@@ -240,7 +290,7 @@ def test_tensors_that_do_not_fit_are_named(folder):
     [
         ({"family": "os.system"}, "'os.system' is unknown"),
         ({"family": None}, "None is unknown"),
-        ({"config": {"width": 3}, "zoo": "9.9"}, "no field width .*embed.*version 9.9"),
+        ({"config": {"width": 3}, "zoo": "9.9"}, "no field width .*embed.*version '9.9'"),
         ({"config": {"embed": 0}}, "embed=0: must be positive"),
     ],
 )
@@ -264,6 +314,175 @@ def test_what_load_could_not_make_again_is_not_saved(tmp_path):
     with pytest.raises(publish.PublishError, match="no family of the zoo"):
         publish.save(tmp_path / "net", eqx.nn.Linear(2, 2, key=jax.random.key(0)))
     assert not list(tmp_path.iterdir())
+
+
+def small(**fields) -> mlp.MLP:
+    sizes = {"in_size": 4, "out_size": 2, "hidden_size": 8, "num_layers": 3, "norm": "rms"}
+    return mlp.MLP(mlp.Config(**sizes | fields), key=jax.random.key(1))
+
+
+class Doubled(mlp.PlainBlock):
+    def __call__(self, x_BE, key):
+        return 2 * super().__call__(x_BE, key)
+
+
+def doubled(model: mlp.MLP) -> mlp.MLP:
+    return eqx.tree_at(lambda m: m.blocks, model, as_subclass(model.blocks, Doubled))
+
+
+def another_eps(model: mlp.MLP) -> mlp.MLP:
+    norm = copy.copy(model.first.norm)
+    object.__setattr__(norm, "eps", 0.5)
+    return eqx.tree_at(lambda m: m.first.norm, model, norm)
+
+
+def own_ensemble(make) -> Ensemble:
+    class Own(Ensemble):
+        pass
+
+    return Own(make, 2, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: doubled(small()), r"blocks: .*\.Doubled here, zoo\.mlp\.PlainBlock by the"),
+        (lambda: another_eps(small()), r"first\.norm\.eps: 0\.5 here, 1e-06 by the config"),
+        (
+            lambda: Ensemble(lambda key: doubled(small()), 2, key=jax.random.key(0)),
+            r"members\.blocks: .*\.Doubled here",
+        ),
+        (
+            lambda: own_ensemble(lambda key: small()),
+            r"Own here, zoo\.ensemble\.Ensemble by",
+        ),
+        (
+            lambda: Classifier(with_loud_mlp(drawn_transformer()), 3, key=jax.random.key(0)),
+            r"body\.blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP by the",
+        ),
+        (
+            lambda: lora.adapt(small(), lora.Config(), key=jax.random.key(0)),
+            r"has adapters: merge them by zoo\.lora\.merge",
+        ),
+    ],
+    ids=["class", "static field", "ensemble of them", "own ensemble", "classifier", "adapters"],
+)
+def test_another_model_than_the_configuration_makes_is_not_saved(
+    tmp_path, monkeypatch, make, message
+):
+    """Loaded again, it would be the plain one, with other outputs."""
+    monkeypatch.undo()
+    with pytest.raises(publish.PublishError, match=message):
+        publish.save(tmp_path / "model", make())
+    assert not list(tmp_path.iterdir())
+
+
+def test_how_a_model_runs_is_part_of_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    options = {"num_experts": 2, "mlp": "geglu", "remat": "full", "attention": "xla"}
+    model = drawn_transformer(num_layers=1, scan_layers=False, dropout=0.1, **options)
+    publish.save(tmp_path / "model", model)
+    assert_same(publish.load(tmp_path / "model"), model)
+
+
+def classifier() -> Classifier:
+    config = rnn.Config(vocab_size=8, hidden_size=4, num_layers=1)
+    return Classifier(rnn.RNN(config, key=jax.random.key(0)), 3, key=jax.random.key(1))
+
+
+def ensemble() -> Ensemble:
+    return Ensemble(lambda key: small(), 2, key=jax.random.key(1))
+
+
+def bert_model() -> bert.BERT:
+    config = bert.Config(vocab_size=8, d_model=24, num_layers=1)
+    return bert.BERT(config, key=jax.random.key(0))
+
+
+DAMAGE = {
+    "deleted": ...,
+    "null": None,
+    "list": [],
+    "object": {},
+    "text": "foo",
+    "negative": -1,
+    "huge": 10**12,
+    "beyond": 10**400,
+    "boolean": True,
+    "fraction": 0.5,
+    "nan": float("nan"),
+    "deep": "DEEP",
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ensemble,
+        pytest.param(classifier, marks=pytest.mark.slow),
+        pytest.param(drawn_transformer, marks=pytest.mark.slow),
+        pytest.param(bert_model, marks=pytest.mark.slow),
+    ],
+)
+def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monkeypatch, make):
+    """Every field damaged in every way: it is taken as it says, or is a PublishError."""
+    monkeypatch.undo()
+    publish.save(tmp_path / "model", make())
+    path = tmp_path / "model" / "config.json"
+    good = json.loads(path.read_text())
+    wanted, refused, loaded = arrays(make()), 0, 0
+    places = [(good, name) for name in good] + [(good["config"], name) for name in good["config"]]
+    for parent, name in places:
+        for value in DAMAGE.values():
+            original = parent[name]
+            if value is ...:
+                del parent[name]
+            else:
+                parent[name] = value
+            text = json.dumps(good).replace('"DEEP"', "[" * 10_000 + "]" * 10_000)
+            parent[name] = original
+            path.write_text(text)
+            publish.checksums.write(path.parent, skip=("README.md",))
+            try:
+                model = publish.load(path.parent)
+            except publish.PublishError:
+                refused += 1
+                continue
+            loaded += 1
+            assert arrays(model).keys() == wanted.keys()
+            config = publish._one(model).config
+            if parent is not good and value is not ... and name in good["config"]:
+                assert getattr(config, name) == (tuple(value) if value == [] else value)
+    assert refused > 8 * len(places)
+    assert loaded > len(places)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pooling": "max"}, r"config\.json: pooling='max': choose one of \['auto', 'mean'"),
+        ({"pooling": ...}, "a classifier has the field pooling"),
+        ({"num_classes": "3"}, "num_classes='3': must be an integer"),
+        ({"config": [1]}, r"config=\[1\]: must be"),
+        ({"family": ...}, "family None is unknown; known are zoo"),
+        ({"family": ["zoo.rnn.RNN"]}, r"family \['zoo.rnn.RNN'\] is unknown"),
+        ({"cell": "foo"}, "cell='foo': choose one of .*'lstm', 'gru'"),
+        ({"bidirectional": "false"}, "bidirectional='false': must be True or False"),
+        ({"num_layers": 5000}, "num_layers=5000: more layers or experts than 4096"),
+    ],
+    ids=str,
+)
+def test_the_malformed_field_is_named(tmp_path, monkeypatch, changes, message):
+    monkeypatch.undo()
+    publish.save(tmp_path / "model", classifier())
+    path = tmp_path / "model" / "config.json"
+    values = json.loads(path.read_text())
+    for name, value in changes.items():
+        (values if name in values else values["config"])[name] = value
+    path.write_text(json.dumps({name: x for name, x in values.items() if x is not ...}))
+    publish.checksums.write(path.parent)
+    with pytest.raises(publish.PublishError, match=message):
+        publish.load(path.parent)
 
 
 def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):

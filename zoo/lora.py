@@ -6,6 +6,7 @@ did, and what it computes is what its merged weights compute. W is not trained; 
 made and used up a layer at a time.
 """
 
+import dataclasses
 import fnmatch
 import json
 import math
@@ -22,11 +23,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo import checksums, configuration, publish
+from zoo import checksums, publish
 from zoo.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
+from zoo.configuration import annotations, check, check_value, from_json
 from zoo.files import local_path
 from zoo.layers import normal
 from zoo.precision import Derived, resolve
+from zoo.structure import check_model
+from zoo.tensors import parse_dtype
 
 Model = TypeVar("Model")
 
@@ -43,7 +47,7 @@ class Config:
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
 
     def __post_init__(self) -> None:
-        configuration.check(self)
+        check(self)
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"rank={self.rank}, alpha={self.alpha}: both must be positive")
 
@@ -195,14 +199,15 @@ def save(folder: Path | str, model: PyTree, *, base: Path | str) -> None:
         raise ValueError("the model has no adapters to save")
     one = next(iter(found.values()))
     rank = one.down.shape[-1]
+    config = Config(rank, one.scale * rank, tuple(found))
+    plain = publish.fresh(model)
+    check_model(model, eqx.filter_eval_shape(adapt, plain, config, key=jax.random.key(0)))
     known = Path(base).expanduser().exists()
     description = {
         "zoo": publish.version(),
         "family": publish.family_name(model),
         "adapters_of": str(Path(base).expanduser().absolute()) if known else str(base),
-        "rank": rank,
-        "alpha": one.scale * rank,
-        "targets": [*found],
+        **dataclasses.asdict(config),
     }
     with publish.replacing(folder) as new:
         publish.write_tensors(new and new / publish.WEIGHTS, eqx.filter(model, trainable(model)))
@@ -225,24 +230,33 @@ def load(
     """
     folder = local_path(folder, "folder")
     publish.verify(folder)
-    description = json.loads((folder / publish.CONFIG).read_text())
+    dtype = parse_dtype(dtype)
+    path = folder / publish.CONFIG
+    description = publish.read_json(path)
     if "adapters_of" not in description:
         raise publish.PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
-    if base is None:
-        base = publish.load(description["adapters_of"], mesh=mesh, dtype=dtype)
-    if publish.family_name(base) != description["family"]:
-        family = publish.family_name(base)
-        raise publish.PublishError(
-            f"{folder} holds adapters of a {description['family']}, not of a {family}"
-        )
-    config = Config(description["rank"], description["alpha"], tuple(description["targets"]))
     try:
-        model = adapt(base, config, key=jax.random.key(0))
-    except ValueError as error:
+        check_value("adapters_of", description["adapters_of"], str)
+        fields = {name: description.get(name) for name in annotations(Config)}
+        config = from_json(Config, fields)
+    except (TypeError, ValueError) as error:
+        raise publish.PublishError(f"{path}: {error}") from error
+    if base is None:
+        if publish.find(description["adapters_of"]).samefile(folder):
+            raise publish.PublishError(f"{path}: adapters_of={str(folder)!r} is this folder itself")
+        base = publish.load(description["adapters_of"], mesh=mesh, dtype=dtype)
+    if (family := publish.family_name(base)) != description.get("family"):
+        raise publish.PublishError(
+            f"{folder} holds adapters of a {description.get('family')}, not of a {family}"
+        )
+    key = jax.random.key(0)
+    try:
+        skeleton = eqx.filter_eval_shape(adapt, base, config, key=key)
+    except (ValueError, TypeError) as error:
         raise publish.PublishError(f"{folder} does not fit the model: {error}") from error
-    adapters = eqx.filter(model, trainable(model))
+    adapters = eqx.filter(skeleton, trainable(skeleton))
     read = publish.read_tensors(folder / publish.WEIGHTS, adapters, mesh, dtype)
-    return eqx.combine(read, model)
+    return eqx.combine(read, adapt(base, config, key=key))
 
 
 def _is_adapted(x: Any) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import reprlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +19,26 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo import checksums
-from zoo.classifier import Classifier
+from zoo import checksums, configuration
+from zoo.classifier import Classifier, Pooling
 from zoo.ensemble import Ensemble
 from zoo.files import local_path
-from zoo.tensors import PublishError, check_tensors, parameter_shapes, read_tensors, write_tensors
+from zoo.precision import is_derived
+from zoo.structure import check_model
+from zoo.tensors import (
+    PublishError,
+    check_counts,
+    parameter_shapes,
+    parse_dtype,
+    read_tensors,
+    write_tensors,
+)
 
 # Opening a folder makes one of these and nothing else; `Config` is beside the class.
 FAMILIES = ("zoo.bert.BERT", "zoo.mlp.MLP", "zoo.rnn.RNN", "zoo.transformer.Transformer")
@@ -65,6 +74,11 @@ def save(
     All processes call it, and the first writes. Raises PublishError where `load` could not make
     the model again, or no Hugging Face family has it.
     """
+    if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
+        raise PublishError(
+            "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
+            "zoo.lora.save"
+        )
     with replacing(folder) as new:
         if format == "hf":
             from zoo import hf
@@ -118,12 +132,12 @@ def load(
     """The model in a folder, of a name on the shelf, or of a Hugging Face hub id.
 
     It is born on `mesh` (None: one device): each device reads its own slices, so that no device
-    or host holds the whole; floating point parameters are cast to `dtype` slice by slice (None: as
-    stored). The checksums of a folder that has them are verified first; Hugging Face's have none.
+    or host holds the whole. Floating point parameters are cast to `dtype` slice by slice: "bf16",
+    "fp16", "fp32", or any floating point dtype (None: as stored). The checksums of a folder that
+    has them are verified first; Hugging Face's have none.
     Nothing in a folder is executed. Raises PublishError, naming the file, field or tensor at fault.
     """
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise PublishError(f"dtype={dtype}: parameters can be cast to floating point types only")
+    dtype = parse_dtype(dtype)
     folder = find(name_or_folder)
     values = hugging_face_config(folder)
     if values is None or (folder / checksums.NAME).exists():
@@ -132,12 +146,11 @@ def load(
         from zoo import hf
 
         return hf.load(folder, values, mesh=mesh, dtype=dtype)
-    description = json.loads((folder / CONFIG).read_text())
-    if "adapters_of" in description:
+    if "adapters_of" in read_json(folder / CONFIG):
         from zoo import lora
 
         return lora.load(folder, mesh=mesh, dtype=dtype)
-    return read_tensors(folder / WEIGHTS, _skeleton(*_read_config(folder)), mesh, dtype)
+    return read_tensors(folder / WEIGHTS, _read_skeleton(folder), mesh, dtype)
 
 
 def verify(folder: Path) -> None:
@@ -153,14 +166,27 @@ def verify(folder: Path) -> None:
 def hugging_face_config(folder: Path) -> dict | None:
     """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
     try:
-        values = json.loads((folder / CONFIG).read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds no object, but {values!r:.40}")
-    except ValueError as error:
+        values = read_json(folder / CONFIG)
+    except PublishError:
         if (folder / checksums.NAME).exists():
             return None  # the checksums will tell
-        raise PublishError(f"{folder / CONFIG} is damaged: {error}") from error
-    return None if "family" in values else values
+        raise
+    return None if values.keys() & {"family", "config"} else values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        PublishError: there is none.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
+        return values
+    except (OSError, ValueError, RecursionError) as error:
+        raise PublishError(f"{path} is damaged: {error}") from error
 
 
 def published() -> dict[str, Card]:
@@ -177,15 +203,15 @@ def _shelf() -> Path:
 
 
 def _card(folder: Path) -> Card:
-    description = json.loads((folder / CONFIG).read_text())
+    description = read_json(folder / CONFIG)
     readme, metrics = folder / README, folder / METRICS
     return Card(
         name=folder.name,
         folder=folder,
-        family=description["family"],
-        num_parameters=description["num_parameters"],
+        family=description.get("family", "unknown"),
+        num_parameters=description.get("num_parameters", 0),
         text=readme.read_text(encoding="utf-8") if readme.is_file() else "",
-        metrics=json.loads(metrics.read_text()) if metrics.is_file() else {},
+        metrics=read_json(metrics) if metrics.is_file() else {},
     )
 
 
@@ -220,28 +246,40 @@ def find(name_or_folder: str | Path) -> Path:
 
 def _describe_model(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
-    around, one = _around(model), _one(model)
-    cls, family = type(one), family_name(one)
-    if family not in FAMILIES:
-        raise PublishError(f"{family} is no family of the zoo; those are {', '.join(FAMILIES)}")
-    config = one.config
+    check_model(model, fresh(model))
+    config = _one(model).config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for field, value in fields.items():
         try:
-            same = _as_field(json.loads(json.dumps(value))) == value
+            again = json.loads(json.dumps(value))
+            same = (tuple(again) if isinstance(again, list) else again) == value
         except TypeError:
             same = False
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
     shapes = parameter_shapes(model)
-    check_tensors("the model", shapes, parameter_shapes(_skeleton(cls, config, around)))
     return {
         "zoo": version(),
-        "family": family,
-        **around,
+        "family": family_name(_one(model)),
+        **_around(model),
         "num_parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
         "config": fields,
     }
+
+
+def fresh(model: PyTree) -> PyTree:
+    """The skeleton of what `load` makes of the configuration of a model.
+
+    Raises:
+        PublishError: a model of no family of the zoo.
+    """
+    one = _one(model)
+    family = _family(family_name(one))
+    if family is None:
+        raise PublishError(
+            f"{family_name(one)} is no family of the zoo; those are {', '.join(FAMILIES)}"
+        )
+    return _skeleton(family[0], one.config, _around(model))
 
 
 def _around(model: PyTree) -> dict[str, Any]:
@@ -253,37 +291,46 @@ def _around(model: PyTree) -> dict[str, Any]:
     return {}
 
 
-def _read_config(folder: Path) -> tuple[type, Any, dict[str, Any]]:
-    """The model class, its Config, and what is around it, if it is an ensemble or a classifier.
-
-    Nothing but a family of the zoo is ever imported.
-    """
-    description = json.loads((folder / CONFIG).read_text())
-    family = description.get("family")
-    if family not in FAMILIES:
+def _read_skeleton(folder: Path) -> PyTree:
+    """The skeleton of the model that `config.json` describes."""
+    path = folder / CONFIG
+    description = read_json(path)
+    family = _family(description.get("family"))
+    if family is None:
         raise PublishError(
-            f"{folder / CONFIG}: family {family!r} is unknown; known are {', '.join(FAMILIES)}"
+            f"{path}: family {reprlib.repr(description.get('family'))} is unknown; known are "
+            f"{', '.join(FAMILIES)}"
         )
-    module_name, _, class_name = family.rpartition(".")
-    module = importlib.import_module(module_name)
-    values = {field: _as_field(value) for field, value in description["config"].items()}
-    known = [field.name for field in dataclasses.fields(module.Config)]
-    if unknown := sorted(values.keys() - set(known)):
-        raise PublishError(
-            f"{folder / CONFIG}: {module_name}.Config has no field {', '.join(unknown)} (it has "
-            f"{', '.join(known)}); the folder was written by version {description.get('zoo')} of "
-            f"the zoo, and this is {version()}"
-        )
+    cls, config_class = family
     try:
-        config = module.Config(**values)
-        return getattr(module, class_name), config, description
-    except (TypeError, ValueError) as error:
-        raise PublishError(f"{folder / CONFIG}: {error}") from error
+        values: Any = description.get("config")
+        configuration.check_value("config", values, dict)
+        around = {
+            name: configuration.value_from_json(name, description[name], annotation)
+            for name, annotation in (
+                ("num_members", int),
+                ("num_classes", int),
+                ("pooling", Pooling),
+            )
+            if name in description
+        }
+        config = configuration.from_json(config_class, values)
+        check_counts(vars(config))
+        return _skeleton(cls, config, around)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PublishError(
+            f"{path}: {error}. The folder was written by version "
+            f"{reprlib.repr(description.get('zoo'))} of the zoo, and this is {version()}"
+        ) from error
 
 
-def _as_field(value: Any) -> Any:
-    """JSON has no tuples, and a frozen configuration no lists."""
-    return tuple(_as_field(item) for item in value) if isinstance(value, list) else value
+def _family(name: Any) -> tuple[Any, Any] | None:
+    """A family's class and that of its configuration; nothing else is ever imported."""
+    if name not in FAMILIES:
+        return None
+    module_name, _, class_name = name.rpartition(".")
+    module = importlib.import_module(module_name)
+    return getattr(module, class_name), module.Config
 
 
 def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
@@ -294,6 +341,8 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
         if "num_members" in around:
             return Ensemble(one, around["num_members"], key=key)
         if "num_classes" in around:
+            if "pooling" not in around:
+                raise ValueError("a classifier has the field pooling beside num_classes")
             return Classifier(one(key), around["num_classes"], pooling=around["pooling"], key=key)
         return one(key)
 

@@ -1,8 +1,9 @@
 """Mixtures of experts: Mixtral and Qwen 3."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from zoo import transformer
+from zoo import configuration, transformer
 from zoo.hf import llama
 from zoo.hf.family import Fixed, Rule, Same
 from zoo.hf.names import Tensor
@@ -25,15 +26,22 @@ def _tensors(part: str, gate: str, up: str, down: str) -> Any:
     return tensors
 
 
+@dataclass(frozen=True)
 class _NumExperts(Rule):
-    """`num_experts`, which newer files call `num_local_experts`."""
+    """The number of experts, under one of several names; the first is written."""
+
+    names: tuple[str, ...]
+    default: int
 
     def read(self, fields: Any) -> dict[str, Any]:
-        old = fields.take("num_experts", 128)
-        return {"num_experts": fields.take("num_local_experts", old)}
+        count = self.default
+        for name in self.names:
+            count = fields.take(name, count)
+            configuration.check_value(name, count, int)
+        return {"num_experts": count}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {"num_experts": config.num_experts}
+        return {self.names[0]: config.num_experts}
 
 
 MIXTRAL = llama.decoder(
@@ -45,7 +53,7 @@ MIXTRAL = llama.decoder(
         llama.SILU,
         Rotary(theta=1_000_000.0, max_seq_len=131072),
         Window(None),
-        Same("num_local_experts", "num_experts", 8),
+        _NumExperts(("num_local_experts",), 8),
         Same("num_experts_per_tok", "experts_per_token", 2),
     ),
     {"normalize_experts": True},
@@ -60,7 +68,7 @@ QWEN3_MOE = llama.decoder(
         llama.SILU,
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(all_layers=True),
-        _NumExperts(),
+        _NumExperts(("num_experts", "num_local_experts"), 128),
         Same("num_experts_per_tok", "experts_per_token", 8),
         Same("norm_topk_prob", "normalize_experts", False),
         Fixed("attention_bias", False),

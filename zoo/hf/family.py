@@ -6,13 +6,13 @@ zoo's model would not follow, is an error: nothing that changes the maths is pas
 
 import abc
 import dataclasses
-import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zoo import configuration
 from zoo.hf.names import Tensor
-from zoo.tensors import PublishError
+from zoo.tensors import PublishError, check_counts
 
 # Of no consequence to what a model computes from its tokens.
 IGNORED = frozenset(
@@ -32,7 +32,6 @@ IGNORED = frozenset(
 # Of no consequence to the maths of the zoo's model either, and not in Hugging Face's fields.
 _RUNTIME = ("dropout", "attention", "remat", "scan_layers")
 _ABSENT = object()
-_MOST = 4096  # layers or experts: a damaged file can name any number, and they are counted out
 
 
 class Fields:
@@ -175,19 +174,16 @@ class Family:
             PublishError: a field that is missing, unknown, or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
-        types = {x.name: x.type for x in dataclasses.fields(self.config)}
-        for rule in self.rules:
-            for name, value in rule.read(fields).items():
-                if not _fits(value, types[name]):
-                    raise fields.refusal(f"{value!r} is no value for {name}")
-                is_float = types[name] in (float, float | None)
-                found[name] = float(value) if is_float and value is not None else value
-            if found.get("num_layers", 0) > _MOST or (found.get("num_experts") or 0) > _MOST:
-                raise fields.refusal(f"{found} has more layers or experts than {_MOST}")
-        fields.finish(self.ignored)
+        types = configuration.annotations(self.config)
         try:
+            for rule in self.rules:
+                for name, value in rule.read(fields).items():
+                    found[name] = configuration.value_from_json(name, value, types[name])
+                check_counts(found)
+            fields.finish(self.ignored)
             return self.canonical(self.config(**found))
-        except (TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # What a rule could not make sense of.
             raise PublishError(f"{where}: {error}") from error
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -212,16 +208,3 @@ class Family:
             for x in dataclasses.fields(config)
             if x.name not in _RUNTIME and getattr(mine, x.name) != getattr(again, x.name)
         ]
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value out of JSON is of a field's type; an integer will do for a float."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return value in typing.get_args(annotation)
-    if typing.get_origin(annotation) is tuple:
-        return isinstance(value, tuple)
-    if arguments := typing.get_args(annotation):
-        return any(_fits(value, argument) for argument in arguments)
-    if isinstance(value, bool) or annotation is bool:
-        return isinstance(value, bool) and annotation is bool
-    return isinstance(value, int | float if annotation is float else annotation)

@@ -20,6 +20,7 @@ from zoo.hf.family import Family
 from zoo.hf.names import Layout, Piece, layouts, pieces
 from zoo.hf.weights import Weights, place
 from zoo.hf.weights import write as write_weights
+from zoo.structure import check_model
 from zoo.tensors import PublishError, Tensor, check_tensors, on_host
 
 # In the order in which `write` tries them.
@@ -45,7 +46,7 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
     family = FAMILIES[kind]
@@ -98,6 +99,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
             + ", ".join(lacks)
         )
     family = FAMILIES[kind]
+    check_model(model, _skeleton(family, config))
     separator = getattr(tokenizer, "separator_id", None)
     tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf))

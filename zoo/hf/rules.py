@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from zoo import configuration
 from zoo.hf.canonical import shortest
 from zoo.hf.family import Fields, Rule
 
@@ -120,6 +121,11 @@ class LayerTypes(Rule):
         period = fields.take("sliding_window_pattern", self.period)
         period = fields.take("_sliding_window_pattern", period)
         given = fields.take("layer_types", None)
+        configuration.check_value("sliding_window_pattern", period, int)
+        if period < 1:
+            raise fields.refusal(f"sliding_window_pattern={period}: must be positive")
+        # A damaged file can name any number: no more is counted out than there are layers.
+        period = min(period, fields.values.get("num_hidden_layers", 0) + 1)
         pattern: tuple[str, ...] = ("local",) * (period - 1) + ("global",)
         if given is not None:
             pattern = _kinds(fields, given)
