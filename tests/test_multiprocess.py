@@ -57,6 +57,17 @@ def test_two_processes_train_and_save_and_one_goes_on(mesh, shared, tmp_path):
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_two_processes_fine_tune_and_sample_where_the_model_lies(shared, tmp_path):
+    recipe, run_dir = Recipe("finetune", shared), tmp_path / "run"
+    processes = start_processes(recipe, run_dir, "--mesh=fsdp=2,tensor=2", "--steps=4")
+    first, second = (finish(process) for process in processes)
+    assert "--- a sample before ---" in first
+    assert "--- a sample after ---" in first
+    assert "a sample" not in second
+    assert (run_dir / "model" / "model.safetensors").is_file()
+
+
 def test_a_signal_to_one_process_stops_both_at_one_step(shared, tmp_path):
     recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")

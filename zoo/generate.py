@@ -267,7 +267,7 @@ def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
         state = eqx.tree_at(lambda s: s.cache, state, cache)
         return _append(state, sampling, logits, stops)
 
-    return jax.lax.while_loop(goes_on, step, state)
+    return _whole(jax.lax.while_loop(goes_on, step, state))
 
 
 def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _State:
@@ -278,7 +278,13 @@ def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _
     token = jnp.where(state.done, before, sampling.draw(logits, state.count))
     tokens = jax.lax.dynamic_update_index_in_dim(state.tokens, token, state.count, 1)
     done = state.done | (token[:, None] == stops[None, :]).any(1)
-    # Whole on every device, and so in every process.
-    return _State(
-        constrain(tokens, None, None), state.count + 1, constrain(done, None), state.cache
-    )
+    return _whole(_State(tokens, state.count + 1, done, state.cache))
+
+
+def _whole(state: _State) -> _State:
+    """The state with its tokens on every device, and so in every process that reads them.
+
+    XLA places what a loop returns as it likes, however it was placed within.
+    """
+    tokens, done = constrain(state.tokens, None, None), constrain(state.done, None)
+    return _State(tokens, state.count, done, state.cache)
