@@ -88,6 +88,7 @@ class AttentionDecoder(eqx.Module):
         def block(kind: Any, block: Any, carry: tuple, index: Array) -> tuple:
             x_BTE, *stacks = carry
             kept: list[Array] = []
+            name = type(getattr(block, "attention", block)).__name__
 
             def attend(q: Array, k: Array, v: Array, **options: Any) -> Array:
                 kept.extend((k, v))
@@ -99,7 +100,6 @@ class AttentionDecoder(eqx.Module):
                     )
                 return attention(q, k, v, **options)
 
-            name = type(getattr(block, "attention", block)).__name__
             window = config.window_of(kind)
             x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, attend)
             if len(kept) != 2:
