@@ -1,5 +1,6 @@
 """zoo.optimizers: what decays, what muon turns, schedules, and state sharded as its parameters."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -203,6 +204,28 @@ def test_muons_update_has_singular_values_of_one_size():
         np.testing.assert_allclose(values, 1e-3 * 0.2 * 6**0.5, rtol=0.4)
 
 
+# Adafactor
+
+
+def test_adafactors_update_is_clipped_to_the_size_of_the_rate():
+    options: dict = {"learning_rate": 0.5, "weight_decay": 0.0, "schedule": "constant"}
+    optimizer, model = make_optimizer(Config(name="adafactor", **options), 5), Net()
+    grads = jax.tree.map(lambda x: wave(*x.shape, shift=0.5), model)
+
+    @jax.jit
+    def second_update(grads: Any, model: Any) -> Any:
+        # After a gradient as small as this a number would change by 1.3 times the rate.
+        small = jax.tree.map(lambda g: g * 1e-3, grads)
+        _, state = optimizer.update(small, optimizer.init(model), model)
+        return optimizer.update(grads, state, model)[0]
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates = arrays(second_update(grads, model))
+    assert updates.keys() == arrays(model).keys()
+    for path, update in updates.items():
+        assert np.sqrt(np.mean(np.square(update))) == pytest.approx(0.5, rel=1e-3), path
+
+
 # Schedules
 
 
@@ -237,8 +260,27 @@ def test_wsd_is_stable_and_then_decays_in_a_line():
     assert got[-1] == pytest.approx(0.2, rel=1e-4)
 
 
+@pytest.mark.parametrize(("fraction", "first"), [(0.0, 99), (1.0, 10)])
+def test_wsd_decays_in_a_step_at_least_and_after_the_warm_up_at_most(fraction: float, first: int):
+    got = rates(100, warmup_steps=10, schedule="wsd", decay_fraction=fraction, final_fraction=0.1)
+    np.testing.assert_allclose(got[10 : first + 1], 2.0, rtol=1e-6)
+    np.testing.assert_allclose(np.diff(got[first:]), -1.8 / (100 - first), rtol=1e-3)
+
+
+def test_a_run_of_one_step_ends_at_the_final_fraction():
+    np.testing.assert_allclose(rates(1, final_fraction=0.25), [2.0, 0.5], rtol=1e-6)
+
+
 def test_constant_is_constant():
     np.testing.assert_allclose(rates(100, schedule="constant", warmup_steps=0), 2.0)
+
+
+def test_the_defaults_are_those_of_published_runs():
+    """Another would change every run that does not name its own."""
+    rates = {"learning_rate": 1e-3, "warmup_steps": 100, "weight_decay": 0.1}
+    shares = {"decay_fraction": 0.2, "final_fraction": 0.1, "beta1": 0.9, "beta2": 0.95}
+    expected = {"name": "adamw", "schedule": "cosine", **rates, **shares}
+    assert dataclasses.asdict(Config()).items() >= expected.items()
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def make_schedule(config: Config, steps: int) -> optax.Schedule:
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
     elif config.schedule == "wsd":
-        decay = max(round(steps * config.decay_fraction), 1)
-        main = optax.linear_schedule(peak, final, decay, transition_begin=max(rest - decay, 0))
+        decay = min(max(round(steps * config.decay_fraction), 1), rest)
+        main = optax.linear_schedule(peak, final, decay, transition_begin=rest - decay)
     else:
         main = optax.constant_schedule(peak)
     # The first step is not wasted on a rate of zero.
