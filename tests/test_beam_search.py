@@ -1,5 +1,6 @@
 """zoo.beam_search against all continuations there are."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,22 @@ def test_one_beam_is_greedy(model: Any):
     assert [beams[0] for beams in tokens] == greedy
 
 
-def test_an_array_gives_an_array_whatever_the_mesh():
+def test_what_follows_a_stop_token_repeats_it():
+    model, stopped = MODELS["transformer"](), []
+    for stop in range(VOCAB):
+        options: dict = {"max_new_tokens": 5, "num_beams": 4, "stop_tokens": [stop]}
+        tokens, _ = zoo.beam_search(model, jnp.array([[1, 2, 3]], jnp.int32), **options)
+        for beam in np.asarray(tokens)[0, :, 3:].tolist():
+            if stop in beam:
+                stopped.append(beam.index(stop))
+                assert {*beam[stopped[-1] :]} == {stop}
+    assert any(0 < index < 4 for index in stopped)
+
+
+def test_an_array_gives_an_array_whatever_the_mesh(monkeypatch: pytest.MonkeyPatch):
+    module = importlib.import_module("zoo.beam_search")  # `zoo.beam_search` is the function
+    search, found = module._search, []
+    monkeypatch.setattr(module, "_search", lambda *a: found.append(search(*a)) or found[-1])
     model = MODELS["transformer"]()
     prompt = jnp.array([[1, 2, 3]], jnp.int32)
     options: dict = {"max_new_tokens": 6, "num_beams": 3, "stop_tokens": [2]}
@@ -79,6 +95,9 @@ def test_an_array_gives_an_array_whatever_the_mesh():
         again, same_scores = zoo.beam_search(placed, prompt, **options)
     np.testing.assert_array_equal(again, tokens)
     np.testing.assert_allclose(same_scores, scores, rtol=1e-5)
+    # Every process of a mesh over several reads them.
+    assert found[1].tokens.sharding.is_fully_replicated
+    assert found[1].scores.sharding.is_fully_replicated
 
 
 def test_more_beams_than_continuations(model: Any):

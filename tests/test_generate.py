@@ -1,6 +1,7 @@
 """zoo.generate: with the cache as without it, and samples with the model's probabilities."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,18 @@ def test_on_a_mesh_as_on_one_device(name: str, axes: str):
             _, cache = eqx.filter_jit(type(model).prefill)(placed, tokens, tokens > 0, 32)
         keys, devices = cache.layers[0].keys, mesh.size
         assert keys.addressable_shards[0].data.size == keys.size // devices
+
+
+def test_every_process_of_a_mesh_has_all_tokens(monkeypatch: pytest.MonkeyPatch):
+    module = importlib.import_module("zoo.generate")  # `zoo.generate` is the function
+    advance, found = module._advance, []
+    monkeypatch.setattr(module, "_advance", lambda *a: found.append(advance(*a)) or found[-1])
+    model, mesh = decoder("rotary"), zoo.make_mesh("data=2,tensor=2")
+    placed = jax.device_put(model, sharding.shardings(model, mesh))
+    zoo.generate(placed, [[1, 2, 3], [4, 5]], max_new_tokens=3, temperature=0.0)
+    (state,) = found
+    assert state.tokens.sharding.is_fully_replicated
+    assert state.done.sharding.is_fully_replicated
 
 
 def test_compiles_once_a_bucket():

@@ -86,7 +86,9 @@ def _search(arrays: tuple[Any, ...], length: int, num_beams: int, num_tokens: in
         return (cache.take(rows), beams), None
 
     indices = jnp.arange(1, num_tokens, dtype=jnp.int32)
-    return jax.lax.scan(step, (cache.take(rows), beams), indices)[0][1]
+    _, beams = jax.lax.scan(step, (cache.take(rows), beams), indices)[0]
+    # Whole on every device, and so in every process.
+    return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), beams)
 
 
 def _grow(
@@ -108,6 +110,4 @@ def _grow(
     tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, index, 2)
     done = done | (token[:, :, None] == stops[None, None]).any(-1)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_beams + parent
-    # Whole on every device, and so in every process.
-    tokens, scores = constrain(tokens, None, None, None), constrain(scores, None, None)
     return _Beams(tokens, scores, done), rows.reshape(-1)
