@@ -20,7 +20,7 @@ from helpers import (
 )
 
 import zoo
-from zoo import checksums, lora, losses, mlp, sharding
+from zoo import checksums, lora, losses, mlp, precision, sharding
 from zoo.axes import keystr, logical_axes
 from zoo.finetuning import frozen
 from zoo.tensors import PublishError
@@ -89,6 +89,15 @@ def test_stacked_matrices_are_merged_one_by_one():
         added = np.einsum("nhr,re->nhe", mixed.down[layer], mixed.up[layer])
         merged = lora.merge(model).blocks.attention.wo[layer]
         np.testing.assert_allclose(merged, wo[layer] + 2.0 * added, atol=1e-5)
+
+
+def test_adapters_in_bf16_are_merged_in_fp32():
+    model = precision.cast(drawn(drawn_transformer()), jnp.bfloat16)
+    wo, mixed = lora.merge(model).blocks.attention.wo, model.blocks.attention.wo
+    weight, down, up = (np.asarray(x, np.float32) for x in (mixed.weight, mixed.down, mixed.up))
+    expected = weight + 2.0 * np.einsum("lnhr,lre->lnhe", down, up)
+    assert wo.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(wo, np.float32), expected, rtol=2**-8, atol=1e-5)
 
 
 def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32"):
@@ -185,8 +194,10 @@ def test_targets_are_chosen_by_path():
     tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
     with pytest.raises(ValueError, match="the model has no other matrix"):
         lora.adapt(tiny, lora.Config(), key=KEY)
-    with pytest.raises(ValueError, match="rank=0"):
-        lora.Config(rank=0)
+    for wrong in ({"rank": 0}, {"alpha": 0.0}):
+        with pytest.raises(ValueError, match=r"rank=.*, alpha=.*: both must be positive"):
+            lora.Config(**wrong)
+    assert lora.Config(rank=1, alpha=0.5).rank == 1
 
 
 TOKENS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
@@ -222,7 +233,9 @@ def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
 
 
 def test_adapters_that_do_not_fit_are_refused(saved):
-    folder, _ = saved
+    folder, adapted = saved
+    with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
+        lora.load(folder / "adapters", adapted)
     with pytest.raises(PublishError, match=r"of a zoo.transformer.Transformer, not of a zoo.rnn"):
         lora.load(folder / "adapters", make_rnn(0.0)(KEY))
     with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):

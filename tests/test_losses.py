@@ -135,9 +135,11 @@ def test_chunks_hold_no_more_logits_than_they_may(monkeypatch: pytest.MonkeyPatc
         return {math.prod(map(int, shape.split(","))) // 400 for shape in shapes}
 
     assert max(sizes()) == 48  # all steps of all rows
-    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * 3 * 400)
-    jax.clear_caches()
-    assert max(sizes()) == 12  # three steps of four rows
+    for steps in (6, 3, 1, 0):
+        monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * steps * 400)
+        jax.clear_caches()
+        # Of four rows, and at least one; the head has eight.
+        assert max(sizes() - {8}) == 4 * max(steps, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """zoo.precision: products keep the compute dtype both ways, and the loss scale finds its level."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -60,7 +60,68 @@ def test_every_product_of_bf16_takes_bf16(out: Any):
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w)
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert len(products) == 3
+    # A mesh divides the first axis: the gradient of the weight does not mix it with the next.
+    assert [v.aval.shape for v in products[2].invars] == [(2, 5, 8), (2, 5, 6)]
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "rows"),
+    [("float32", (1, 8), 1), ("bfloat16", (1, 8), 2), ("bfloat16", (3, 3, 8), 9)],
+)
+def test_one_row_of_bf16_is_two_on_cpu(dtype: str, shape: tuple[int, ...], rows: int):
+    x, w = normal(0, shape, dtype), normal(1, (8, 6), dtype)
+    shapes = [
+        e.invars[0].aval.shape
+        for e in equations(jax.make_jaxpr(matmul)(x, w))
+        if e.primitive.name == "dot_general"
+    ]
+    assert shapes == [(rows, 8)]
+
+
+def test_a_product_of_bf16_returns_fp32_on_cpu_alone(monkeypatch: pytest.MonkeyPatch):
+    def returned(dtype: str) -> Any:
+        # A function of its own each time, for JAX remembers the jaxpr of one.
+        product = lambda x, w: matmul(x, w)
+        jaxpr = jax.make_jaxpr(product)(normal(0, (5, 8), dtype), normal(1, (8, 6), dtype))
+        products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+        return [e.outvars[0].aval.dtype.name for e in products]
+
+    assert returned("bfloat16") == ["float32"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert returned("bfloat16") == ["bfloat16"]
+
+
+class Weight(eqx.Module):
+    w: Array
+
+
+class CastsItself(Weight):
+    casts_at_use: ClassVar[bool] = True
+
+
+def test_parameters_are_cast_at_use_within_a_step_and_not_after():
+    tree = {"w": jnp.ones(2)}
+    with precision.computing_in(jnp.bfloat16):
+        assert precision.cast_for_use(tree)["w"].dtype == jnp.bfloat16
+    assert precision.cast_for_use(tree)["w"].dtype == jnp.float32
+
+
+def test_a_model_is_cast_as_a_whole_or_by_itself():
+    with precision.in_precision(Weight(jnp.ones(2)), "bf16") as model:
+        assert model.w.dtype == jnp.bfloat16
+    with precision.in_precision(CastsItself(jnp.ones(2)), "bf16") as model:
+        assert model.w.dtype == jnp.float32
+        assert precision.cast_for_use(model).w.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("name", "exact"), [("fp32", True), ("bf16", False)])
+def test_products_in_fp32_are_of_fp32(name: Any, exact: bool):
+    with precision.in_precision(Weight(jnp.ones((2, 2))), name) as model:
+        jaxpr = jax.make_jaxpr(lambda w: matmul(w, w))(model.w)
+    (product,) = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert (product.params["precision"] == highest) is exact
 
 
 def test_cast_leaves_what_is_no_float():
@@ -88,6 +149,12 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_a_period(
         scale = scale.update(jnp.asarray(finite))
         seen.append(float(scale.scale) / 2**15)
     assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2]
+
+
+def test_the_loss_scale_doubles_after_2000_steps():
+    for good_steps, factor in ((1998, 1), (1999, 2)):
+        scale = LossScale(jnp.float32(8), jnp.int32(good_steps)).update(jnp.asarray(True))
+        assert float(scale.scale) == 8 * factor
 
 
 def test_the_loss_scale_has_bounds(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_trees_close, drawn_transformer, token_batch
+from helpers import assert_trees_close, drawn_transformer, equations, token_batch
 
 from zoo import losses, remat
 
@@ -108,3 +108,40 @@ def test_an_unknown_policy_is_an_error():
     checkpoint = getattr(remat.checkpoint, "__wrapped__", remat.checkpoint)
     with pytest.raises(ValueError, match=r"remat='some'.*'dots', 'dots_no_batch', 'full', 'none'"):
         checkpoint(lambda x: x, "some")
+
+
+@pytest.mark.parametrize(
+    ("turns", "scan", "expected"),
+    [
+        (1, True, [False]),
+        (1, False, [True] * 5),
+        (2, True, [False, False, True]),  # the last layer comes after the loop
+    ],
+)
+def test_recomputation_is_kept_apart_where_no_loop_does_it(
+    turns: int, scan: bool, expected: list[bool]
+):
+    def run(by: Any) -> Any:
+        add = lambda layer, carry, index: carry + layer["by"]
+        functions = [add] * turns
+        return remat.scan_layers(functions, {"by": by}, jnp.float32(1), policy="full", scan=scan)
+
+    assert kept_apart(run, jnp.ones(5)) == expected
+    assert kept_apart(remat.checkpoint(jnp.sin, "full"), 1.0) == [True]
+
+
+def kept_apart(function: Any, x: Any) -> list[bool]:
+    """For each recomputed part, whether XLA is kept from merging it with the forward pass."""
+    found = [e.params for e in equations(jax.make_jaxpr(function)(x))]
+    return [params["prevent_cse"] for params in found if "prevent_cse" in params]
+
+
+def test_an_override_takes_the_place_of_a_models_policy_until_its_end():
+    function = lambda x: x
+    with remat.overridden("full"):
+        assert remat.checkpoint(function, "none") is not function
+    assert remat.checkpoint(function, "none") is function
+    with remat.overridden("none"):
+        assert remat.checkpoint(function, "full") is function
+        with remat.overridden(None):
+            assert remat.checkpoint(function, "full") is not function

@@ -7,6 +7,7 @@ import jax.experimental.rnn
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import equations
 from jax.test_util import check_grads
 
 from zoo import cudnn, losses, recurrence, rnn, sharding
@@ -372,6 +373,17 @@ def test_bf16_is_near_fp32(cell):
         assert a.dtype == jnp.bfloat16
         error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
         assert error < 0.03
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
+def test_every_product_of_bf16_takes_bf16(cell):
+    arrays, static = eqx.partition(make(cell=cell), eqx.is_array)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
+    loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
+    found = equations(jax.make_jaxpr(jax.grad(loss))(low))
+    products = [e for e in found if e.primitive.name == "dot_general"]
+    assert len(products) >= 6
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
 
 
 def test_padding_that_is_not_a_number_does_no_harm():

@@ -31,6 +31,11 @@ class Renamed(eqx.Module):
     axes: tuple = eqx.field(static=True, default=(("in", "mlp"), ("out", "embed")))
 
 
+class Stacked(eqx.Module):
+    part: Part
+    stacked_axis: str = eqx.field(static=True, default="member")
+
+
 class Model(eqx.Module):
     parts: list[Part]
     by_name: dict[str, Renamed]
@@ -102,6 +107,9 @@ def test_the_annotation_names_the_axes():
     assert axes.by_name["down"].weight == ("mlp", "embed")  # renamed, an instance at a time
     assert axes.scales == (("embed",),)  # inside a container
     assert axes.rate == 0.1
+    twice = part((2, 3, 8, 4))
+    assert logical_axes(twice).weight == (None, None, "embed", "mlp")
+    assert logical_axes(Stacked(twice)).part.weight == ("member", None, "embed", "mlp")
 
 
 def test_a_skeleton_is_placed_as_the_model_is():

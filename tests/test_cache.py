@@ -1,0 +1,69 @@
+"""zoo.cache: a ring of slots attends as if all tokens in reach were still in a row."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo import sharding
+from zoo.cache import Cache, Clock, LayerCache
+
+MORE = 6  # tokens after the prompt
+
+
+def draw(rows: int, seq: int) -> list[np.ndarray]:
+    """Queries, keys and values of two heads."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(rows, seq + MORE, 2, 4)).astype(np.float32) for _ in range(3)]
+
+
+def textbook(q: Any, k: Any, v: Any, first: int, last: int) -> np.ndarray:
+    """Softmax attention of one row's query at `last` over its keys from `first` on."""
+    k, v = k[first : last + 1], v[first : last + 1]
+    weights = np.exp(np.einsum("nh,snh->ns", q[last], k) / 2)
+    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)
+
+
+@pytest.mark.parametrize(("seq", "slots"), [(3, 16), (4, 4), (9, 4), (2, 4), (1, 1)])
+def test_a_ring_attends_to_the_tokens_in_reach(seq: int, slots: int):
+    q, k, v = draw(3, seq)
+    padding = np.minimum([0, 1, 2], seq - 1)
+    mask = np.arange(seq) >= padding[:, None]
+
+    @eqx.filter_jit
+    def step(cache: Cache, q: Any, k: Any, v: Any) -> tuple[Cache, Any]:
+        (layer,), clock = cache.layers, cache.clock
+        layer = layer.write(k, v, clock)
+        return Cache((layer,), clock.tick()), layer.attend(q, clock)
+
+    layer = LayerCache.filled(jnp.asarray(k[:, :seq]), jnp.asarray(v[:, :seq]), slots)
+    cache = Cache((layer,), Clock.after(jnp.asarray(mask)))
+    rows = [0, 1, 2]
+    for last in range(seq, seq + MORE):
+        now = slice(last, last + 1)
+        cache, got = step(cache, *(jnp.asarray(x[rows, now]) for x in (q, k, v)))
+        for row, out in zip(rows, np.asarray(got)[:, 0], strict=True):
+            first = max(padding[row], last - slots + 1)
+            want = textbook(q[row], k[row], v[row], first, last)
+            np.testing.assert_allclose(out, want, atol=1e-5)
+        if last == seq + 1:
+            rows = [2, 0, 2]  # in another order, and one of them twice
+            cache = cache.take(jnp.array(rows, jnp.int32))
+
+
+def test_rings_lie_over_a_mesh_by_rows_and_heads():
+    _, k, v = (jnp.asarray(x) for x in draw(4, 2))
+    rows = jnp.arange(4, dtype=jnp.int32)
+    mesh = sharding.make_mesh("data=2,tensor=2")
+    with sharding.use(mesh):
+        place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+        layer = eqx.filter_jit(LayerCache.filled)(place(k), place(v), 5)
+        clock = Clock.after(place(jnp.ones((4, 8), bool)))
+        written = eqx.filter_jit(LayerCache.write)(layer, place(k[:, :1]), place(v[:, :1]), clock)
+        (taken,) = eqx.filter_jit(Cache.take)(Cache((layer,), clock), rows).layers
+        for ring in jax.tree.leaves((layer, written, taken)):
+            assert ring.shape == (4, 2, 5, 4)
+            assert ring.addressable_shards[0].data.shape == (2, 1, 5, 4)
