@@ -34,6 +34,7 @@ COMPARISONS: dict[type, tuple[str, str]] = {
 }
 NAMES = {"min": "max", "minimum": "maximum", "any": "all", "argmin": "argmax", "zeros": "ones"}
 NAMES |= {new: old for old, new in NAMES.items()}
+SYMMETRIC = {"max", "maximum", "min", "minimum", "swapaxes"}
 WRAPPERS = {"constrain", "stop_gradient", "gather", "abs", "sorted"}
 
 
@@ -164,7 +165,9 @@ class _Finder:
             self.replace(node, f"({self.text(arguments[0])})")
         if name == "astype" and isinstance(function, ast.Attribute):
             self.replace(node, self.text(function.value))
-        if len(arguments) > 1 and not any(isinstance(x, ast.Starred) for x in arguments[:2]):
+        if name in SYMMETRIC or any(isinstance(x, ast.Starred) for x in arguments[:2]):
+            return
+        if len(arguments) > 1:
             (start, end), (begin, stop) = self.span(arguments[0]), self.span(arguments[1])
             middle = self.source[end:begin].decode()
             self.note(start, stop, self.text(arguments[1]) + middle + self.text(arguments[0]))
