@@ -501,19 +501,18 @@ def test_no_thread_is_left(tmp_path):
     assert not left
 
 
-@pytest.mark.parametrize("place", ["metrics.jsonl", "curves.png"])
-def test_what_ends_a_run_is_what_is_raised(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(zoo.metrics.MetricsLog, "close"), (zoo.loop, "plot_curves")]
+)
+def test_what_ends_a_run_is_what_is_raised(owner, name, tmp_path, monkeypatch):
     """On a full disk each file that is written at the end fails as well."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def evaluate(model, whole):
-        if place == "metrics.jsonl":
-            monkeypatch.setattr(zoo.metrics.MetricsLog, "close", full)
-        else:
-            monkeypatch.setattr(zoo.loop, "plot_curves", full)
         raise RunError("this is why")
 
+    monkeypatch.setattr(owner, name, full)
     with pytest.raises(RunError, match="this is why"):
         fit(config(tmp_path, steps=1), evaluate=evaluate)
