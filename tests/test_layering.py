@@ -13,7 +13,7 @@ MODULES = {path.relative_to(ZOO).with_suffix("").as_posix(): path for path in ZO
 FAMILIES = {"bert", "blocks", "mlp", "moe", "rnn", "rnn_config"}
 FAMILIES |= {"transformer", "transformer_config"}
 # What works for every family, and so knows none.
-SHARED = {"attention", "checkpoint", "data", "layers", "loop", "losses", "optimizers"}
+SHARED = {"attention", "checkpoint", "data", "evaluation", "layers", "loop", "losses", "optimizers"}
 SHARED |= {
     "beam_search",
     "cache",

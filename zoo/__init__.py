@@ -19,9 +19,9 @@ from zoo import transformer as transformer
 from zoo.beam_search import beam_search as beam_search
 from zoo.classifier import Classifier as Classifier
 from zoo.compiled import RecompilationError as RecompilationError
+from zoo.evaluation import evaluator as evaluator
 from zoo.generate import generate as generate
 from zoo.generate import stream as stream
-from zoo.loop import evaluator as evaluator
 from zoo.loop import fit as fit
 from zoo.plans import ArrayPlan as ArrayPlan
 from zoo.publish import load as load

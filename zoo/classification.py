@@ -14,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo import loop, losses, optimizers, publish
+from zoo import evaluation, loop, losses, optimizers, publish
 from zoo.ensemble import Ensemble, member_loss, per_member
 from zoo.plans import Plan
 from zoo.run import Run
@@ -131,7 +131,7 @@ def predictor(run: Run, plan: Plan) -> Callable[[PyTree, bool], Predictions]:
 
     def predict(model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
-        for k, results in loop.evaluation_results(run, step, model, plan, whole):
+        for k, results in evaluation.results(run, step, model, plan, whole):
             result = results["probabilities"]
             if not result.is_fully_addressable:
                 result = multihost_utils.process_allgather(result, tiled=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo import generate, loop, losses, optimizers, publish, run, text
+from zoo import evaluation, generate, loop, losses, optimizers, publish, run, text
 from zoo.token_plans import BucketPlan
 from zoo.tokenizer import Tokenizer
 from zoo.train import LossFunction, TrainState
@@ -101,7 +101,7 @@ def fit(
     config = run.config
     given = () if pretrained is None else (pretrained,)
     _check(config, data, eqx.filter_eval_shape(make_model, jax.random.key(0), *given), len(prompt))
-    mean_loss = loop.evaluator(run, losses.next_token, data.held_out)
+    mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         loss = mean_loss(model, whole)["loss"]

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from zoo import monitor, sharding
 from zoo.data import load
@@ -27,7 +26,6 @@ from zoo.train import (
     TrainState,
     abstract_state,
     init_state,
-    make_eval_step,
     make_train_step,
 )
 
@@ -136,49 +134,6 @@ def fit(
         if run.signals.agreed(now=True):
             _leave(run, step)
     return state, result
-
-
-def evaluator(
-    run: Run, loss_fn: LossFunction, plan: Plan
-) -> Callable[[PyTree, bool], dict[str, float]]:
-    """A function `(model, whole) -> sums` of the loss over a plan's first epoch, or part of it."""
-    step_fn = make_eval_step(
-        loss_fn, mesh=run.mesh, rules=run.rules, precision=run.config.precision
-    )
-
-    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for _, sums in evaluation_results(run, step_fn, model, plan, whole):
-            for name, value in jax.device_get(sums).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        weight = totals.pop("tokens")
-        return {name: total / weight for name, total in totals.items()}
-
-    return evaluate
-
-
-def evaluation_results(
-    run: Run, step_fn: CompiledStep, model: PyTree, plan: Plan, whole: bool
-) -> Iterator[tuple[int, dict[str, Array]]]:
-    """(k, what the step gives of batch k) over a plan's first epoch, or its first `eval_batches`.
-
-    A result comes when the next step is under way, and so is read while that one runs.
-
-    Raises:
-        Stopped: between two batches, where a signal asks the run to stop.
-    """
-    step_fn.compile(model, *plan.shapes(run.mesh).values())
-    stop = plan.batches_per_epoch
-    if not whole:
-        stop = min(stop, run.config.eval_batches)
-    under_way: deque[tuple[int, dict[str, Array]]] = deque()
-    with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
-        for k, batch in batches:
-            run.signals.check()
-            under_way.append((k, step_fn(model, batch)[1]))
-            if len(under_way) > 1:
-                yield under_way.popleft()
-        yield from under_way
 
 
 def _compile(run: Run, step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:
