@@ -49,8 +49,8 @@ class Config:
     """Devices by axis, such as tensor=2; empty is one."""
 
     def __post_init__(self) -> None:
-        configuration.check(self)
         check_seed(self.seed)
+        configuration.check(self)
 
 
 def main(config: Config) -> None:

@@ -23,7 +23,7 @@ from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_l
 from test_hf import CASES, GOLDEN, tensors
 
 import zoo
-from zoo import hf, sharding
+from zoo import hf, sharding, transformer
 from zoo.tensors import PublishError
 
 

@@ -343,7 +343,7 @@ def fit_judged(config):
 
 def interrupt_at(monkeypatch, interrupt, evaluation):
     """`interrupt()` in the third batch of that evaluation; returns the batches of each."""
-    load, batches = zoo.loop.load, []
+    load, batches = zoo.evaluation.load, []
 
     def interrupting(plan, *arguments, **options):
         if plan is HELD_OUT:
@@ -355,7 +355,7 @@ def interrupt_at(monkeypatch, interrupt, evaluation):
                     interrupt()
             yield k, batch
 
-    monkeypatch.setattr(zoo.loop, "load", interrupting)
+    monkeypatch.setattr(zoo.evaluation, "load", interrupting)
     return batches
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from zoo import metrics
+from zoo import files, metrics
 
 
 def write_run(path: Path, steps: range, *, resume_step: int = 0) -> None:
@@ -105,7 +105,7 @@ def test_a_rewrite_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_run(path, range(1, 4))
     whole = path.read_bytes()
-    monkeypatch.setattr(metrics.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         metrics.MetricsLog(path, resume_step=1)
     assert path.read_bytes() == whole

@@ -10,6 +10,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 _TEXTS = {
@@ -17,6 +18,7 @@ _TEXTS = {
     float: "a finite number",
     int: "an integer of 32 bits",
     str: "a text",
+    Path: "a path",
     type(None): "None",
 }
 
@@ -30,8 +32,7 @@ def require(condition: bool, message: str) -> None:
 def check(config: Any, prefix: str = "") -> None:
     """Refuse values of another type than their fields', and numbers that are not finite.
 
-    `prefix` precedes the field's name in the error, such as "optimizer.". Fields of paths and of
-    configurations are left to their users.
+    `prefix` precedes the field's name in the error, such as "optimizer.".
 
     Raises:
         ValueError: it names the field, the value and the choices.
@@ -95,7 +96,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, numbers.Integral) and -(2**31) <= int(value) < 2**32
     if annotation is float:
         return isinstance(value, numbers.Real) and _is_finite(value)
-    return isinstance(value, annotation) if annotation in _TEXTS else True
+    if annotation is Path:
+        return isinstance(value, str | Path)
+    return not isinstance(annotation, type) or isinstance(value, annotation)
 
 
 def _is_finite(value: Any) -> bool:

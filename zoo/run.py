@@ -80,6 +80,7 @@ class Config:
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         configuration.check(self)
         for name in (
             "steps",
@@ -97,7 +98,6 @@ class Config:
             files.local_path(self.compilation_cache, "compilation_cache")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
-        check_seed(self.seed)
 
 
 def check_seed(seed: int) -> None:
