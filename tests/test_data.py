@@ -284,6 +284,8 @@ def test_too_long_is_an_error_that_says_what_to_do():
     for part in ("largest bucket 32", "'truncate'", "'split'", "'error'", "2 of 11 documents"):
         assert part in str(error.value)
     bucketed(buckets=(8, 101), too_long="error")
+    with pytest.raises(ValueError, match="document 'doc1' has 9 tokens"):
+        bucketed([7, 8], buckets=(8,), too_long="error")  # the first just fits
 
 
 def test_too_long_truncated():

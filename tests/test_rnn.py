@@ -252,6 +252,15 @@ def test_a_stream_in_pieces_is_the_whole(name):
     assert_close(state, final)
 
 
+@pytest.mark.parametrize("cell", ["gru", "mingru"])
+def test_padding_leaves_the_state_as_it_was(cell):
+    model = make(cell=cell)
+    run = eqx.filter_jit(lambda *a, mask: model.run(*a, mask=mask)[1].layers)
+    mask = jnp.arange(7)[None] < jnp.full((8, 1), 3)
+    alone = run(TOKENS[:, :3], model.initial_state(8), mask=mask[:, :3])
+    assert_close(run(TOKENS[:, :7], model.initial_state(8), mask=mask), alone)
+
+
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 def test_a_parallel_cell_is_its_sequential_form(cell):
     model = make(cell=cell, num_layers=1, in_size=3, vocab_size=None, out_size=8)
