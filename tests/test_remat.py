@@ -82,7 +82,7 @@ def test_layers_run_in_order_with_their_index(scan: bool):
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 5])
 @pytest.mark.parametrize("scan", [True, False])
 def test_functions_take_turns(scan: bool, num_layers: int):
-    by = jnp.arange(2.0, 2.0 + num_layers)
+    by = jnp.outer(jnp.arange(2.0, 2.0 + num_layers), jnp.array([1.0, 0.5]))
 
     def add(layer: Any, carry: Any, index: Any) -> Any:
         return carry * 10 + layer["by"] * (index + 1).astype(jnp.float32)
@@ -91,13 +91,13 @@ def test_functions_take_turns(scan: bool, num_layers: int):
         return carry * layer["by"] + index.astype(jnp.float32)
 
     def run(by: Any) -> Any:
-        return remat.scan_layers([add, multiply], {"by": by}, jnp.float32(1), scan=scan)
+        return remat.scan_layers([add, multiply], {"by": by}, jnp.ones(2), scan=scan).sum()
 
     def plain(by: Any) -> Any:
-        x = jnp.float32(1)
+        x = jnp.ones(2)
         for i in range(num_layers):
             x = x * by[i] + i if i % 2 else x * 10 + by[i] * (i + 1)
-        return x
+        return x.sum()
 
     got, want = jax.value_and_grad(run)(by), jax.value_and_grad(plain)(by)
     assert_trees_close(got, want, rtol=1e-6)
