@@ -372,8 +372,17 @@ def kill():
     raise Killed
 
 
-@pytest.mark.parametrize("step", [6, 12, 30])
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [
+        ("SIGTERM", 6),
+        ("SIGKILL", 30),
+        *(
+            pytest.param(how, step, marks=pytest.mark.slow)
+            for how, step in (("SIGTERM", 12), ("SIGTERM", 30), ("SIGKILL", 6), ("SIGKILL", 12))
+        ),
+    ],
+)
 def test_an_evaluation_that_is_cut_short_is_made_up_for(how, step, tmp_path, monkeypatch, capsys):
     options = {"eval_every": 6, "checkpoint_every": 4, "eval_batches": 10}
     whole, run = config(tmp_path / "whole", **options), config(tmp_path, **options)
