@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import zoo
 from recipes import lm
-from zoo import sharding
+from zoo import files, sharding
 from zoo.checkpoint import Checkpointer
 from zoo.precision import native_precision
 from zoo.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
@@ -266,6 +267,32 @@ def test_what_is_made_once_stays(tmp_path):
         assert run.once("thing", make("first")) == tmp_path / "run" / "thing"
     with Run(config(tmp_path)) as run:
         assert (run.once("thing", make("second")) / "file").read_text() == "first"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "file").write_text("firsT"),
+        lambda folder: (folder / "file").unlink(),
+        lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+        lambda folder: (shutil.rmtree(folder), folder.write_text("text")),
+    ],
+    ids=["other bytes", "a file gone", "emptied", "a file in its place"],
+)
+def test_what_is_made_once_and_was_damaged_is_refused(damage, tmp_path):
+    def make(folder):
+        folder.mkdir()
+        (folder / "file").write_text("first")
+
+    with Run(config(tmp_path)) as run:
+        folder = run.once("thing", make)
+    begin(config(tmp_path))
+    damage(folder)
+    with Run(config(tmp_path)) as run:
+        with pytest.raises(RunError, match=f"{folder} is damaged: .*remove it to have it made"):
+            run.once("thing", make)
+        files.remove(folder)
+        assert (run.once("thing", make) / "file").read_text() == "first"
 
 
 def test_what_another_run_made_is_not_taken_for_this_ones(tmp_path):

@@ -25,7 +25,7 @@ import jax
 import tyro
 from jax.experimental import multihost_utils
 
-from zoo import configuration, files, sharding
+from zoo import checksums, configuration, files, sharding
 from zoo.checkpoint import Checkpointer, CheckpointError, read_meta
 from zoo.plans import check_batch_size
 from zoo.precision import Precision, native_precision
@@ -213,7 +213,7 @@ class Run:
         """A folder of the run that `make` writes at the first start, and that stays.
 
         Raises:
-            RunError: it is there, and nothing says of which run it is.
+            RunError: it is damaged, or it is there and nothing says of which run it is.
         """
         target = self.folder / name
         if self._is_new and target not in self._written_once and target.exists():
@@ -225,10 +225,16 @@ class Run:
         if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
             make(partial)
+            checksums.write(partial)
             files.sync_all(partial)
             partial.rename(target)
             files.sync(self.folder)
         _barrier(name)
+        if problems := checksums.problems(target):
+            raise RunError(
+                f"{target} is damaged: {'; '.join(problems)}. Put it back from a copy, or remove "
+                "it to have it made again of the same data."
+            )
         return target
 
     def _check_config(self) -> None:
