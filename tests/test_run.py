@@ -14,7 +14,7 @@ import pytest
 
 import zoo
 from recipes import lm
-from zoo import files, sharding
+from zoo import checksums, files, sharding
 from zoo.checkpoint import Checkpointer
 from zoo.precision import native_precision
 from zoo.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
@@ -179,14 +179,25 @@ def test_a_checkpoint_knows_the_configuration_whatever_the_file_says(tamper, tmp
             assert json.loads((run.folder / "config.json").read_text())["seed"] == 0
 
 
-def test_a_copy_of_the_configuration_that_is_damaged_is_not_asked(tmp_path):
+def change_a_number(step):
+    meta = step / "meta.json"
+    meta.write_text(meta.read_text().replace('"seed": 2', '"seed": 3'))
+
+
+def take_the_list_of_another_folder(step):
+    (step / "other").mkdir()
+    checksums.write(step / "other")
+    (step / "other" / checksums.NAME).replace(step / checksums.NAME)
+
+
+@pytest.mark.parametrize("damage", [change_a_number, take_the_list_of_another_folder])
+def test_a_copy_of_the_configuration_that_is_damaged_is_not_asked(damage, tmp_path):
     with Run(config(tmp_path)) as run:
         for step in (1, 2):
             stored = as_json(dataclasses.replace(run.config, seed=step))
             run.checkpointer.save(step, {"x": jnp.ones(2)}, {"config": stored})
     (run.folder / "config.json").unlink()
-    meta = run.folder / "checkpoints" / "2" / "meta.json"
-    meta.write_text(meta.read_text().replace('"seed": 2', '"seed": 3'))
+    damage(run.folder / "checkpoints" / "2")
     with Run(config(tmp_path, seed=1)):
         pass
 

@@ -36,7 +36,9 @@ def problems(folder: Path, *, only: str | None = None) -> list[str]:
         found = _read(folder)
     except ValueError as error:
         return [str(error)]
-    chosen = found if only is None else {only: found.get(only, {})}
+    if only is not None and only not in found:
+        return [f"{NAME} does not list {only}"]  # that of another folder
+    chosen = found if only is None else {only: found[only]}
     return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
 
 
