@@ -1,0 +1,138 @@
+"""The soak: kills and damages for as long as told, and a table of what became of them.
+
+    python -m benchmarks.soak --kills 300 --damages 2000
+
+With `--folder` the same command continues where it was. What went wrong is printed with a command
+that does the same again (a kill's moment, a time, is not the same again to the millisecond).
+"""
+
+import dataclasses
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+from benchmarks.report import Table, provenance, save
+from benchmarks.soak.lives import Outcome, live
+from benchmarks.soak.restores import restore_damaged, resume_damaged
+from benchmarks.soak.runs import Place
+
+CASES: dict[str, Callable[[Place, random.Random], list[Outcome]]] = {
+    "lives": live,
+    "restores": restore_damaged,
+    "resumes": resume_damaged,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Kill and damage training runs at random, and check that they end as if nothing had been."""
+
+    kills: int = 300
+    """Kills of a training run, by SIGKILL or SIGTERM, each resumed."""
+    damages: int = 2000
+    """Damages to checkpoints and runs; one in 40 to a whole run, which is then resumed."""
+    minutes: float | None = None
+    """Time in place of numbers, which are then only the proportion of one to the other."""
+    seed: int = 0
+    """Seed of all that is random."""
+    only: str = ""
+    """One case alone, such as lives:17, as a failure names it."""
+    folder: Path | None = None
+    """Folder of the work, in which the same command continues; a temporary one if not given."""
+    results: Path = Path(__file__).parents[1] / "results"
+    """Folder of the results."""
+
+
+def main(config: Config) -> None:
+    """Run, print, save; exit with 1 if anything came out wrong."""
+    command = shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]])
+    source = {"command": command, "date": date.today().isoformat(), **provenance()}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = config.folder or Path(temporary)
+        tables = soak(config, folder)
+    if not config.only:
+        save("soak", tables, source, config.results)
+    sys.exit(any(table.failures for table in tables))
+
+
+def soak(config: Config, folder: Path) -> list[Table]:
+    """The tables of all that has been counted in the folder."""
+    place, record = Place(folder), folder / "outcomes.jsonl"
+    counted: dict[str, list[list[Outcome]]] = {name: [] for name in CASES}
+    if config.only:
+        name, _, index = config.only.partition(":")
+        counted[name].append(_case(config, place, name, int(index)))
+        return _tables(counted)
+    for line in record.read_text().splitlines() if record.exists() else ():
+        name, outcomes = json.loads(line)
+        counted[name].append([Outcome(**outcome) for outcome in outcomes])
+    began = time.monotonic()
+    while name := _next(config, counted, (time.monotonic() - began) / 60):
+        outcomes = _case(config, place, name, len(counted[name]))
+        counted[name].append(outcomes)
+        with open(record, "a") as file:
+            line = [name, [dataclasses.asdict(outcome) for outcome in outcomes]]
+            file.write(json.dumps(line) + "\n")
+    return _tables(counted)
+
+
+def _case(config: Config, place: Place, name: str, index: int) -> list[Outcome]:
+    """One case; a failure of it says how to have it again."""
+    outcomes = CASES[name](place, random.Random(f"{config.seed} {name} {index}"))
+    again = f"python -m benchmarks.soak --seed {config.seed} --only {name}:{index}"
+    outcomes = [
+        dataclasses.replace(outcome, detail=f"{again}\n{outcome.detail}")
+        if outcome.result == "wrong"
+        else outcome
+        for outcome in outcomes
+    ]
+    print(f"{name}:{index}", dict(Counter(outcome.result for outcome in outcomes)), flush=True)
+    for detail in {outcome.detail for outcome in outcomes if outcome.result == "wrong"}:
+        print(detail, flush=True)
+    return outcomes
+
+
+def _next(config: Config, counted: dict[str, list[list[Outcome]]], minutes: float) -> str:
+    """The case that is furthest from its goal; "" at the end."""
+    goals = {
+        "lives": config.kills,
+        "restores": config.damages - config.damages // 40,
+        "resumes": config.damages // 40,
+    }
+    done = {name: sum(map(len, cases)) for name, cases in counted.items()}
+    shares = {name: done[name] / goal for name, goal in goals.items() if goal}
+    if not shares or (minutes >= config.minutes if config.minutes else min(shares.values()) >= 1):
+        return ""
+    return min(shares, key=shares.__getitem__)
+
+
+def _tables(counted: dict[str, list[list[Outcome]]]) -> list[Table]:
+    outcomes = [outcome for cases in counted.values() for case in cases for outcome in case]
+    tables = []
+    for title in dict.fromkeys(sorted(outcome.table for outcome in outcomes)):
+        table = Table(title)
+        mine = [outcome for outcome in outcomes if outcome.table == title]
+        kinds = sorted({outcome.kind for outcome in mine})
+        for kind in [*kinds, "all"]:
+            results = Counter(o.result for o in mine if kind in (o.kind, "all"))
+            table.rows.append(
+                {
+                    "kind": kind,
+                    "tries": results.total(),
+                    "resumed right": results["right"],
+                    "refused by name": results["refused"],
+                    "wrong": results["wrong"],
+                }
+            )
+        wrong = [o.detail.splitlines()[:2] for o in mine if o.result == "wrong"]
+        table.failures += sorted({": ".join(lines) for lines in wrong})
+        table.print()
+        tables.append(table)
+    return tables

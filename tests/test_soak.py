@@ -1,0 +1,83 @@
+"""The soak in short, and that it sees what is wrong."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import lives, restores, runs
+from benchmarks.soak.damage import KINDS, hurt, same
+from zoo import checksums
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> runs.Place:
+    return runs.Place(tmp_path_factory.mktemp("soak"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", lives.WORLDS)
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(world, place):
+    outcomes = lives.live(place, random.Random(0), world=world, kills=6)
+    assert len(outcomes) >= 3
+    assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
+
+
+@pytest.mark.slow
+def test_a_damaged_run_ends_as_if_it_had_not_been_or_is_refused_by_name(place):
+    outcomes = [*map(restores.resume_damaged, [place] * 10, map(random.Random, range(10)))]
+    assert not [found.detail for [found] in outcomes if found.result == "wrong"]
+
+
+def damage_all(folder: Path, mesh: str, kinds: Sequence[str]) -> list[tuple[str, bool]]:
+    restores.save(folder / "pristine", mesh)
+    return [
+        restores.damage_and_restore(
+            folder / "pristine", folder / "copy", mesh, kind, random.Random(i)
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", pytest.param("", marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_never_restored_with_other_values(mesh, tmp_path):
+    outcomes = damage_all(tmp_path, mesh, 2 * KINDS)
+    assert not [detail for detail, _ in outcomes if detail]
+    assert {refused for _, refused in outcomes} == {True, False}
+
+
+def test_other_values_are_seen(tmp_path, monkeypatch):
+    restores.save(tmp_path / "pristine", "")
+    assert restores.restore(tmp_path / "pristine", tmp_path / "pristine", "") == ("", False)
+    make_state = restores.make_state
+    monkeypatch.setattr(restores, "make_state", lambda step, mesh: make_state(step + 1, mesh))
+    detail, refused = restores.restore(tmp_path / "pristine", tmp_path / "pristine", "")
+    assert "step 30 was restored with other values in ['large', 'small'" in detail
+    assert not refused
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's leftovers
+def test_errors_without_a_name_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "problems", lambda folder: [])
+    outcomes = damage_all(tmp_path, "", 12 * ("file deleted", "folder emptied"))
+    assert [detail for detail, refused in outcomes if "NotFoundError" in detail and not refused]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_changes_a_folder_and_nothing_beside_it(kind, tmp_path):
+    changed = 0
+    for seed in range(8):
+        folder, beside = tmp_path / "folder", tmp_path / "beside"
+        for name in ("10/a", "10/deep/b", "20/a", "20/deep/b"):
+            for root in (folder, beside):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text(f"{name} {'x' * 100}")
+        assert same(folder, beside)
+        hurt(kind, folder / "10", folder, random.Random(seed))
+        changed += not same(folder, beside)
+        assert {path.name for path in tmp_path.iterdir()} <= {"folder", "beside"}
+        assert len(list(beside.rglob("?"))) == 4
+        shutil.rmtree(folder)
+    assert changed >= 6
