@@ -53,7 +53,7 @@ def drawn_transformer(**changes: Any) -> transformer.Transformer:
 
     The model's own start takes longer to compile than what most tests do with it.
     """
-    return _draw(make_transformer(**changes))
+    return drawn_model(make_transformer(**changes))
 
 
 def drawn_rnn(cell: str, **changes: Any) -> rnn.RNN:
@@ -61,10 +61,11 @@ def drawn_rnn(cell: str, **changes: Any) -> rnn.RNN:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "cell": cell}
     config = rnn.Config(**{**sizes, **changes})
     # Large, or greedy tokens would come to one that repeats itself.
-    return _draw(lambda key: rnn.RNN(config, key=key), 0.6)
+    return drawn_model(lambda key: rnn.RNN(config, key=key), 0.6)
 
 
-def _draw(make_model: Callable[[Any], Any], scale: float = 0.2) -> Any:
+def drawn_model(make_model: Callable[[Any], Any], scale: float = 0.2) -> Any:
+    """Any model likewise."""
     rng = np.random.default_rng(0)
 
     def draw(path: tuple, x: Any) -> Any:

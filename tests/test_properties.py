@@ -1,0 +1,333 @@
+"""What holds of everything that can be asked for: Hypothesis draws it, and shrinks what fails."""
+
+import contextlib
+import functools
+import math
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import arrays, assert_trees_close, drawn_model, labelled_batch, token_batch
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+
+import zoo
+from benchmarks.soak import restores
+from benchmarks.soak.damage import KINDS, hurt
+from zoo import losses, mlp, rnn, sharding, transformer
+from zoo.checkpoint import Checkpointer
+from zoo.corpus import Corpus
+from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+
+
+def examples(few: int, many: int) -> pytest.MarkDecorator:
+    """The `options` of a property: some examples, always the same ones; and slow, many new ones."""
+    common: dict[str, Any] = {"deadline": None, "database": None}  # some examples compile
+    always = settings(max_examples=few, derandomize=True, **common)
+    new = settings(
+        max_examples=many, print_blob=True, suppress_health_check=[*HealthCheck], **common
+    )
+    cases = [
+        pytest.param(always, id="the same"),
+        pytest.param(new, id="new", marks=pytest.mark.slow),
+    ]
+    return pytest.mark.parametrize("options", cases)
+
+
+# Plans
+
+SEPARATOR = 0
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> Corpus:
+    """Documents in which each token has an id of its own: it can be seen where it went."""
+    lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any))
+    total = sum(lengths)
+    ends = np.cumsum(lengths)[:-1]
+    counts = None
+    if draw(st.booleans()):
+        counted = draw(st.lists(st.booleans(), min_size=total, max_size=total))
+        counts = np.split(np.array(counted, bool), ends)
+    documents = np.split(np.arange(1, total + 1), ends)
+    return Corpus.from_arrays(documents, total + 1, total, None, counts)
+
+
+class Case(NamedTuple):
+    plan: TokenPlan
+    cut: int | None  # a document's tokens are cut off there
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Case:
+    """A plan of any kind over any corpus."""
+    corpus, kind = draw(corpora()), draw(st.sampled_from([PackedPlan, BucketPlan, LabelledPlan]))
+    batch_size, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**32))
+    shuffle = draw(st.booleans())
+    if kind is PackedPlan:
+        length = draw(st.integers(1, 40))
+        return Case(PackedPlan(corpus, SEPARATOR, length, batch_size, seed, shuffle), None)
+    buckets = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
+    too_long = draw(st.sampled_from(["error", "truncate", "split"]))
+    assume(too_long != "error" or np.diff(corpus.offsets).max() < max(buckets))
+    labels = (np.arange(len(corpus), dtype=np.int32) + 100,) if kind is LabelledPlan else ()
+    plan = kind(corpus, *labels, SEPARATOR, buckets, batch_size, seed, too_long, shuffle)
+    return Case(plan, max(buckets) if too_long == "truncate" else None)
+
+
+def expected(plan: TokenPlan, cut: int | None) -> Counter:
+    """What has to come once: (token, target, weight), or (token, label of its document)."""
+    corpus, wanted = plan.corpus, Counter()
+    for i in range(len(corpus)):
+        framed = [SEPARATOR, *corpus[i].tolist(), SEPARATOR]
+        weights = np.ones(len(framed) - 1)
+        if corpus.counts is not None:
+            weights[:-1] = corpus.counts[corpus.offsets[i] : corpus.offsets[i + 1]]
+        pairs = list(zip(framed[:-1], framed[1:], map(float, weights), strict=True))[:cut]
+        if isinstance(plan, LabelledPlan):
+            pairs = [(token, int(plan.labels[i])) for token, _, _ in pairs]
+        wanted.update(pairs)
+    return wanted
+
+
+def found_in(plan: TokenPlan, batch: dict[str, np.ndarray]) -> list[tuple]:
+    """The same of a batch, after a check of the form of its rows."""
+    if isinstance(plan, LabelledPlan):
+        mask = batch["mask"]
+        assert (batch["weights"] == mask.any(1)).all()
+        labels = np.broadcast_to(batch["labels"][:, None], mask.shape)
+        return list(zip(batch["inputs"][mask].tolist(), labels[mask].tolist(), strict=True))
+    segments, positions = batch["segment_ids"], batch["positions"]
+    filled = segments > 0
+    assert not any(array[~filled].any() for array in batch.values())
+    for ids, places in zip(segments, positions, strict=True):
+        used = int((ids > 0).sum())
+        assert not ids[used:].any()
+        begins = np.diff(ids[:used], prepend=0) > 0
+        assert begins.sum() == ids.max()  # 1, 2, …, each in one piece
+        count = np.arange(used)
+        assert (places[:used] == count - np.maximum.accumulate(count * begins)).all()
+    columns = (batch[name][filled].tolist() for name in ("tokens", "targets", "weights"))
+    return list(zip(*columns, strict=True))
+
+
+@examples(80, 5000)
+def test_a_plan_gives_each_token_once_an_epoch_however_its_rows_are_sliced(options: settings):
+    @options
+    @given(plans(), st.integers(0, 3), st.integers(0, 6))
+    def check(case: Case, epoch: int, at: int) -> None:
+        plan, found = case.plan, Counter()
+        places = 0
+        for k in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch):
+            batch, halves = plan.batch(k), (slice(at), slice(at, None))
+            parts = [plan.batch(k, rows) for rows in halves]
+            for name, array in batch.items():
+                assert len(array) == plan.batch_size
+                joined = np.concatenate([part[name] for part in parts])
+                np.testing.assert_array_equal(joined, array)
+            assert plan.bucket(k) in plan.buckets
+            places += plan.batch_size * plan.bucket(k)
+            found.update(found_in(plan, batch))
+        assert found == expected(plan, case.cut)
+        assert plan.padding_waste == pytest.approx(1 - found.total() / places)
+
+    check()
+
+
+# Meshes
+
+SIZES = [
+    (data, fsdp, tensor)
+    for data in range(1, 9)
+    for fsdp in range(1, 9)
+    for tensor in range(1, 9)
+    if 1 < data * fsdp * tensor <= 8
+]
+# The state of this one is the last gradient.
+KEEP_GRADIENT = optax.trace(decay=0.0)
+
+
+class World(NamedTuple):
+    """A model and its batch, and devices that divide all of its axes."""
+
+    mesh: dict[str, int]
+    rules: sharding.Rules
+    make_model: Callable[[Any], Any]
+    batch: dict[str, np.ndarray]
+    loss: Any
+
+
+@st.composite
+def worlds(draw: st.DrawFn, family: str) -> World:
+    sizes = draw(st.sampled_from(SIZES))
+    mesh = dict(zip(sharding.MESH_AXES, sizes, strict=True))
+    unit = math.lcm(*sizes)
+    axes = st.sampled_from([None, *sharding.MESH_AXES])
+    # These have sizes that no mesh need divide.
+    fixed = ("gates", "features", "classes", "rank", "member")
+    rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}
+    rules = {**sharding.RULES, **(rules if draw(st.booleans()) else {})}
+    return World(mesh, rules, *FAMILIES[family](draw, unit, math.prod(sizes)))
+
+
+def token_rows(unit: int, rows: int) -> dict[str, np.ndarray]:
+    return token_batch(rows * (1 if rows > 4 else 2), unit * math.ceil(8 / unit))
+
+
+def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
+    groups, kv_heads = draw(st.integers(1, 2)), unit * draw(st.integers(1, 2))
+    experts = draw(st.sampled_from([None, None, unit * math.ceil(2 / unit)]))
+    gated = st.sampled_from(["swiglu", "geglu"])
+    plain = st.sampled_from(["swiglu", "geglu", "gelu", "gelu_erf"])
+    flags = ("qkv_bias", "qk_norm", "qk_norm_per_head", "tie_embeddings", "scale_embedding")
+    flags += ("causal", "scan_layers", "normalize_experts")
+    soft_caps = st.sampled_from([None, 5.0])
+    config = transformer.Config(
+        vocab_size=unit * math.ceil(64 / unit),
+        d_model=unit * draw(st.integers(2, 4)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=groups * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=2 * unit,
+        d_ff=unit * draw(st.integers(1, 8)),
+        mlp=draw(plain if experts is None else gated),
+        num_experts=experts,
+        norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
+        norms=draw(st.sampled_from(["pre", "post", "both"])),
+        positions=draw(st.sampled_from(["rotary", "learned"])),
+        rope_scaling=draw(st.sampled_from([(), (2.0,), (8.0, 1.0, 4.0, 8.0)])),
+        max_seq_len=unit * math.ceil(16 / unit),
+        bias=experts is None and draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 9)),
+        window_pattern=draw(st.sampled_from([("local",), ("local", "global")])),
+        attention_soft_cap=draw(soft_caps),
+        logit_soft_cap=draw(soft_caps),
+        remat=draw(st.sampled_from(["none", "dots", "dots_no_batch", "full"])),
+        **{name: draw(st.booleans()) for name in flags},
+    )
+    note(str(config))
+    make_model = functools.partial(transformer.Transformer, config)
+    return make_model, token_rows(unit, rows), losses.next_token
+
+
+def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
+    hidden, bidirectional = unit * draw(st.integers(1, 3)), draw(st.booleans())
+    tied = draw(st.booleans())
+    config = rnn.Config(
+        vocab_size=unit * math.ceil(64 / unit),
+        hidden_size=hidden,
+        num_layers=draw(st.integers(1, 3)),
+        cell=draw(st.sampled_from(["lstm", "gru", "elman", "mingru", "minlstm"])),
+        embed_size=hidden * (1 + bidirectional) if tied else unit * draw(st.integers(1, 3)),
+        tie_embeddings=tied,
+        bidirectional=bidirectional,
+        norm=draw(st.sampled_from(["none", "layer", "rms"])),
+        truncate=draw(st.none() | st.integers(1, 9)),
+        remat=draw(st.sampled_from(["none", "full"])),
+        hoist=draw(st.booleans()),
+        unroll=draw(st.integers(1, 3)),
+    )
+    note(str(config))
+    make_model = functools.partial(rnn.RNN, config)
+    return make_model, token_rows(unit, rows), losses.next_token
+
+
+def draw_mlp(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
+    config = mlp.Config(
+        16,
+        8,
+        hidden_size=unit * draw(st.integers(1, 8)),
+        num_layers=draw(st.integers(1, 5)),
+        activation=draw(st.sampled_from(["gelu", "relu", "silu", "tanh"])),
+        norm=draw(st.sampled_from(["none", "layer", "rms"])),
+        residual=draw(st.booleans()),
+        remat=draw(st.sampled_from(["none", "dots", "dots_no_batch", "full"])),
+    )
+    note(str(config))
+    return functools.partial(mlp.MLP, config), labelled_batch(rows), losses.classification
+
+
+FAMILIES = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
+
+
+def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
+    model = drawn_model(lambda key: world.make_model(key=key))
+    state = zoo.init_state(lambda key: model, KEEP_GRADIENT, key=jax.random.key(0), **where)
+    step = zoo.make_train_step(world.loss, KEEP_GRADIENT, precision="fp32", clip_norm=None, **where)
+    state, metrics = step(state, world.batch)
+    return float(metrics["loss"]), state.opt_state.trace
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@examples(2, 40)
+def test_any_mesh_and_rules_give_the_gradient_of_one_device(options: settings, family: str):
+    @options
+    @given(worlds(family))
+    def check(world: World) -> None:
+        expected_loss, expected = loss_and_gradient(world)
+        loss, gradient = loss_and_gradient(world, mesh=zoo.make_mesh(world.mesh), rules=world.rules)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert any(np.abs(x).max() > 0 for x in arrays(expected).values())
+        assert_trees_close(gradient, expected, rtol=2e-5)
+
+    check()
+
+
+# Checkpoints
+
+MESHES = st.sampled_from(["", "data=8", "fsdp=2,tensor=2", "tensor=4", "data=2,fsdp=2,tensor=2"])
+LIVES = st.tuples(st.just("live"), MESHES, st.integers(0, 2), st.booleans())
+DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2**32))
+
+
+@examples(3, 60)
+def test_after_any_life_the_newest_whole_step_is_restored(options: settings, tmp_path_factory):
+    """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
+
+    @options
+    @given(st.lists(LIVES | DAMAGES, min_size=3, max_size=6))
+    def check(events: list[tuple]) -> None:
+        world = tmp_path_factory.mktemp("life")
+        folder, pristine = world / "checkpoints", world / "pristine"
+        pristine.mkdir()
+        for event in events:
+            if event[0] == "live":
+                live(folder, pristine, *event[1:])
+            elif folder.exists():
+                hurt(event[1], folder, folder, random.Random(event[2]))
+        shutil.rmtree(world)
+
+    check()
+
+
+def live(folder: Path, pristine: Path, mesh: str, saves: int, killed: bool) -> None:
+    """Restore, save some steps, and keep copies of them; at the end of it a save may be torn."""
+    wrong, refused = restores.restore(folder, pristine, mesh)
+    assert not wrong
+    if refused:  # then a user starts again
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        shutil.rmtree(pristine)
+        pristine.mkdir()
+    with contextlib.closing(Checkpointer(folder)) as checkpointer:
+        restored = checkpointer.restore(restores.make_state(0, mesh))
+        step = 0 if restored is None else restored[1]
+        for step in range(step + 1, step + saves + 1):  # noqa: B020
+            checkpointer.save(step, restores.make_state(step, mesh), {"step": step})
+            checkpointer.wait()
+        saved = {str(step) for step in checkpointer.good_steps()}
+    for name in saved | {path.name for path in pristine.iterdir()}:
+        if name not in saved:
+            shutil.rmtree(pristine / name)
+        elif not (pristine / name).exists():  # else it may have been damaged since
+            shutil.copytree(folder / name, pristine / name)
+    if killed and saves:
+        shutil.rmtree(pristine / str(step))
+        torn = (folder / str(step)).rename(folder / f"{step}.tmp")
+        (torn / "meta.json").unlink()
