@@ -306,6 +306,16 @@ def test_what_is_made_once_and_was_damaged_is_refused(damage, tmp_path):
         assert (run.once("thing", make) / "file").read_text() == "first"
 
 
+def test_what_an_earlier_version_made_is_used_without_a_list(tmp_path):
+    with Run(config(tmp_path)) as run:
+        folder = run.once("thing", Path.mkdir)
+        (folder / "file").write_text("first")
+        (folder / checksums.NAME).unlink()
+    begin(config(tmp_path))
+    with Run(config(tmp_path)) as run:
+        assert (run.once("thing", Path.mkdir) / "file").read_text() == "first"
+
+
 def test_what_another_run_made_is_not_taken_for_this_ones(tmp_path):
     made = tmp_path / "run" / "thing"
     made.mkdir(parents=True)

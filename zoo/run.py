@@ -230,7 +230,9 @@ class Run:
             partial.rename(target)
             files.sync(self.folder)
         _barrier(name)
-        if problems := checksums.problems(target):
+        # Runs of earlier versions have no list there.
+        is_listed = (target / checksums.NAME).exists() or not any(target.glob("*"))
+        if is_listed and (problems := checksums.problems(target)):
             raise RunError(
                 f"{target} is damaged: {'; '.join(problems)}. Put it back from a copy, or remove "
                 "it to have it made again of the same data."
