@@ -288,7 +288,7 @@ LIVES = st.tuples(st.just("live"), MESHES, st.integers(0, 2), st.booleans())
 DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2**32))
 
 
-@examples(3, 60)
+@examples(12, 60)
 def test_after_any_life_the_newest_whole_step_is_restored(options: settings, tmp_path_factory):
     """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
 

@@ -101,7 +101,8 @@ def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
     before = pristine.with_name("before")
     shutil.rmtree(before, ignore_errors=True)
     if folder.is_dir():
-        shutil.copytree(folder, before)
+        # What a torn save has left is removed first.
+        shutil.copytree(folder, before, ignore=shutil.ignore_patterns("*.tmp"))
     try:
         with contextlib.closing(Checkpointer(folder)) as checkpointer:
             restored = checkpointer.restore(make_state(0, mesh))
