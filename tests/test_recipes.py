@@ -425,6 +425,7 @@ def test_a_plan_for_what_there_is_not(train, tmp_path):
         train("mlp", tmp_path / "run", "--plan", "v9")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_out_of_memory_says_what_it_needs(train, tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
