@@ -186,8 +186,8 @@ def arrays(tree: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
-    """The same arrays of the same shapes, each within `rtol` of the largest number in it.
+def assert_trees_close(actual: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
+    """The same arrays of the same shapes, each within `rtol` of its largest number, or `atol`.
 
     None is empty, and all that is expected is finite: there is something to compare.
     """
@@ -198,8 +198,8 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
         assert got.shape == want.shape, path
         assert want.size, f"{path} is empty"
         assert np.isfinite(want).all(), f"{path} is expected to be {want}"
-        atol = rtol * np.abs(want).max()
-        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=path)
+        allowed = max(rtol * np.abs(want).max(), atol)
+        np.testing.assert_allclose(got, want, rtol=0, atol=allowed, err_msg=path)
 
 
 class FetchedSizes:

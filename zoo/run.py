@@ -181,6 +181,9 @@ class Run:
             if self.is_main:
                 stack.enter_context(_lock(self.folder))
                 self._check_config()
+                for ending in ("json", "jsonl", "png"):
+                    for leftover in self.folder.glob(f"*.{ending}.tmp"):  # of a write killed in it
+                        leftover.unlink()
             _barrier("run folder")
             checkpoints = self.folder / "checkpoints"
             self.checkpointer = Checkpointer(checkpoints, keep=config.keep_checkpoints)
