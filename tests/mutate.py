@@ -37,7 +37,7 @@ TESTS = {
     "beam_search": "tests/test_beam_search.py",
     "cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
     "checkpoint": "tests/test_checkpoint.py",
-    "chunked_loss": "tests/test_losses.py",
+    "chunked_loss": "tests/test_losses.py | tests/test_train.py -k logits_in_chunks",
     "generate": "tests/test_generate.py",
     "lora": "tests/test_lora.py",
     "losses": "tests/test_losses.py | tests/test_moe.py -k balanc",

@@ -14,7 +14,7 @@ from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_
 
 import zoo
 from zoo import blocks, mlp, precision, rnn, sharding
-from zoo.generate import sample
+from zoo.generate import Sampling, sample
 from zoo.monitor import CompileCounter
 from zoo.recurrence import CELLS
 from zoo.transformer import Transformer
@@ -154,6 +154,11 @@ def test_compiles_once_a_bucket():
         assert counter.compiles == once
         run([[1] * 17, [2]], max_new_tokens=5)
         assert counter.compiles > once
+
+
+def test_all_of_the_probability_is_no_limit():
+    whole, none = Sampling.checked(0.8, None, 1.0, KEY), Sampling.checked(0.8, None, None, KEY)
+    assert whole.top_p is none.top_p is None
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
