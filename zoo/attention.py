@@ -128,7 +128,7 @@ def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch se
 
 
 class _Mask(NamedTuple):
-    """What a query at one position sees of the keys at others, segments apart."""
+    """The positions that a query sees: causality and a sliding window."""
 
     causal: bool
     window: int | None

@@ -38,7 +38,7 @@ class Config:
     mlp: Literal["gelu", "gelu_erf"] = "gelu_erf"
     """GELU by the tanh approximation, or without it."""
     norm_eps: float = 1e-12
-    """What the norms add to the variance."""
+    """Constant that the norms add to the variance."""
     max_seq_len: int = 512
     """Longest sequence: rows of the table of positions."""
     num_token_types: int = 2
@@ -50,7 +50,7 @@ class Config:
     attention: attention_module.Implementation = "auto"
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
     remat: Policy = "none"
-    """What the backward pass recomputes: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = True
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
@@ -63,7 +63,7 @@ class Config:
 
     @property
     def parts(self) -> transformer_config.Config:
-        """What the attention and the MLP of a layer are made from."""
+        """The configuration of the attention and the MLP in a layer."""
         return transformer_config.Config(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -150,7 +150,7 @@ class BERT(eqx.Module):
     def hidden(
         self, tokens: Int[Array, "batch seq"], **options: Any
     ) -> Float[Array, "batch seq embed"]:
-        """What the model gives: a decoder gives it to its head, and an encoder has none."""
+        """The output of the model, [batch, seq, d_model]: an encoder has no head behind it."""
         return self(tokens, **options)
 
     def __call__(

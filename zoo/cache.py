@@ -1,4 +1,4 @@
-"""What a decoder with attention remembers: a layer's keys and values, in a ring of slots.
+"""The cache of a decoder with attention: each layer's keys and values, in a ring of slots.
 
 Rows are aligned to the right (padding first), so that every row's next token has the same index,
 and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as

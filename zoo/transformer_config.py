@@ -48,7 +48,7 @@ class Config:
     norms: Literal["pre", "post", "both"] = "pre"
     """Where norms are: before each part, behind it (OLMo 2), or both (Gemma 2); one at the end."""
     norm_eps: float = 1e-6
-    """What the norms add to the variance."""
+    """Constant that the norms add to the variance."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions in each attention, or learned ones added to the embedding."""
     rope_theta: float = 10_000.0
@@ -88,7 +88,7 @@ class Config:
     attention: attention_module.Implementation = "auto"
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
     remat: Policy = "none"
-    """What the backward pass recomputes: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = True
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
