@@ -17,7 +17,7 @@ from benchmarks.peers.transformer.given import Shape
 from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing
 from zoo import losses
-from zoo.checkpoint import Checkpointer
+from zoo.runs.checkpoint import Checkpointer
 
 
 @dataclass(frozen=True)

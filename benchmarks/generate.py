@@ -15,7 +15,8 @@ import numpy as np
 import zoo
 from benchmarks.report import Table
 from benchmarks.timing import Timing, median_ratio
-from zoo import precision, rnn, transformer
+from zoo import rnn, transformer
+from zoo.nn import precision
 
 Model = Literal["transformer", "window", "lstm"]
 

@@ -20,7 +20,7 @@ from benchmarks.peers.transformer.given import Shape
 from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from zoo import losses, transformer
-from zoo.remat import POLICIES, Policy
+from zoo.nn.remat import POLICIES, Policy
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ class RematOptions:
 
 
 def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
-    """A row for each policy of `zoo.remat`, with the layers in a scan."""
+    """A row for each policy of `zoo.nn.remat`, with the layers in a scan."""
     shape, precision = options.shape, options.precision
     policies: list[Policy] = list(POLICIES)  # type: ignore[arg-type]
     built = {

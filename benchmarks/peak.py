@@ -29,7 +29,7 @@ class Peak(NamedTuple):
 
 def worthwhile() -> tuple[Precision, ...]:
     """The precisions that this machine has instructions for: emulated bf16 says nothing."""
-    from zoo.precision import native_precision  # after the stand-ins
+    from zoo.nn.precision import native_precision  # after the stand-ins
 
     return ("fp32", "bf16") if native_precision() == "bf16" else ("fp32",)
 

@@ -16,8 +16,8 @@ from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from recipes import lm
 from zoo import losses, optimizers, text, transformer
-from zoo.data import load
-from zoo.precision import native_precision
+from zoo.data.loader import load
+from zoo.nn.precision import native_precision
 
 ROOT = Path(__file__).parents[1]
 

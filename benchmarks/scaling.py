@@ -19,10 +19,10 @@ import jax
 import tyro
 
 from zoo import sharding, transformer
-from zoo.axes import is_parameter
 from zoo.planning import collectives, command, published
 from zoo.planning.job import Plan, make_plan
 from zoo.planning.targets import prepare
+from zoo.sharding.axes import is_parameter
 
 SLICES = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 BYTES = 2  # of the compute dtype

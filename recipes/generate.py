@@ -16,9 +16,10 @@ import jax
 import tyro
 
 import zoo
-from zoo import configuration, publish
-from zoo.run import check_seed, cli
-from zoo.tokenizer import TextStream, Tokenizer, load_tokenizer
+from zoo.base import configuration
+from zoo.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+from zoo.publishing.shelf import find
+from zoo.runs.run import check_seed, cli
 
 RULE = "─" * 20
 
@@ -55,7 +56,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Load, generate and print."""
-    folder = publish.find(config.model)
+    folder = find(config.model)
     tokenizer = load_tokenizer(folder)
     model = zoo.load(folder, mesh=zoo.make_mesh(config.mesh) if config.mesh else None)
     # Every document that the model was trained on begins with the separator.

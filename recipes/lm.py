@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
-from zoo.run import cli
+from zoo.runs.run import cli
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zoo
 from zoo import classification, mlp, optimizers, tabular
-from zoo.run import Config as RunConfig
-from zoo.run import cli
+from zoo.runs.run import Config as RunConfig
+from zoo.runs.run import cli
 
 
 @dataclass(frozen=True, kw_only=True)

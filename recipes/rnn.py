@@ -21,7 +21,7 @@ from typing import Any
 
 import zoo
 from zoo import classification, language, optimizers, rnn, text
-from zoo.run import cli
+from zoo.runs.run import cli
 
 
 @dataclass(frozen=True, kw_only=True)

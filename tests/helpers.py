@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from zoo import blocks, losses, mlp, rnn, transformer
-from zoo.axes import keystr
+from zoo import losses, mlp, rnn, transformer
+from zoo.sharding.axes import keystr
+from zoo.transformer import blocks
 
 VOCAB = 64
 Batch = dict[str, np.ndarray]

@@ -18,8 +18,8 @@ import xla
 
 import zoo
 from zoo import transformer
-from zoo.metrics import read_metrics
-from zoo.tokenizer import ByteTokenizer
+from zoo.data.tokenizer import ByteTokenizer
+from zoo.runs.metrics import read_metrics
 
 TESTS = Path(__file__).parent
 STEPS = 40

@@ -10,12 +10,12 @@ import sys
 
 import numpy as np
 
-import zoo.loop
-from zoo.run import cli
+import zoo.runs.loop
+from zoo.runs.run import cli
 
 
 def record_batches(path: str) -> None:
-    load = zoo.loop.load
+    load = zoo.runs.loop.load
 
     def recorded(plan, *arguments, **named):
         with open(path, "a") as file:
@@ -28,7 +28,7 @@ def record_batches(path: str) -> None:
                 file.flush()
                 yield k, batch
 
-    zoo.loop.load = recorded
+    zoo.runs.loop.load = recorded
 
 
 if __name__ == "__main__":

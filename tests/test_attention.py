@@ -1,4 +1,4 @@
-"""zoo.attention against softmax attention as the textbook has it, forward and backward."""
+"""zoo.nn.attention against softmax attention as the textbook has it, forward and backward."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 from helpers import equations, value_and_gradients
 from jaxtyping import Array
 
-from zoo import attention as attention_module
-from zoo.attention import attend_to_slots, attention
+from zoo.nn import attention as attention_module
+from zoo.nn.attention import attend_to_slots, attention
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:

@@ -1,6 +1,5 @@
 """zoo.beam_search against all continuations there are."""
 
-import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +74,8 @@ def test_what_follows_a_stop_token_repeats_it():
 
 
 def test_an_array_gives_an_array_whatever_the_mesh(monkeypatch: pytest.MonkeyPatch):
-    module = importlib.import_module("zoo.beam_search")  # `zoo.beam_search` is the function
+    from zoo.decoding import beam_search as module
+
     search, found = module._search, []
     monkeypatch.setattr(module, "_search", lambda *a: found.append(search(*a)) or found[-1])
     model = MODELS["transformer"]()

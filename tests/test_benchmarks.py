@@ -143,8 +143,8 @@ def test_a_gpu_is_given_bf16_products_flash_attention_and_no_whole_logits(monkey
     [table] = programs.measure(programs.Options(shape))
     assert table.failures == []
     # And where it is otherwise, the program says so.
-    monkeypatch.setattr("zoo.losses.LOGITS_BYTES", 2**62)
-    monkeypatch.setattr("zoo.attention._refusal", lambda *_: "is not for this test")
+    monkeypatch.setattr("zoo.training.losses.LOGITS_BYTES", 2**62)
+    monkeypatch.setattr("zoo.nn.attention._refusal", lambda *_: "is not for this test")
     text = programs.lowered(shape)
     assert not any("fmha" in name for name in programs.custom_calls(text))
     assert programs.largest_logits(text, shape) == shape.num_tokens * shape.vocab_size

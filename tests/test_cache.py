@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zoo import sharding
-from zoo.cache import Cache, Clock, LayerCache
+from zoo.decoding.cache import Cache, Clock, LayerCache
 
 MORE = 6  # tokens after the prompt
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zoo import checksums, files
-from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.base import checksums, files
+from zoo.runs.checkpoint import Checkpointer, CheckpointError
 from zoo.sharding import make_mesh
 
 
@@ -386,7 +386,7 @@ def test_saving_compiles_nothing(opened):
 KILLED = """
 import sys
 import jax, jax.numpy as jnp
-from zoo.checkpoint import Checkpointer
+from zoo.runs.checkpoint import Checkpointer
 
 make = lambda step: {"w": jnp.arange(200_000.0) + step, "key": jax.random.key(step)}
 checkpointer = Checkpointer(sys.argv[1])

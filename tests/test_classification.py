@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from zoo import classification
-from zoo.classification import Predictions, calibration_bins, calibration_error, judge
+from zoo.tasks.classification import Predictions, calibration_bins, calibration_error, judge
 
 
 def probabilities(confidences, classes, num_classes=3):

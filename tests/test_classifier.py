@@ -7,7 +7,7 @@ from helpers import VOCAB, arrays, drawn_transformer
 
 import zoo
 from zoo import bert, losses, mlp, rnn, sharding
-from zoo.classifier import Classifier
+from zoo.wrappers.classifier import Classifier
 
 KEY = jax.random.key(0)
 BODIES = {

@@ -6,9 +6,10 @@ import pytest
 from helpers import arrays, drawn_transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from zoo import completions, losses
-from zoo.token_plans import BucketPlan, PackedPlan
-from zoo.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+from zoo import losses
+from zoo.data import completions
+from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"

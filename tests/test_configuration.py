@@ -19,8 +19,9 @@ import recipes.generate
 import recipes.lm
 import recipes.mlp
 import recipes.rnn
-from zoo import bert, configuration, lora, mlp, rnn, transformer
-from zoo.classifier import Classifier
+from zoo import bert, lora, mlp, rnn, transformer
+from zoo.base import configuration
+from zoo.wrappers.classifier import Classifier
 
 # A small configuration of each family, and values that none of its fields can have.
 CONFIGS = {
@@ -169,8 +170,17 @@ FIELDS = {
 
 
 def test_there_are_floats_to_try():
-    names = {"zoo.optimizers.beta1", "zoo.lora.alpha", "zoo.bert.norm_eps", "recipes.lm.balance"}
-    names |= {"recipes.rnn.clip_norm", "zoo.transformer_config.rope_scaling", "zoo.text.held_out"}
+    names = {
+        "zoo.training.optimizers.beta1",
+        "zoo.wrappers.lora.alpha",
+        "zoo.bert.norm_eps",
+        "recipes.lm.balance",
+    }
+    names |= {
+        "recipes.rnn.clip_norm",
+        "zoo.transformer.config.rope_scaling",
+        "zoo.data.text.held_out",
+    }
     assert FIELDS.keys() >= names
 
 

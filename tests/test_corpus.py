@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from zoo import corpus
-from zoo.corpus import Corpus
-from zoo.documents import Document
-from zoo.tokenizer import ByteTokenizer
+from zoo.data import corpus
+from zoo.data.corpus import Corpus
+from zoo.data.documents import Document
+from zoo.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import xla
 
-from zoo import data, plans, token_plans
-from zoo.corpus import Corpus
+from zoo.data import loader as data
+from zoo.data import plans, token_plans
+from zoo.data.corpus import Corpus
 from zoo.sharding import batch_sharding, make_mesh
 
 VOCAB, SEPARATOR = 50, 49
@@ -428,7 +429,7 @@ def test_a_dropped_iterator_ends_its_threads():
 SCRIPT = """
 import numpy as np
 from zoo import data, token_plans
-from zoo.corpus import Corpus
+from zoo.data.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
 stream = data.load(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
 next(stream)
@@ -450,7 +451,7 @@ import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
 from zoo import data, token_plans
-from zoo.corpus import Corpus
+from zoo.data.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
 devices = devices.T if {layout!r} == "tensor" else devices

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo import documents
-from zoo.documents import Document, functions
+from zoo.data import documents
+from zoo.data.documents import Document, functions
 
 
 def write(path, content):

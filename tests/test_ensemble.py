@@ -6,9 +6,9 @@ import optax
 import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
-from zoo.axes import is_matrix, logical_axes
-from zoo.ensemble import Ensemble
-from zoo.train import init_state, make_train_step
+from zoo.sharding.axes import is_matrix, logical_axes
+from zoo.training.step import init_state, make_train_step
+from zoo.wrappers.ensemble import Ensemble
 
 KEY = jax.random.key(0)
 NUM_MEMBERS = 8

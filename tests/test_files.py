@@ -9,13 +9,14 @@ import pytest
 
 import zoo
 from recipes import finetune, lm, mlp
-from zoo import files, publish, tabular
-from zoo.checkpoint import Checkpointer
-from zoo.corpus import tokenize
-from zoo.documents import read_documents, read_json_lines
-from zoo.files import local_path
+from zoo import tabular
+from zoo.base import files
+from zoo.base.files import local_path
+from zoo.data.corpus import tokenize
+from zoo.data.documents import read_documents, read_json_lines
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.planning import command
-from zoo.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.runs.checkpoint import Checkpointer
 
 # --- Where they may be ------------------------------------------------------------------------
 
@@ -49,8 +50,8 @@ TAKERS = {
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),
     "folder of zoo.save": lambda: zoo.save(REMOTE, eqx.nn.Identity()),
     "model of zoo.load": lambda: zoo.load(REMOTE),
-    "model of zoo.load, as a Path": lambda: publish.load(Path(REMOTE)),
-    "folder of adapters": lambda: zoo.lora.load(REMOTE),
+    "model of zoo.load, as a Path": lambda: zoo.load(Path(REMOTE)),
+    "folder of adapters": lambda: zoo.load_adapters(REMOTE, None),
     "save": lambda: command.main(command.Config(model="x", target="cpu:1", save=Path(REMOTE))),
 }
 

@@ -10,10 +10,10 @@ from helpers import arrays
 from recipe_cases import Recipe, shared
 
 import zoo
-from zoo import finetuning, lora, rnn, transformer
-from zoo.metrics import read_metrics
-from zoo.tensors import PublishError
-from zoo.tokenizer import BPETokenizer, ByteTokenizer
+from zoo import finetuning, rnn, transformer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
+from zoo.publishing.tensors import PublishError
+from zoo.runs.metrics import read_metrics
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -57,7 +57,7 @@ def test_it_shows_what_was_before_and_what_is_after(tune, capsys):
 def test_adapters_alone_make_the_same_model(tune, shared):
     run_dir = tune()
     model = zoo.load(run_dir)  # a run's folder stands for its model
-    adapted = lora.load(run_dir / "adapters", zoo.load(shared / "base"))
+    adapted = zoo.load_adapters(run_dir / "adapters", zoo.load(shared / "base"))
     np.testing.assert_allclose(adapted(TOKENS), model(TOKENS), atol=1e-5)
     assert np.abs(model(TOKENS) - zoo.load(shared / "base")(TOKENS)).max() > 1e-4
     again = tune("--model", str(run_dir / "adapters"), run_dir=run_dir.parent / "again")

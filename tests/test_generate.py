@@ -13,11 +13,12 @@ import pytest
 from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_mlp
 
 import zoo
-from zoo import blocks, mlp, precision, rnn, sharding
-from zoo.generate import Sampling, sample
-from zoo.monitor import CompileCounter
-from zoo.recurrence import CELLS
-from zoo.transformer import Transformer
+from zoo import mlp, rnn, sharding
+from zoo.decoding.sampling import Sampling, sample
+from zoo.nn import precision
+from zoo.rnn.cells import CELLS
+from zoo.runs.monitor import CompileCounter
+from zoo.transformer import Transformer, blocks
 
 KEY = jax.random.key(0)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
@@ -130,7 +131,7 @@ def test_on_a_mesh_as_on_one_device(name: str, axes: str):
 
 
 def test_every_process_of_a_mesh_has_all_tokens(monkeypatch: pytest.MonkeyPatch):
-    module = importlib.import_module("zoo.generate")  # `zoo.generate` is the function
+    module = importlib.import_module("zoo.decoding.sampling")  # `zoo.generate` is the function
     advance, found = module._advance, []
     monkeypatch.setattr(module, "_advance", lambda *a: found.append(advance(*a)) or found[-1])
     model, mesh = decoder("rotary"), zoo.make_mesh("data=2,tensor=2")

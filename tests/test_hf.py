@@ -16,7 +16,7 @@ import safetensors.numpy
 
 import zoo
 from zoo import bert
-from zoo.tokenizer import load_tokenizer
+from zoo.data.tokenizer import load_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())

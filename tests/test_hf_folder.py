@@ -24,7 +24,7 @@ from test_hf import CASES, GOLDEN, tensors
 
 import zoo
 from zoo import hf, sharding, transformer
-from zoo.tensors import PublishError
+from zoo.publishing.tensors import PublishError
 
 
 @pytest.fixture
@@ -523,7 +523,7 @@ HUB = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
-from zoo.tensors import PublishError
+from zoo.publishing.tensors import PublishError
 for name in sys.argv[2:]:
     try:
         print("loaded", type(zoo.load(name)).__name__)

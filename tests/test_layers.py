@@ -11,7 +11,7 @@ import pytest
 from helpers import value_and_gradients
 from jaxtyping import Array
 
-from zoo import layers
+from zoo.nn import layers
 
 KEY = jax.random.key(0)
 X = 3 * jax.random.normal(KEY, (2, 5, 8)) + 1

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses
-from zoo.compiled import CompiledStep
-from zoo.corpus import Corpus
-from zoo.metrics import read_metrics
-from zoo.monitor import CompileCounter
-from zoo.run import Config, RunError
+from zoo.data.corpus import Corpus
+from zoo.runs.metrics import read_metrics
+from zoo.runs.monitor import CompileCounter
+from zoo.runs.run import Config, RunError
+from zoo.training.compiled import CompiledStep
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
 
@@ -26,7 +26,7 @@ VOCAB, SEPARATOR, POISON = 16, 0, 15
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Drawing would take most of the time of these runs."""
-    monkeypatch.setattr(zoo.loop, "plot_curves", lambda *paths: None)
+    monkeypatch.setattr(zoo.runs.loop, "plot_curves", lambda *paths: None)
 
 
 class Bigram(eqx.Module):
@@ -343,7 +343,7 @@ def fit_judged(config):
 
 def interrupt_at(monkeypatch, interrupt, evaluation):
     """`interrupt()` in the third batch of that evaluation; returns the batches of each."""
-    load, batches = zoo.evaluation.load, []
+    load, batches = zoo.runs.evaluation.load, []
 
     def interrupting(plan, *arguments, **options):
         if plan is HELD_OUT:
@@ -355,7 +355,7 @@ def interrupt_at(monkeypatch, interrupt, evaluation):
                     interrupt()
             yield k, batch
 
-    monkeypatch.setattr(zoo.evaluation, "load", interrupting)
+    monkeypatch.setattr(zoo.runs.evaluation, "load", interrupting)
     return batches
 
 
@@ -445,13 +445,13 @@ def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
     plan = zoo.BucketPlan(plan.corpus, SEPARATOR, (8, 16, 32), 4)
     assert len(plan.buckets) == 3
     assert {plan.bucket(k) for k in range(200)} == {8, 16, 32}
-    counter, load = CompileCounter(), zoo.loop.load
+    counter, load = CompileCounter(), zoo.runs.loop.load
 
     def counting(*arguments, **options):
         with counter:
             yield from load(*arguments, **options)
 
-    monkeypatch.setattr(zoo.loop, "load", counting)
+    monkeypatch.setattr(zoo.runs.loop, "load", counting)
     run = config(tmp_path, steps=200, checkpoint_every=50, eval_every=50)
     fit(run, plan, schedule=optax.cosine_decay_schedule(1e-2, 200))
     assert counter.compiles == 0
@@ -511,7 +511,7 @@ def test_no_thread_is_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(zoo.metrics.MetricsLog, "close"), (zoo.loop, "plot_curves")]
+    ("owner", "name"), [(zoo.runs.metrics.MetricsLog, "close"), (zoo.runs.loop, "plot_curves")]
 )
 def test_what_ends_a_run_is_what_is_raised(owner, name, tmp_path, monkeypatch):
     """On a full disk each file that is written at the end fails as well."""

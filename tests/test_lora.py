@@ -20,10 +20,12 @@ from helpers import (
 )
 
 import zoo
-from zoo import checksums, lora, losses, mlp, precision, sharding
-from zoo.axes import keystr, logical_axes
-from zoo.finetuning import frozen
-from zoo.tensors import PublishError
+from zoo import lora, losses, mlp, sharding
+from zoo.base import checksums
+from zoo.nn import precision
+from zoo.publishing.tensors import PublishError
+from zoo.sharding.axes import keystr, logical_axes
+from zoo.tasks.finetuning import frozen
 
 CONFIG = lora.Config(rank=4, alpha=8.0)
 KEY = jax.random.key(0)
@@ -208,7 +210,7 @@ def saved(tmp_path):
     model = drawn_transformer()
     zoo.save(tmp_path / "base", model)
     adapted = drawn(model)
-    lora.save(tmp_path / "adapters", adapted, base=tmp_path / "base")
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=tmp_path / "base")
     return tmp_path, adapted
 
 
@@ -218,8 +220,8 @@ def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
     assert size("adapters") < size("base") / 2
     for model in (
         zoo.load(folder / "adapters"),
-        lora.load(folder / "adapters"),
-        lora.load(folder / "adapters", zoo.load(folder / "base")),
+        zoo.load(folder / "adapters"),
+        zoo.load_adapters(folder / "adapters", zoo.load(folder / "base")),
     ):
         assert arrays(model).keys() == arrays(adapted).keys()
         for name, array in arrays(adapted).items():
@@ -235,15 +237,15 @@ def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
 def test_adapters_that_do_not_fit_are_refused(saved):
     folder, adapted = saved
     with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
-        lora.load(folder / "adapters", adapted)
+        zoo.load_adapters(folder / "adapters", adapted)
     with pytest.raises(PublishError, match=r"of a zoo.transformer.Transformer, not of a zoo.rnn"):
-        lora.load(folder / "adapters", make_rnn(0.0)(KEY))
+        zoo.load_adapters(folder / "adapters", make_rnn(0.0)(KEY))
     with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
-        lora.load(folder / "adapters", drawn_transformer(d_ff=128))
+        zoo.load_adapters(folder / "adapters", drawn_transformer(d_ff=128))
     with pytest.raises(PublishError, match="holds no adapters"):
-        lora.load(folder / "base")
+        zoo.load_adapters(folder / "base", drawn_transformer())
     with pytest.raises(ValueError, match="no adapters to save"):
-        lora.save(folder / "other", zoo.load(folder / "base"), base="base")
+        zoo.save_adapters(folder / "other", zoo.load(folder / "base"), base="base")
     data = bytearray((folder / "adapters" / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "adapters" / "model.safetensors").write_bytes(data)
@@ -262,9 +264,9 @@ def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
 
     model = drawn(drawn_transformer())
     with pytest.raises(PublishError, match=r"attention\.wk\.scale: 2\.0 here, 7\.0 by"):
-        lora.save(tmp_path / "a", other_scale(model), base="base")
+        zoo.save_adapters(tmp_path / "a", other_scale(model), base="base")
     with pytest.raises(PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP"):
-        lora.save(tmp_path / "a", with_loud_mlp(model), base="base")
+        zoo.save_adapters(tmp_path / "a", with_loud_mlp(model), base="base")
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,10 @@ import pytest
 
 import zoo
 from zoo import __main__ as main
-from zoo import mlp, publish
+from zoo import mlp
+from zoo.publishing import shelf as the_shelf
+from zoo.publishing.folder import WEIGHTS
+from zoo.publishing.tensors import PublishError
 
 
 @pytest.fixture
@@ -14,7 +17,7 @@ def shelf(tmp_path, monkeypatch):
     config = mlp.Config(in_size=4, out_size=2, hidden_size=8)
     card = "Tells irises from roses.\n\nMore of it."
     zoo.save(tmp_path / "flowers", mlp.MLP(config, key=jax.random.key(0)), card=card)
-    monkeypatch.setattr(publish, "_shelf", lambda: tmp_path)
+    monkeypatch.setattr(the_shelf, "_shelf", lambda: tmp_path)
     return tmp_path
 
 
@@ -39,9 +42,9 @@ def test_a_description_has_the_card_the_sizes_and_each_parameter(shelf, capsys, 
 def test_damage_is_found_and_named(shelf, capsys):
     main.verify()
     assert "flowers: 2 files are as they were written" in capsys.readouterr().out
-    weights = shelf / "flowers" / publish.WEIGHTS
+    weights = shelf / "flowers" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(publish.PublishError, match="damaged: flowers"):
+    with pytest.raises(PublishError, match="damaged: flowers"):
         main.verify(("flowers",))
     assert "model.safetensors is damaged" in capsys.readouterr().out
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from zoo import files, metrics
+from zoo.base import files
+from zoo.runs import metrics
 
 
 def write_run(path: Path, steps: range, *, resume_step: int = 0) -> None:

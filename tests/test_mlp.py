@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from zoo import losses, mlp, sharding
-from zoo.axes import is_matrix, keystr, logical_axes
-from zoo.train import make_eval_step
+from zoo.sharding.axes import is_matrix, keystr, logical_axes
+from zoo.training.step import make_eval_step
 
 KEY = jax.random.key(0)
 

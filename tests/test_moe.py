@@ -19,8 +19,9 @@ from helpers import (
 )
 
 import zoo
-from zoo import losses, moe, optimizers, sharding
-from zoo.axes import is_matrix
+from zoo import losses, optimizers, sharding
+from zoo.sharding.axes import is_matrix
+from zoo.transformer import moe
 
 EXPERTS, CHOICES = 8, 3
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "d_ff": 12}

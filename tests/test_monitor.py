@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from zoo import monitor
+from zoo.runs import monitor
 
 
 class Clock:
@@ -93,7 +93,7 @@ def test_on_a_terminal_progress_is_one_line_of_any_width(width: int):
 
 def test_progress_in_a_real_terminal_stays_in_one_line():
     program = (
-        "from zoo.monitor import ProgressBar\n"
+        "from zoo.runs.monitor import ProgressBar\n"
         "with ProgressBar(300, label='train') as bar:\n"
         "    for step in range(1, 301):\n"
         "        bar.update(step, loss=2.0, tokens_per_second=123456.0, mfu=0.3)\n"

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import mlp, optimizers, train
-from zoo.axes import is_parameter
-from zoo.optimizers import Config, make_optimizer, make_schedule
+from zoo import mlp, optimizers
+from zoo.sharding.axes import is_parameter
+from zoo.training import step as train
+from zoo.training.optimizers import Config, make_optimizer, make_schedule
 
 NAMES = ["adam", "adamw", "lion", "adafactor", "muon"]
 KEY = jax.random.key(0)

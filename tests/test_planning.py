@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from zoo import losses, optimizers, remat, run, sharding, transformer
-from zoo.axes import ShardingError, is_parameter
+from zoo import losses, optimizers, sharding, transformer
+from zoo.nn import remat
 from zoo.planning import (
     chips,
     collectives,
@@ -28,9 +28,11 @@ from zoo.planning import (
     suggestions,
     targets,
 )
-from zoo.planning import run as planning_run
 from zoo.planning.job import Job, Memory, make_plan, wanted_bytes
-from zoo.train import abstract_state, init_state, make_train_step
+from zoo.runs import planned as planning_run
+from zoo.runs import run
+from zoo.sharding.axes import ShardingError, is_parameter
+from zoo.training.step import abstract_state, init_state, make_train_step
 
 TEXTS = Path(__file__).parent / "golden" / "hlo"
 MiB = 2**20

@@ -11,8 +11,8 @@ import pytest
 from helpers import equations, value_and_gradients
 from jaxtyping import Array
 
-from zoo import precision
-from zoo.precision import LossScale, matmul
+from zoo.nn import precision
+from zoo.nn.precision import LossScale, matmul
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:

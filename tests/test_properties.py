@@ -22,9 +22,9 @@ import zoo
 from benchmarks.soak import restores
 from benchmarks.soak.damage import KINDS, hurt
 from zoo import losses, mlp, rnn, sharding, transformer
-from zoo.checkpoint import Checkpointer
-from zoo.corpus import Corpus
-from zoo.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.data.corpus import Corpus
+from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.runs.checkpoint import Checkpointer
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:

@@ -3,8 +3,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import sys
-import types
 from pathlib import Path
 
 import equinox as eqx
@@ -16,12 +14,14 @@ import safetensors.numpy
 from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float, Int
 
-from zoo import bert, lora, mlp, publish, rnn, sharding, tensors, transformer
-from zoo.checkpoint import Checkpointer
-from zoo.classifier import Classifier
-from zoo.ensemble import Ensemble
+from zoo import bert, lora, mlp, rnn, sharding, transformer
+from zoo.publishing import families, tensors
+from zoo.publishing import shelf as the_shelf
+from zoo.publishing.tensors import PublishError, Tensor, write_file
+from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding import make_mesh
-from zoo.tensors import Tensor, write_file
+from zoo.wrappers.classifier import Classifier
+from zoo.wrappers.ensemble import Ensemble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,8 @@ class Net(eqx.Module):
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch, tmp_path):
-    module = types.ModuleType("zoo_test_family")
-    module.Config, module.Net = Config, Net
-    monkeypatch.setitem(sys.modules, "zoo_test_family", module)
-    monkeypatch.setattr(Net, "__module__", "zoo_test_family")
-    monkeypatch.setattr(publish, "FAMILIES", ("zoo_test_family.Net",))
-    monkeypatch.setattr(publish, "_shelf", lambda: tmp_path / "shelf")
+    monkeypatch.setitem(families.FAMILIES, "net", families.Family(Net, Config))
+    monkeypatch.setattr(the_shelf, "_shelf", lambda: tmp_path / "shelf")
 
 
 def net(**fields) -> Net:
@@ -95,12 +91,12 @@ class Tokenizer:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     folder = tmp_path / "net"
-    publish.save(folder, net(), tokenizer=Tokenizer(), card="A net. ✓", metrics={"loss": 0.5})
+    zoo.save(folder, net(), tokenizer=Tokenizer(), card="A net. ✓", metrics={"loss": 0.5})
     return folder
 
 
 def test_round_trip(folder):
-    model = publish.load(folder)
+    model = zoo.load(folder)
     assert_same(model, net())
     assert model.config == Config()
     assert {path.name for path in folder.iterdir()} == {
@@ -122,19 +118,19 @@ def test_round_trip(folder):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_saved_in_the_dtype_it_has_and_cast_on_request(tmp_path, dtype):
     small = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, net())
-    publish.save(tmp_path / "small", small)
-    assert_same(publish.load(tmp_path / "small"), small)
-    publish.save(tmp_path / "full", net())
-    assert_same(publish.load(tmp_path / "full", dtype=dtype), small)
-    assert publish.load(tmp_path / "full", dtype="bfloat16").counts.dtype == jnp.int32
+    zoo.save(tmp_path / "small", small)
+    assert_same(zoo.load(tmp_path / "small"), small)
+    zoo.save(tmp_path / "full", net())
+    assert_same(zoo.load(tmp_path / "full", dtype=dtype), small)
+    assert zoo.load(tmp_path / "full", dtype="bfloat16").counts.dtype == jnp.int32
 
 
 def test_a_dtype_has_the_zoos_name_or_its_own(folder):
     for name, dtype in (("bf16", jnp.bfloat16), ("fp16", jnp.float16), ("float32", jnp.float32)):
-        assert publish.load(folder, dtype=name).scale.dtype == dtype
+        assert zoo.load(folder, dtype=name).scale.dtype == dtype
     for dtype in ("int8", jnp.int32, "bf17", "half precision"):
-        with pytest.raises(publish.PublishError, match=r"dtype=.*choose one of .*'bf16', 'fp16'"):
-            publish.load(folder, dtype=dtype)
+        with pytest.raises(PublishError, match=r"dtype=.*choose one of .*'bf16', 'fp16'"):
+            zoo.load(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2", "fsdp=8"])
@@ -147,7 +143,7 @@ def test_sharded_save_and_load_read_only_the_slices(folder, tmp_path, spec, monk
         return make(shape, where, lambda index: read.append(part := callback(index)) or part)
 
     monkeypatch.setattr(jax, "make_array_from_callback", spy)
-    model = publish.load(folder, mesh=mesh)
+    model = zoo.load(folder, mesh=mesh)
     assert_same(model, net())
     wanted = sharding.shardings(model, mesh)
     w, where = model.blocks[0].w, wanted.blocks[0].w
@@ -155,7 +151,7 @@ def test_sharded_save_and_load_read_only_the_slices(folder, tmp_path, spec, monk
     assert not where.is_fully_replicated
     matrices = [part.size for part in read if part.ndim == 2]
     assert set(matrices) == {int(np.prod(where.shard_shape(w.shape)))}
-    publish.save(tmp_path / "again", model)
+    zoo.save(tmp_path / "again", model)
     same = lambda name: (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert same("model.safetensors")
 
@@ -168,8 +164,8 @@ def test_arrays_in_any_memory_order_are_written_right(tmp_path):
     )
     w = jax.device_put(model.blocks[0].w, column_major)
     assert not np.asarray(w).flags.c_contiguous
-    publish.save(tmp_path / "net", eqx.tree_at(lambda m: m.blocks[0].w, model, w))
-    assert_same(publish.load(tmp_path / "net"), model)
+    zoo.save(tmp_path / "net", eqx.tree_at(lambda m: m.blocks[0].w, model, w))
+    assert_same(zoo.load(tmp_path / "net"), model)
 
 
 def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch):
@@ -184,11 +180,11 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch):
         }
         write_file(tmp_path / "pieces", pieces, metadata)
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "at once").read_bytes()
-    with pytest.raises(publish.PublishError, match="x is of type int4"):
+    with pytest.raises(PublishError, match="x is of type int4"):
         write_file(tmp_path / "pieces", {"x": Tensor((), jnp.dtype("int4"), lambda: iter(()))})
     monkeypatch.undo()
-    published = publish.find("mlp-digits")
-    publish.save(tmp_path / "again", publish.load(published))
+    published = the_shelf.find("mlp-digits")
+    zoo.save(tmp_path / "again", zoo.load(published))
     again = (tmp_path / "again" / "model.safetensors").read_bytes()
     assert again == (published / "model.safetensors").read_bytes()
 
@@ -200,7 +196,7 @@ def test_one_layer_at_a_time_is_written(tmp_path, monkeypatch, mesh):
     model = drawn_transformer(num_layers=4, d_ff=96)
     if mesh is not None:
         model = jax.device_put(model, sharding.shardings(model, make_mesh(mesh)))
-    publish.save(tmp_path / "model", model)
+    zoo.save(tmp_path / "model", model)
     layers = jax.tree.map(lambda x: x[0], model.blocks)
     largest = max(x.nbytes for x in [*jax.tree.leaves(layers), model.embedding.weight])
     assert fetched.largest == largest
@@ -213,24 +209,24 @@ def test_one_layer_at_a_time_is_written(tmp_path, monkeypatch, mesh):
 
 
 def test_saving_again_replaces_and_spares_other_folders(folder, tmp_path):
-    publish.save(folder, net(embed=4))
-    assert publish.load(folder).config.embed == 4
+    zoo.save(folder, net(embed=4))
+    assert zoo.load(folder).config.embed == 4
     assert not (folder / "metrics.json").exists()
     assert not list(tmp_path.glob(".*"))
     (tmp_path / "thesis").mkdir()
-    publish.save(tmp_path / "thesis", net())  # an empty folder is free
+    zoo.save(tmp_path / "thesis", net())  # an empty folder is free
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(publish.PublishError, match=r"thesis\.tex\. Move"):
-        publish.save(tmp_path / "other", net())
+    with pytest.raises(PublishError, match=r"thesis\.tex\. Move"):
+        zoo.save(tmp_path / "other", net())
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").touch()
-    with pytest.raises(publish.PublishError, match=r"notes/mine\.txt"):
-        publish.save(folder, net())
+    with pytest.raises(PublishError, match=r"notes/mine\.txt"):
+        zoo.save(folder, net())
     assert (folder / "notes" / "mine.txt").exists()
     assert (tmp_path / "other" / "thesis.tex").exists()
-    with pytest.raises(publish.PublishError, match="is a file"):
-        publish.save(tmp_path / "other" / "thesis.tex", net())
+    with pytest.raises(PublishError, match="is a file"):
+        zoo.save(tmp_path / "other" / "thesis.tex", net())
 
 
 def test_a_save_that_fails_leaves_the_old_model(folder):
@@ -239,8 +235,8 @@ def test_a_save_that_fails_leaves_the_old_model(folder):
             raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        publish.save(folder, net(embed=4), tokenizer=Broken())
-    assert_same(publish.load(folder), net())
+        zoo.save(folder, net(embed=4), tokenizer=Broken())
+    assert_same(zoo.load(folder), net())
     assert not list(folder.parent.glob(".*"))
 
 
@@ -256,18 +252,18 @@ def test_damage_names_the_file(folder, name):
         (folder / name).unlink()
         if damaged is not None:
             (folder / name).write_bytes(damaged)
-        with pytest.raises(publish.PublishError, match=name):
-            publish.load(folder)
+        with pytest.raises(PublishError, match=name):
+            zoo.load(folder)
         (folder / name).write_bytes(content)
     (folder / "README.md").write_text("A card edited by hand.")
-    assert_same(publish.load(folder), net())
+    assert_same(zoo.load(folder), net())
 
 
 def rewrite(folder: Path, **changes) -> None:
     """Changes config.json and seals the folder again, as one of another version would be."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    publish.checksums.write(folder)
+    checksums.write(folder)
 
 
 def test_tensors_that_do_not_fit_are_named(folder):
@@ -276,8 +272,8 @@ def test_tensors_that_do_not_fit_are_named(folder):
     stored["blocks.1.b"] = stored["blocks.1.b"][:3]
     safetensors.numpy.save_file(stored, folder / "model.safetensors")
     rewrite(folder)
-    with pytest.raises(publish.PublishError) as error:
-        publish.load(folder)
+    with pytest.raises(PublishError) as error:
+        zoo.load(folder)
     assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
         "blocks.0.extra: (16,) here, none by the configuration",
         "blocks.1.b: (3,) here, (8,) by the configuration",
@@ -296,23 +292,23 @@ def test_tensors_that_do_not_fit_are_named(folder):
 )
 def test_configurations_that_are_not_ours_are_refused(folder, changes, message):
     rewrite(folder, **changes)
-    with pytest.raises(publish.PublishError, match=message):
-        publish.load(folder)
+    with pytest.raises(PublishError, match=message):
+        zoo.load(folder)
 
 
 def test_a_field_that_is_newer_than_the_folder_takes_its_default(folder):
     rewrite(folder, config={"embed": 16})
-    assert publish.load(folder).config == Config()
+    assert zoo.load(folder).config == Config()
 
 
 def test_what_load_could_not_make_again_is_not_saved(tmp_path):
     wide = eqx.tree_at(lambda m: m.blocks[0].w, net(), jnp.ones((16, 9)))
-    with pytest.raises(publish.PublishError, match=r"blocks\.0\.w: \(16, 9\) here"):
-        publish.save(tmp_path / "net", wide)
-    with pytest.raises(publish.PublishError, match=r"Config\.kind"):
-        publish.save(tmp_path / "net", net(kind=jnp.float32))
-    with pytest.raises(publish.PublishError, match="no family of the zoo"):
-        publish.save(tmp_path / "net", eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    with pytest.raises(PublishError, match=r"blocks\.0\.w: \(16, 9\) here"):
+        zoo.save(tmp_path / "net", wide)
+    with pytest.raises(PublishError, match=r"Config\.kind"):
+        zoo.save(tmp_path / "net", net(kind=jnp.float32))
+    with pytest.raises(PublishError, match="no family of the zoo"):
+        zoo.save(tmp_path / "net", eqx.nn.Linear(2, 2, key=jax.random.key(0)))
     assert not list(tmp_path.iterdir())
 
 
@@ -372,8 +368,8 @@ def test_another_model_than_the_configuration_makes_is_not_saved(
 ):
     """Loaded again, it would be the plain one, with other outputs."""
     monkeypatch.undo()
-    with pytest.raises(publish.PublishError, match=message):
-        publish.save(tmp_path / "model", make())
+    with pytest.raises(PublishError, match=message):
+        zoo.save(tmp_path / "model", make())
     assert not list(tmp_path.iterdir())
 
 
@@ -381,8 +377,8 @@ def test_how_a_model_runs_is_part_of_its_configuration(tmp_path, monkeypatch):
     monkeypatch.undo()
     options = {"num_experts": 2, "mlp": "geglu", "remat": "full", "attention": "xla"}
     model = drawn_transformer(num_layers=1, scan_layers=False, dropout=0.1, **options)
-    publish.save(tmp_path / "model", model)
-    assert_same(publish.load(tmp_path / "model"), model)
+    zoo.save(tmp_path / "model", model)
+    assert_same(zoo.load(tmp_path / "model"), model)
 
 
 def classifier() -> Classifier:
@@ -427,7 +423,7 @@ DAMAGE = {
 def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monkeypatch, make):
     """Every field damaged in every way: it is taken as it says, or is a PublishError."""
     monkeypatch.undo()
-    publish.save(tmp_path / "model", make())
+    zoo.save(tmp_path / "model", make())
     path = tmp_path / "model" / "config.json"
     good = json.loads(path.read_text())
     wanted, refused, loaded = arrays(make()), 0, 0
@@ -442,15 +438,15 @@ def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monke
             text = json.dumps(good).replace('"DEEP"', "[" * 10_000 + "]" * 10_000)
             parent[name] = original
             path.write_text(text)
-            publish.checksums.write(path.parent, skip=("README.md",))
+            checksums.write(path.parent, skip=("README.md",))
             try:
-                model = publish.load(path.parent)
-            except publish.PublishError:
+                model = zoo.load(path.parent)
+            except PublishError:
                 refused += 1
                 continue
             loaded += 1
             assert arrays(model).keys() == wanted.keys()
-            config = publish._one(model).config
+            config = families.body_of(model).config
             if parent is not good and value is not ... and name in good["config"]:
                 assert getattr(config, name) == (tuple(value) if value == [] else value)
     assert refused > 8 * len(places)
@@ -474,47 +470,47 @@ def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monke
 )
 def test_the_malformed_field_is_named(tmp_path, monkeypatch, changes, message):
     monkeypatch.undo()
-    publish.save(tmp_path / "model", classifier())
+    zoo.save(tmp_path / "model", classifier())
     path = tmp_path / "model" / "config.json"
     values = json.loads(path.read_text())
     for name, value in changes.items():
         (values if name in values else values["config"])[name] = value
     path.write_text(json.dumps({name: x for name, x in values.items() if x is not ...}))
-    publish.checksums.write(path.parent)
-    with pytest.raises(publish.PublishError, match=message):
-        publish.load(path.parent)
+    checksums.write(path.parent)
+    with pytest.raises(PublishError, match=message):
+        zoo.load(path.parent)
 
 
 def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):
-    assert publish.published() == {}
-    with pytest.raises(publish.PublishError, match="shelf, which has: nothing"):
-        publish.load("tiny")
+    assert zoo.published() == {}
+    with pytest.raises(PublishError, match="shelf, which has: nothing"):
+        zoo.load("tiny")
     shutil.copytree(folder, tmp_path / "shelf" / "tiny")
-    card = publish.published()["tiny"]
+    card = zoo.published()["tiny"]
     assert (card.name, card.num_parameters, card.metrics["loss"]) == ("tiny", 281, 0.5)
     measured = {name: file["sha256"] for name, file in card.metrics["files"].items()}
     assert measured == {
         name: hashlib.sha256((card.folder / name).read_bytes()).hexdigest()
         for name in ("config.json", "model.safetensors", "tokenizer.json")
     }
-    assert card.family == "zoo_test_family.Net"
+    assert card.family == "net"
     assert "A net. ✓" in card.text
-    assert_same(publish.load("tiny"), net())
-    with pytest.raises(publish.PublishError, match="shelf, which has: tiny"):
-        publish.load("tinny")
+    assert_same(zoo.load("tiny"), net())
+    with pytest.raises(PublishError, match="shelf, which has: tiny"):
+        zoo.load("tinny")
     monkeypatch.chdir(tmp_path)
-    publish.save("tiny", net(embed=4))
-    assert publish.load("tiny").config.embed == 4  # a folder comes first
+    zoo.save("tiny", net(embed=4))
+    assert zoo.load("tiny").config.embed == 4  # a folder comes first
 
 
 def test_other_folders_are_named_as_such(tmp_path):
-    with pytest.raises(publish.PublishError, match="not a model of the zoo: it has no config"):
-        publish.load(tmp_path)
+    with pytest.raises(PublishError, match="not a model of the zoo: it has no config"):
+        zoo.load(tmp_path)
     checkpointer = Checkpointer(tmp_path / "run")
     checkpointer.save(1, {"w": jnp.ones(3)}, {})
     checkpointer.close()
-    with pytest.raises(publish.PublishError, match="not a model of the zoo: it has no config"):
-        publish.load(tmp_path / "run" / "1")
+    with pytest.raises(PublishError, match="not a model of the zoo: it has no config"):
+        zoo.load(tmp_path / "run" / "1")
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"])
@@ -522,8 +518,8 @@ def test_a_transformer(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
     config = transformer.Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2)
     model = transformer.Transformer(config, key=jax.random.key(1))
-    publish.save(tmp_path / "model", model)
-    loaded = publish.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
+    zoo.save(tmp_path / "model", model)
+    loaded = zoo.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
     assert_same(loaded, model)
     tokens = jnp.arange(8, dtype=jnp.int32).reshape(1, 8)
     np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)
@@ -534,8 +530,8 @@ def test_an_ensemble(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
     config = mlp.Config(in_size=4, out_size=2, hidden_size=8)
     model = Ensemble(lambda key: mlp.MLP(config, key=key), 4, key=jax.random.key(1))
-    publish.save(tmp_path / "model", model)
-    loaded = publish.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
+    zoo.save(tmp_path / "model", model)
+    loaded = zoo.load(tmp_path / "model", mesh=mesh and make_mesh(mesh))
     assert_same(loaded, model)
     assert loaded.num_members == 4
     assert loaded.members.config == config
@@ -543,4 +539,4 @@ def test_an_ensemble(tmp_path, monkeypatch, mesh):
 
 def test_the_shelf_of_this_checkout(monkeypatch):
     monkeypatch.undo()
-    assert publish._shelf() == Path(publish.__file__).parents[1] / "models"
+    assert the_shelf._shelf() == Path(zoo.__file__).parents[1] / "models"

@@ -18,12 +18,13 @@ from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
 from recipes import finetune, generate, lm
-from zoo import bert, language, loop, rnn, sharding, transformer
-from zoo.compiled import CompiledStep
-from zoo.precision import native_precision
-from zoo.run import RunError, as_json
-from zoo.tensors import PublishError
-from zoo.tokenizer import ByteTokenizer
+from zoo import bert, language, rnn, sharding, transformer
+from zoo.data.tokenizer import ByteTokenizer
+from zoo.nn.precision import native_precision
+from zoo.publishing.tensors import PublishError
+from zoo.runs import loop
+from zoo.runs.run import RunError, as_json
+from zoo.training.compiled import CompiledStep
 
 __all__ = ["shared"]
 

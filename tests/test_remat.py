@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from helpers import assert_trees_close, drawn_transformer, equations, token_batch
 
-from zoo import losses, remat
+from zoo import losses
+from zoo.nn import remat
 
 
 class Outcome(NamedTuple):

@@ -10,9 +10,11 @@ import pytest
 from helpers import equations
 from jax.test_util import check_grads
 
-from zoo import cudnn, losses, recurrence, rnn, sharding
-from zoo.axes import keystr
-from zoo.recurrence import CELLS
+from zoo import losses, rnn, sharding
+from zoo.rnn import cells as recurrence
+from zoo.rnn import cudnn
+from zoo.rnn.cells import CELLS
+from zoo.sharding.axes import keystr
 
 KEY = jax.random.key(0)
 VOCAB = 16

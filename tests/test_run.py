@@ -14,10 +14,11 @@ import pytest
 
 import zoo
 from recipes import lm
-from zoo import checksums, files, sharding
-from zoo.checkpoint import Checkpointer
-from zoo.precision import native_precision
-from zoo.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
+from zoo import sharding
+from zoo.base import checksums, files
+from zoo.nn.precision import native_precision
+from zoo.runs.checkpoint import Checkpointer
+from zoo.runs.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ def test_what_may_differ_may(tmp_path):
 
 
 def test_a_run_never_changes_the_precision_that_it_chose(tmp_path, monkeypatch):
-    monkeypatch.setattr(zoo.run, "native_precision", lambda: "bf16")
+    monkeypatch.setattr(zoo.runs.run, "native_precision", lambda: "bf16")
     begin(config(tmp_path))
-    monkeypatch.setattr(zoo.run, "native_precision", lambda: "fp32")
+    monkeypatch.setattr(zoo.runs.run, "native_precision", lambda: "fp32")
     with pytest.raises(RunError, match="precision: was 'bf16', is 'fp32'"), Run(config(tmp_path)):
         pass
     with Run(config(tmp_path, precision="bf16")) as run:

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import sharding, train, transformer
-from zoo.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo import sharding, transformer
 from zoo.sharding import make_mesh
+from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo.training import step as train
 
 CUBE = "data=2,fsdp=2,tensor=2"
 

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo import checksums, tabular
+from zoo import tabular
 from zoo.__main__ import folder_bytes
-from zoo.tokenizer import load_tokenizer
+from zoo.base import checksums
+from zoo.data.tokenizer import load_tokenizer
 
 CARDS = zoo.published()
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.soak import lives, restores, runs
 from benchmarks.soak.damage import KINDS, hurt, same
-from zoo import checksums
+from zoo.base import checksums
 
 
 @pytest.fixture(scope="module")

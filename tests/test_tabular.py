@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zoo import tabular
-from zoo.documents import unit_hash
+from zoo.data.documents import unit_hash
 
 
 def write(tmp_path, text):

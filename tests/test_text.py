@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from zoo import text
-from zoo.token_plans import BucketPlan, PackedPlan
-from zoo.tokenizer import ByteTokenizer
+from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.tokenizer import ByteTokenizer
 
 WORDS = ("north", "east", "south", "west")
 

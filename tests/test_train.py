@@ -26,11 +26,12 @@ from helpers import (
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import losses, sharding, train
-from zoo.axes import keystr
-from zoo.compiled import CompiledStep
-from zoo.monitor import CompileCounter
-from zoo.precision import LossScale
+from zoo import losses, sharding
+from zoo.nn.precision import LossScale
+from zoo.runs.monitor import CompileCounter
+from zoo.sharding.axes import keystr
+from zoo.training import step as train
+from zoo.training.compiled import CompiledStep
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 KEY = jax.random.key(0)

@@ -1,39 +1,76 @@
-"""A model zoo of sharded reference models in Equinox and JAX."""
+"""A model zoo of sharded reference models in Equinox and JAX.
 
-from zoo import bert as bert
-from zoo import classification as classification
-from zoo import ensemble as ensemble
-from zoo import finetuning as finetuning
-from zoo import hf as hf
-from zoo import language as language
-from zoo import lora as lora
-from zoo import losses as losses
-from zoo import mlp as mlp
-from zoo import optimizers as optimizers
-from zoo import rnn as rnn
-from zoo import sharding as sharding
-from zoo import tabular as tabular
-from zoo import text as text
-from zoo import tokenizer as tokenizer
-from zoo import transformer as transformer
-from zoo.beam_search import beam_search as beam_search
-from zoo.classifier import Classifier as Classifier
-from zoo.compiled import RecompilationError as RecompilationError
-from zoo.evaluation import evaluator as evaluator
-from zoo.generate import generate as generate
-from zoo.generate import stream as stream
-from zoo.loop import fit as fit
-from zoo.plans import ArrayPlan as ArrayPlan
-from zoo.publish import load as load
-from zoo.publish import published as published
-from zoo.publish import save as save
-from zoo.run import Run as Run
-from zoo.sharding import make_mesh as make_mesh
-from zoo.token_plans import BucketPlan as BucketPlan
-from zoo.token_plans import LabelledPlan as LabelledPlan
-from zoo.token_plans import PackedPlan as PackedPlan
-from zoo.tokenizer import Tokenizer as Tokenizer
-from zoo.train import TrainState as TrainState
-from zoo.train import init_state as init_state
-from zoo.train import make_eval_step as make_eval_step
-from zoo.train import make_train_step as make_train_step
+Each name is imported at its first use: `from zoo import transformer` loads JAX and Equinox alone.
+"""
+
+import ast
+import functools
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
+    from zoo import bert as bert
+    from zoo import mlp as mlp
+    from zoo import rnn as rnn
+    from zoo import sharding as sharding
+    from zoo import transformer as transformer
+    from zoo.data import tabular as tabular
+    from zoo.data import text as text
+    from zoo.data import tokenizer as tokenizer
+    from zoo.data.plans import ArrayPlan as ArrayPlan
+    from zoo.data.token_plans import BucketPlan as BucketPlan
+    from zoo.data.token_plans import LabelledPlan as LabelledPlan
+    from zoo.data.token_plans import PackedPlan as PackedPlan
+    from zoo.data.tokenizer import Tokenizer as Tokenizer
+    from zoo.decoding.beam_search import beam_search as beam_search
+    from zoo.decoding.sampling import generate as generate
+    from zoo.decoding.sampling import stream as stream
+    from zoo.publishing import hf as hf
+    from zoo.publishing.adapters import load_adapters as load_adapters
+    from zoo.publishing.adapters import save_adapters as save_adapters
+    from zoo.publishing.models import load as load
+    from zoo.publishing.models import save as save
+    from zoo.publishing.shelf import published as published
+    from zoo.runs.evaluation import evaluator as evaluator
+    from zoo.runs.loop import fit as fit
+    from zoo.runs.run import Run as Run
+    from zoo.sharding import make_mesh as make_mesh
+    from zoo.tasks import classification as classification
+    from zoo.tasks import finetuning as finetuning
+    from zoo.tasks import language as language
+    from zoo.training import losses as losses
+    from zoo.training import optimizers as optimizers
+    from zoo.training.compiled import RecompilationError as RecompilationError
+    from zoo.training.step import TrainState as TrainState
+    from zoo.training.step import init_state as init_state
+    from zoo.training.step import make_eval_step as make_eval_step
+    from zoo.training.step import make_train_step as make_train_step
+    from zoo.wrappers import ensemble as ensemble
+    from zoo.wrappers import lora as lora
+    from zoo.wrappers.classifier import Classifier as Classifier
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """The module that each name is imported from."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {x.name: str(node.module) for node in imports for x in node.names if x.asname}
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _homes().get(name)) is None:
+        raise AttributeError(f"module 'zoo' has no attribute {name!r}")
+    if home == "zoo":
+        return importlib.import_module(f"zoo.{name}")
+    module = importlib.import_module(home)
+    # A name in a room is a module of it, unless the room itself has it.
+    found = getattr(module, name, None)
+    value = importlib.import_module(f"{home}.{name}") if found is None else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _homes().keys())

@@ -8,14 +8,19 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zoo import checksums, publish, sharding
+from zoo import sharding
+from zoo.base import checksums
 from zoo.planning import command as planning
-from zoo.run import cli_errors
+from zoo.publishing.folder import README
+from zoo.publishing.models import load
+from zoo.publishing.shelf import find, published
+from zoo.publishing.tensors import PublishError
+from zoo.runs.run import cli_errors
 
 
 def list_models() -> None:
     """List the published models."""
-    cards = publish.published()
+    cards = published()
     table = Table("name", "family", "parameters", "MB", "what it is", box=None)
     for card in cards.values():
         lines = (line.strip() for line in card.text.splitlines())
@@ -34,9 +39,9 @@ def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
     """
     devices = sharding.make_mesh(mesh)
-    folder = publish.find(model)
-    loaded = publish.load(folder, mesh=devices)
-    readme = folder / publish.README
+    folder = find(model)
+    loaded = load(folder, mesh=devices)
+    readme = folder / README
     if readme.is_file():
         print(readme.read_text(encoding="utf-8"))
     print(loaded.config if hasattr(loaded, "config") else loaded.members.config, end="\n\n")
@@ -50,14 +55,14 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
         models: Names on the shelf or folders; without any, the whole shelf.
     """
     damaged = []
-    for name in models or publish.published():
-        folder = publish.find(name)
+    for name in models or published():
+        folder = find(name)
         problems = checksums.problems(folder)
         files = len(checksums.listed(folder))
         print(f"{name}: " + ("; ".join(problems) or f"{files} files are as they were written"))
         damaged += [name] if problems else []
     if damaged:
-        raise publish.PublishError(f"damaged: {', '.join(damaged)}")
+        raise PublishError(f"damaged: {', '.join(damaged)}")
 
 
 def folder_bytes(folder: Path) -> int:

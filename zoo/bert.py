@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo import attention as attention_module
-from zoo import configuration, transformer_config
-from zoo.blocks import MLP, Attention
-from zoo.configuration import require
-from zoo.layers import Embedding, LayerNorm, Linear, dropout
-from zoo.remat import Policy, scan_layers
+from zoo.base import configuration
+from zoo.base.configuration import require
+from zoo.nn import attention as attention_module
+from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
+from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain, gather
+from zoo.transformer import config as transformer_config
+from zoo.transformer.blocks import MLP, Attention
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo import configuration
-from zoo.layers import (
+from zoo.base import configuration
+from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,
     LayerNorm,
@@ -26,8 +26,8 @@ from zoo.layers import (
     make_norm,
     normal,
 )
-from zoo.precision import matmul
-from zoo.remat import Policy, scan_layers
+from zoo.nn.precision import matmul
+from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain, gather
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.peers import zoo_step
 from benchmarks.peers.transformer import given, zoo_model
 from zoo import losses
-from zoo.attention import attention
-from zoo.precision import exact_products, in_precision
+from zoo.nn.attention import attention
+from zoo.nn.precision import exact_products, in_precision
 
 
 def gradients(shape: dict[str, Any], file: str) -> Any:

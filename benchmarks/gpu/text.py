@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from zoo.corpus import tokenize
-from zoo.documents import standard_library
-from zoo.token_plans import PackedPlan
-from zoo.tokenizer import BPETokenizer
+from zoo.data.corpus import tokenize
+from zoo.data.documents import standard_library
+from zoo.data.token_plans import PackedPlan
+from zoo.data.tokenizer import BPETokenizer
 
 
 def write(vocab_size: int, rows: int, seq_lens: list[int], folder: str, share: float) -> Any:

@@ -13,7 +13,7 @@ import jax
 import tyro
 
 from recipes import lm
-from zoo.run import cli_errors
+from zoo.runs.run import cli_errors
 
 TIMEOUT = 300  # seconds that nothing here takes, however busy the machine
 DEVICES = 4  # virtual ones of every process, so that any mesh can follow any other
@@ -22,7 +22,7 @@ RAISED = "the exception was a"
 _context = multiprocessing.get_context("forkserver")
 # What a run imports late, too.
 _context.set_forkserver_preload(
-    [__name__, "benchmarks.soak.restores", "zoo.planning.run", "matplotlib.backends.backend_agg"]
+    [__name__, "benchmarks.soak.restores", "zoo.runs.planned", "matplotlib.backends.backend_agg"]
 )
 
 

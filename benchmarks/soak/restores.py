@@ -17,7 +17,7 @@ from benchmarks.soak import process, runs
 from benchmarks.soak.damage import KINDS, hurt, same
 from benchmarks.soak.lives import Outcome
 from zoo import sharding
-from zoo.checkpoint import Checkpointer, CheckpointError
+from zoo.runs.checkpoint import Checkpointer, CheckpointError
 
 BATCH = 50  # damages to checkpoints in one process
 SAVED = (10, 20, 30)  # the steps of a damaged folder

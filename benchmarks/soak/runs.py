@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.soak import process
-from zoo.metrics import read_metrics
+from zoo.runs.metrics import read_metrics
 
 STEPS = 30
 SPEEDS = {"tokens_per_second", "mfu"}

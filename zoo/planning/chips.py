@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.monitor import published_peak
+from zoo.runs.monitor import published_peak
 
 GB, GiB = 1e9, 2.0**30
 

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from zoo import losses, optimizers, sharding, transformer
-from zoo.files import local_path
+from zoo import sharding, transformer
+from zoo.base.files import local_path
+from zoo.data.plans import check_batch_size
+from zoo.nn.precision import Precision
+from zoo.nn.remat import Policy
 from zoo.planning import published, report
 from zoo.planning.job import Job, Plan, make_plan
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
-from zoo.plans import check_batch_size
-from zoo.precision import Precision
-from zoo.remat import Policy
+from zoo.training import losses, optimizers
 
 
 @dataclass(frozen=True, kw_only=True)

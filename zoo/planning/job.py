@@ -11,13 +11,14 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from zoo import remat, sharding
-from zoo.axes import is_parameter
+from zoo import sharding
+from zoo.nn import remat
+from zoo.nn.precision import Precision
+from zoo.nn.remat import Policy
 from zoo.planning import collectives, flops, hlo
 from zoo.planning.targets import Target
-from zoo.precision import Precision
-from zoo.remat import Policy
-from zoo.train import LossFunction, Trainable, TrainState, abstract_state, make_train_step
+from zoo.sharding.axes import is_parameter
+from zoo.training.step import LossFunction, Trainable, TrainState, abstract_state, make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Ll
 
 import dataclasses
 
-from zoo.transformer_config import Config
+from zoo.transformer.config import Config
 
 _LLAMA3 = Config(
     vocab_size=128_256,

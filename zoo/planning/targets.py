@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zoo.nn.precision import Precision, native_precision
 from zoo.planning import chips
 from zoo.planning.chips import CHIPS, Chip
-from zoo.precision import Precision, native_precision
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from benchmarks.peers.common import Built, Precision
 from benchmarks.peers.transformer import given
 from benchmarks.peers.transformer.given import Shape
 from zoo import losses, transformer
-from zoo.remat import Policy
+from zoo.nn.remat import Policy
 
 
 def init(config: transformer.Config, shape: Shape, key: Array) -> transformer.Transformer:

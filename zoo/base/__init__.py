@@ -1,0 +1,1 @@
+"""What every room stands on: configurations, files and their checksums."""

@@ -1,0 +1,88 @@
+"""Checksums of a folder: one file in it that names the size and the SHA-256 of the others."""
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from zoo.base import files
+
+NAME = "checksums.json"
+
+
+def write(folder: Path, *, skip: Collection[str] = ()) -> None:
+    """Writes `checksums.json` for every file under `folder` (atomically), but those in `skip`."""
+    listed = of(folder, skip=skip)
+    content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
+    files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
+
+
+def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int | str]]:
+    """The size and the SHA-256 of every file under `folder`, but those in `skip`, by name."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for name, path in found.items()
+        if path.is_file() and name not in (NAME, *skip)
+    }
+
+
+def problems(folder: Path, *, only: str | None = None) -> list[str]:
+    """What is wrong with the files of `folder`, or with `only` one of them, a line each.
+
+    Files beyond the listed are fine.
+    """
+    try:
+        found = _read(folder)
+    except ValueError as error:
+        return [str(error)]
+    if only is not None and only not in found:
+        return [f"{NAME} does not list {only}"]  # that of another folder
+    chosen = found if only is None else {only: found[only]}
+    return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
+
+
+def listed(folder: Path) -> set[str]:
+    """The files of `folder` that its checksums name; none where the list is missing or damaged."""
+    try:
+        return set(_read(folder))
+    except ValueError:
+        return set()
+
+
+def _read(folder: Path) -> dict:
+    try:
+        content = json.loads((folder / NAME).read_bytes())
+        if content["sha256"] == _digest(content["files"]):
+            return content["files"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{NAME} is missing") from None
+    except IsADirectoryError:
+        raise ValueError(f"{NAME} is a folder") from None
+    except (ValueError, LookupError, TypeError):
+        pass  # no JSON, or not of this form: damaged as well
+    raise ValueError(f"{NAME} is damaged")
+
+
+def _problem(folder: Path, name: str, wanted: dict) -> str | None:
+    path = folder / name
+    try:
+        if path.is_dir():
+            return f"{name} is a folder"
+        if (size := path.stat().st_size) != wanted["bytes"]:
+            return f"{name} has {size} bytes instead of {wanted['bytes']}"
+        if _sha256(path) != wanted["sha256"]:
+            return f"{name} is damaged: its SHA-256 is not the one written with it"
+    except (FileNotFoundError, NotADirectoryError):  # or what should be its folder is a file
+        return f"{name} is missing"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(files: dict) -> str:
+    """The checksum of the checksums, so that a damaged list can't pass for a shorter one."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,166 @@
+"""The `Corpus` of token ids that the plans read, and its cache."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer
+
+from zoo.base import checksums
+from zoo.base.files import local_path
+from zoo.data.documents import Document
+from zoo.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Token ids of all documents end to end, without separators.
+
+    `tokens` comes in any integer dtype and is kept in the smallest unsigned one. Document i is
+    `tokens[offsets[i]:offsets[i + 1]]`, or `corpus[i]`. `num_bytes` is the size of the text in
+    UTF-8, for bits per byte. Names are for messages. Where `counts` is given, only tokens that it
+    is True for count in a loss, such as those of completions, and in `num_bytes`.
+
+    Raises:
+        ValueError: there is no token, the offsets do not fit, or a token is outside the vocabulary.
+    """
+
+    tokens: Integer[np.ndarray, "num_tokens"]
+    offsets: Int64[np.ndarray, "num_offsets"]
+    num_bytes: int
+    vocab_size: int
+    names: Sequence[str] | None = None
+    counts: Bool[np.ndarray, "num_tokens"] | None = None
+
+    def __post_init__(self):
+        if len(self.tokens) == 0:
+            raise ValueError("the corpus is empty: it has no tokens")
+        ends = (self.offsets[0], self.offsets[-1])
+        if ends != (0, len(self.tokens)) or np.any(np.diff(self.offsets) < 0):
+            raise ValueError(
+                f"offsets must rise from 0 to {len(self.tokens)}, the number of tokens; they go "
+                f"from {ends[0]} to {ends[1]}"
+            )
+        if self.tokens.max() >= self.vocab_size or self.tokens.min() < 0:
+            wrong = (self.tokens < 0) | (self.tokens >= self.vocab_size)
+            position = int(np.argmax(wrong))
+            document = int(np.searchsorted(self.offsets, position, side="right")) - 1
+            raise ValueError(
+                f"token id {self.tokens[position]} at position "
+                f"{position - self.offsets[document]} of document {self.name(document)} is outside "
+                f"the vocabulary: vocab_size={self.vocab_size}"
+            )
+        dtype = np.min_scalar_type(self.vocab_size - 1)
+        object.__setattr__(self, "tokens", self.tokens.astype(dtype, copy=False))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        documents: Sequence[Integer[np.ndarray, "_"]],
+        vocab_size: int,
+        num_bytes: int,
+        names: Sequence[str] | None = None,
+        counts: Sequence[Bool[np.ndarray, "_"]] | None = None,
+    ) -> "Corpus":
+        """A corpus of one array of ids a document, and if `counts` one of booleans."""
+        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
+        counted = np.concatenate(counts) if counts else None
+        return cls(tokens, offsets, num_bytes, vocab_size, names, counted)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def name(self, i: int) -> str:
+        """The name of document i, or its number."""
+        return str(i) if self.names is None else repr(self.names[i])
+
+
+def tokenize(
+    documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
+) -> Corpus:
+    """The corpus of the documents; kept in, and next time read from, a cache if there is a folder.
+
+    The key of the cache is a hash of the tokenizer and of all names and texts. Any number of
+    processes may share the folder. A damaged entry is made anew, with a warning.
+    """
+    if cache_folder is None:
+        return _tokenize(documents, tokenizer)
+    entry = local_path(cache_folder, "cache_folder") / _cache_key(documents, tokenizer)
+    if (cached := _read_entry(entry)) is not None:
+        return cached
+    corpus = _tokenize(documents, tokenizer)
+    _write_entry(entry, corpus)
+    cached = _read_entry(entry)  # memory-mapped, unlike what it was written from
+    return corpus if cached is None else cached
+
+
+def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
+    arrays: list[np.ndarray] = []
+    for start in range(0, len(documents), 1024):  # bounds the memory of the encodings
+        arrays += tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
+    num_bytes = sum(len(document.text.encode()) for document in documents)
+    names = [document.name for document in documents]
+    return Corpus.from_arrays(arrays, tokenizer.vocab_size, num_bytes, names)
+
+
+def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256()
+
+    def add(part: bytes) -> None:  # with its length, so that no two lists of parts hash alike
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        for file in sorted(Path(folder).iterdir()):
+            add(file.read_bytes())
+    for document in documents:
+        add(document.name.encode())
+        add(document.text.encode())
+    return digest.hexdigest()
+
+
+def _read_entry(entry: Path) -> Corpus | None:
+    """The corpus of a cache entry, memory-mapped; None if there is none, or a damaged one."""
+    if not entry.exists():
+        return None
+    if problems := checksums.problems(entry):
+        logger.warning("the cached corpus %s is made anew: %s", entry, "; ".join(problems))
+        return None
+    try:
+        return Corpus(
+            tokens=np.load(entry / "tokens.npy", mmap_mode="r"),
+            offsets=np.load(entry / "offsets.npy"),
+            **json.loads((entry / "corpus.json").read_text()),
+        )
+    except FileNotFoundError:  # another process has just moved it away
+        return None
+
+
+def _write_entry(entry: Path, corpus: Corpus) -> None:
+    """Put a cache entry in place by a rename, so that no process ever sees half of one."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".partial-") as temporary:
+        new, old = Path(temporary, "new"), Path(temporary, "old")
+        new.mkdir()
+        np.save(new / "tokens.npy", corpus.tokens)
+        np.save(new / "offsets.npy", corpus.offsets)
+        fields = ("num_bytes", "vocab_size", "names")
+        (new / "corpus.json").write_text(json.dumps({f: getattr(corpus, f) for f in fields}))
+        checksums.write(new)
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if entry.exists() and checksums.problems(entry):
+                entry.rename(old)
+            new.rename(entry)  # refused where another process was faster

@@ -1,0 +1,98 @@
+"""From a plan to the devices: batches read ahead, a process its own rows, by Grain's threads."""
+
+import sys
+import weakref
+from collections.abc import Generator
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from zoo.data.plans import HostBatch, Plan
+from zoo.sharding import batch_sharding
+
+Batch = dict[str, Array]
+Rows = tuple[int, int]
+
+
+def load(
+    plan: Plan, mesh: Mesh | None = None, *, start: int = 0, stop: int | None = None
+) -> Generator[tuple[int, Batch], None, None]:
+    """(k, batch k) from `start`, without end or up to `stop`, put on the devices ahead of use.
+
+    Arrays are global, with the first axis over the mesh's batch axes, and each process builds only
+    the rows that its devices hold. Without a mesh they are on the default device. Closing the
+    iterator, or dropping it, ends its threads.
+
+    Raises:
+        ValueError: the mesh's batch axes do not divide the batch size.
+    """
+    stop = sys.maxsize if stop is None else stop
+    if not 0 <= start <= stop:
+        raise ValueError(f"start={start} and stop={stop} must be 0 <= start <= stop")
+    batches = iter(_dataset(plan, mesh, range(start, stop)))
+
+    def iterate() -> Generator[tuple[int, Batch], None, None]:
+        yield from batches  # which also hands on close()
+
+    iterator = iterate()
+    reference = weakref.ref(iterator)
+
+    def close() -> None:
+        if (alive := reference()) is not None:
+            alive.close()
+
+    # At exit too: one that is still open must close before Grain's modules are torn down.
+    weakref.finalize(iterator, close)
+    return iterator
+
+
+def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
+    plan.check_divides(mesh)
+    held = _held_rows(plan.batch_size, mesh)
+
+    def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
+        return k, {rows: plan.batch(k, slice(*rows)) for rows in held}
+
+    def put(item: tuple[int, dict[Rows, HostBatch]]) -> tuple[int, Batch]:
+        k, parts = item
+        return k, _place(parts, plan.batch_size, mesh)
+
+    # Threads, because worker processes cost seconds to start and lose on few cores.
+    read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    read_ahead = grain.MapDataset.source(indices).map(read).to_iter_dataset(read_options)
+    # `grain.experimental.device_put` does the same, but wants the whole batch in every process.
+    return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
+
+
+def _held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
+    """The rows of the global batch that this process's devices hold."""
+    if mesh is None:
+        return [(0, batch_size)]
+    sharding = batch_sharding(mesh, 1)
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
+
+
+def _bounds(rows: slice, batch_size: int) -> Rows:
+    start, stop, _ = rows.indices(batch_size)
+    return start, stop
+
+
+def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | None) -> Batch:
+    first = next(iter(parts.values()))
+    if mesh is None:
+        return jax.device_put(first)
+
+    def place(name: str) -> Array:
+        shape = (batch_size, *first[name].shape[1:])
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # it is None only on devices of other processes
+            return parts[_bounds(index[0], batch_size)][name]
+
+        return jax.make_array_from_callback(shape, batch_sharding(mesh, len(shape)), shard)
+
+    return {name: place(name) for name in first}

@@ -1,0 +1,119 @@
+"""Rows of numbers with labels: from a file, or the digits that come with scikit-learn, to plans."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from jaxtyping import Float32
+
+from zoo.base.files import local_path
+from zoo.data.documents import read_csv, unit_hash
+from zoo.data.plans import ArrayPlan
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where labelled rows of numbers come from, and how they become batches."""
+
+    file: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
+    """CSV file of numbers, scaled to the order of one, whose first line names the columns. Empty:
+    scikit-learn's 1,797 handwritten digits of 8 by 8 pixels (extra: recipes)."""
+    label: str = "label"
+    """Column of the file that holds the label; the others are what the model reads."""
+    batch_size: int = 64
+    """Rows in a global batch, over all devices and microbatches."""
+    held_out: float = 0.2
+    """Share of the rows kept from training, to evaluate on."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"data.held_out={self.held_out}: must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The plans of the training and the held-out rows; `classes` names the labels 0, 1, …"""
+
+    train: ArrayPlan
+    held_out: ArrayPlan
+    classes: tuple[str, ...]
+
+    @property
+    def in_size(self) -> int:
+        """Features of a row."""
+        return self.train.arrays["inputs"].shape[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every number of both parts: equal fingerprints mean equal batches."""
+        digest = hashlib.sha256()
+        for plan in (self.train, self.held_out):
+            for name in sorted(plan.arrays):
+                digest.update(np.ascontiguousarray(plan.arrays[name]).data)
+        return digest.hexdigest()
+
+
+def load(config: Config, *, seed: int) -> Table:
+    """Read the rows and split them; a hash of its number decides whether a row is held out.
+
+    Raises:
+        ImportError: the digits without scikit-learn.
+        ValueError: a file that holds something else, with its line, or too little.
+    """
+    if config.file:
+        inputs, names = read_rows(local_path(config.file, "data"), config.label)
+    else:
+        inputs, names = digits()
+    classes = tuple(sorted(set(names)))
+    labels = np.asarray([classes.index(name) for name in names], np.int32)
+    held_out = np.asarray([unit_hash(str(row)) < config.held_out for row in range(len(names))])
+    if missing := set(range(len(classes))) - set(labels[~held_out].tolist()):
+        raise ValueError(
+            f"{config.file}: no row to train on of class {classes[missing.pop()]!r}: give more "
+            f"rows, or a smaller data.held_out than {config.held_out}"
+        )
+    if len(classes) < 2 or not held_out.any():
+        raise ValueError(
+            f"{config.file}: {len(names)} rows of the classes {classes}, {held_out.sum()} held "
+            "out: that needs two classes, and a row held out"
+        )
+    train, held = (
+        ArrayPlan({"inputs": inputs[rows], "labels": labels[rows]}, config.batch_size, seed)
+        for rows in (~held_out, held_out)
+    )
+    return Table(train, held, classes)
+
+
+def digits() -> tuple[Float32[np.ndarray, "rows 64"], list[str]]:
+    """The pixels, in [0, 1], and labels of scikit-learn's handwritten digits (Alpaydin 1998)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "the digits come with scikit-learn: pip install 'zoo[recipes]', or give --data a file"
+        ) from error
+    found = load_digits()
+    return (found.data / 16).astype(np.float32), [str(label) for label in found.target]
+
+
+def read_rows(path: Path, label: str) -> tuple[Float32[np.ndarray, "rows features"], list[str]]:
+    """The numbers of a CSV file in the order of its columns, and its labels."""
+    rows, labels = [], []
+    for _, where, record in read_csv(path):
+        if label not in record:
+            raise ValueError(f"{where} has no field {label!r}: its fields are {sorted(record)}")
+        labels.append(record.pop(label))
+        try:
+            rows.append([float(value) for value in record.values()])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; all columns but {label!r} are numbers") from error
+    numbers = np.asarray(rows, np.float32).reshape(len(rows), len(rows[0]) if rows else 0)
+    if not numbers.size or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"{path} has {numbers.shape[0]} rows of {numbers.shape[1]} numbers: it needs some, and "
+            "all of them finite"
+        )
+    return numbers, labels

@@ -1,0 +1,231 @@
+"""Text for language models: from files to a tokenizer and the plans of both parts of a corpus."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+
+from zoo.base.configuration import require
+from zoo.base.files import local_path
+from zoo.data.corpus import Corpus, tokenize
+from zoo.data.documents import (
+    Document,
+    compressed_size,
+    functions,
+    held_out_split,
+    read_documents,
+    standard_library,
+)
+from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from, and how it becomes batches of some tokenizer's ids."""
+
+    files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
+    """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
+    with commas. Empty: the source code of this Python's standard library."""
+    field: str = "text"
+    """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
+    documents: Literal["files", "functions"] = "files"
+    """What is a document: a file, line or row, or each function of a Python file."""
+    rows: Literal["packed", "bucketed"] = "packed"
+    """Documents packed end to end into rows of seq_len, or each in a row padded to a bucket."""
+    seq_len: int = 256
+    """Tokens in a packed row."""
+    batch_size: int = 16
+    """Rows in a global batch, over all devices and microbatches."""
+    buckets: tuple[int, ...] = (128, 256, 512)
+    """Row lengths that bucketed rows are padded to."""
+    too_long: Literal["error", "truncate", "split"] = "error"
+    """What becomes of a document longer than the largest bucket."""
+    held_out: float = 0.05
+    """Share of the documents kept from training, to evaluate on."""
+    cache: Path | None = Path("~/.cache/zoo/corpus")
+    """Folder that keeps tokenized corpora."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
+        if self.cache is not None:
+            local_path(self.cache, "data.cache")
+
+
+@dataclass(frozen=True)
+class Config(Source):
+    """Where text and its tokenizer come from, and how it becomes batches."""
+
+    tokenizer: str = "bytes"
+    """bytes, bpe (byte pairs, trained on the corpus at the start), or a path to tokenizer.json."""
+    vocab_size: int = 2048
+    """Number of ids that bpe trains."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        local_path(self.tokenizer, "data.tokenizer")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
+
+    `classes` names the labels 0, 1, … of labelled rows.
+    """
+
+    tokenizer: Tokenizer
+    train: TokenPlan
+    held_out: TokenPlan
+    held_out_documents: list[Document]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
+        digest = hashlib.sha256()
+        for plan in (self.train, self.held_out):
+            labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
+            counts = plan.corpus.counts
+            more = () if counts is None else (counts,)
+            for array in (plan.corpus.tokens, plan.corpus.offsets, labels, *more):
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def vocab_size(self, at_least: int = 0) -> int:
+        """A model's vocabulary: all ids of the tokenizer, in a multiple of 64 to be sharded."""
+        return max(at_least, 64 * math.ceil(self.tokenizer.vocab_size / 64))
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits a byte of held-out text, from a mean loss in nats a token.
+
+        The separators between documents count as tokens to predict, and not as bytes.
+        """
+        corpus = self.held_out.corpus
+        num_targets = len(corpus) + (
+            len(corpus.tokens) if corpus.counts is None else int(corpus.counts.sum())
+        )
+        return loss / math.log(2) * num_targets / corpus.num_bytes
+
+    @functools.cached_property
+    def compressors(self) -> dict[str, float]:
+        """Bits a byte of `gzip -9` and `xz -9` on the held-out documents, one by one."""
+        num_bytes = self.held_out.corpus.num_bytes
+        return {
+            f"{method} -9": 8 * compressed_size(self.held_out_documents, method) / num_bytes
+            for method in ("gzip", "xz")
+        }
+
+
+def load(
+    config: Config,
+    *,
+    seed: int,
+    tokenizer_folder: Callable[..., Path],
+    label: str | None = None,
+) -> Text:
+    """Read, split and tokenize; `tokenizer_folder(make)` keeps what `make(folder)` writes.
+
+    A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
+    `label`, the field that holds a row's label, the plans are `LabelledPlan`s.
+
+    Raises:
+        ValueError: rows, files or labels that do not go together, with what to change.
+    """
+    check_label(config, label)
+    parts = split(config, read_documents_of(config, label))
+
+    def make(folder: Path) -> None:
+        if config.tokenizer == "bpe":
+            BPETokenizer.train((d.text for d in parts[0]), config.vocab_size).save(folder)
+        else:
+            get_tokenizer(config.tokenizer).save(folder)
+
+    return make_text(config, parts, load_tokenizer(tokenizer_folder(make)), seed=seed, label=label)
+
+
+def check_label(config: Source, label: str | None) -> None:
+    """Raise a ValueError where rows are to be classified that are none."""
+    if label is not None and (config.rows != "bucketed" or not config.files):
+        raise ValueError(
+            f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "
+            f"and labelled data.files (now {config.files!r})"
+        )
+
+
+def read_documents_of(config: Source, label: str | None = None) -> list[Document]:
+    """The documents that a configuration names."""
+    if not config.files:
+        return standard_library()
+    return read_documents(config.files, field=config.field, label=label)
+
+
+def split(config: Source, documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """The documents to train on and those held out."""
+    train, held_out = held_out_split(documents, config.held_out)
+    if config.documents == "functions":  # split by file: a function's neighbours resemble it
+        train, held_out = functions(train), functions(held_out)
+        if not (train and held_out):
+            raise ValueError(
+                f"data.documents='functions': {len(train)} to train on and {len(held_out)} held "
+                "out; add Python files, or take 'files'"
+            )
+    return train, held_out
+
+
+def make_text(
+    config: Source,
+    parts: tuple[list[Document], list[Document]],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    label: str | None = None,
+    tokenize: Callable[..., Corpus] = tokenize,
+) -> Text:
+    """The plans of the documents to train on and of those held out.
+
+    `tokenize(documents, tokenizer, cache_folder)` makes the corpus of each part.
+    """
+    train, held_out = parts
+    classes = sorted({document.label for document in train if document.label is not None})
+    if label is not None:
+        _check_classes(classes, held_out, label)
+    corpora = [tokenize(documents, tokenizer, config.cache) for documents in parts]
+    plans = [
+        _plan(config, documents, corpus, tokenizer, seed, classes)
+        for documents, corpus in zip(parts, corpora, strict=True)
+    ]
+    return Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
+
+
+def _check_classes(classes: list[str], held_out: list[Document], label: str) -> None:
+    if len(classes) < 2:
+        raise ValueError(f"label={label!r} has the values {classes} to train on: it needs two")
+    if unknown := {document.label for document in held_out} - set(classes):
+        raise ValueError(
+            f"label={label!r}: {sorted(map(str, unknown))} are among the held-out rows alone; add "
+            "rows of them, or change data.held_out"
+        )
+
+
+def _plan(
+    config: Source,
+    documents: list[Document],
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    seed: int,
+    classes: list[str],
+) -> TokenPlan:
+    separator, batch_size = tokenizer.separator_id, config.batch_size
+    if config.rows == "packed":
+        return PackedPlan(corpus, separator, config.seq_len, batch_size, seed)
+    bucketed = (separator, config.buckets, batch_size, seed, config.too_long)
+    if classes:
+        labels = np.asarray([classes.index(str(d.label)) for d in documents], np.int32)
+        return LabelledPlan(corpus, labels, *bucketed)
+    return BucketPlan(corpus, *bucketed)

@@ -1,0 +1,261 @@
+"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from zoo.base.files import local_path
+
+Ids = Int32[np.ndarray, "length"]
+
+FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"  # where Hugging Face folders name their bos and eos tokens
+CHAT_TEMPLATE_NAME = "chat_template.jinja"  # newer folders have the template in a file of its own
+END_OF_TEXT = "<|endoftext|>"
+# In order of preference: the separator stands before each document, so a begin token comes first.
+SEPARATORS = ("<|begin_of_text|>", "<bos>", "<s>", END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
+
+# Pre-tokens for source code, which merges never cross. In turn: a line break with the blank lines
+# and the indentation around it; a dotted name with up to two marks before it ("(self.name"); other
+# marks, with a space or a line break after them ("):\n    "); runs of spaces. On held-out Python it
+# takes 11% fewer tokens than GPT-2's pattern with 2048 ids, and 14% fewer with 4096.
+PRE_TOKENS = r"\s*\n\s*| ?[^\s\w]{0,2}\w+(?:\.\w+)*| ?[^\s\w]+(?:\s*\n\s*| )?|\s+(?!\S)|\s+"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the data pipeline, the recipes and generation ask of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: every id is below it, the separator's too."""
+        ...
+
+    @property
+    def separator_id(self) -> int:
+        """Id of the document separator, which stands before each document."""
+        ...
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a text, with no separator; a special token's name in it is ordinary text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer(folder)` opens."""
+        ...
+
+
+class TextStream:
+    """Ids to text as they come: `add` gives what is certain by now, never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._length = 0  # of the text given so far
+
+    def add(self, *ids: int) -> str:
+        """The text that is certain once these ids have come."""
+        self._ids.extend(ids)
+        text = self._tokenizer.decode(self._ids)
+        # The bytes of a character that is not yet whole are decoded as U+FFFD, three at most.
+        for _ in range(3):
+            text = text.removesuffix("\ufffd")
+        return self._give(text)
+
+    def end(self) -> str:
+        """The rest, when no id is to come."""
+        return self._give(self._tokenizer.decode(self._ids))
+
+    def _give(self, text: str) -> str:
+        new = text[self._length :]
+        self._length += len(new)
+        return new
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8, and the separator as id 256."""
+
+    vocab_size = 257
+    separator_id = 256
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a text."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
+        return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer(folder)` opens."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_text(json.dumps({"type": "bytes"}) + "\n")
+
+
+class BPETokenizer:
+    """A `tokenizers.Tokenizer` with one of its tokens as the document separator.
+
+    `config` is what a `tokenizer_config.json` holds, such as a chat template; it is saved too.
+
+    Truncation and padding that its file asks for are switched off: a document is never cut.
+
+    Raises:
+        ValueError: `separator` is no token, or is not given and none of `SEPARATORS` is one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HFTokenizer,
+        separator: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        if separator is None:
+            separator = next((token for token in SEPARATORS if token in vocabulary), None)
+        if separator is None or separator not in vocabulary:
+            special = [t.content for t in tokenizer.get_added_tokens_decoder().values()]
+            problem = "no usual separator" if separator is None else f"no token {separator!r}"
+            raise ValueError(
+                f"the tokenizer has {problem} (looked for {', '.join(SEPARATORS)}): pass "
+                f"separator=, the token to put before each document; its special tokens are "
+                f"{special or 'none'}"
+            )
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
+        self.tokenizer = tokenizer
+        self.separator = separator
+        self.config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": separator,
+            "eos_token": separator,
+            **(config or {}),
+        }
+        self.separator_id: int = vocabulary[separator]
+        # Ids may have holes, so the number of tokens would not do.
+        self.vocab_size: int = max(vocabulary.values()) + 1
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
+        """Byte-level BPE with `vocab_size` ids, of which 256 are the bytes and one the separator.
+
+        Any text round-trips. With little text there may be fewer ids: see `vocab_size`.
+        """
+        if vocab_size < 257:
+            raise ValueError(
+                f"vocab_size={vocab_size} has no room for 256 bytes and a separator: at least 257"
+            )
+        tokenizer = HFTokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer, END_OF_TEXT)
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text; the library spreads the texts over its threads."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_special(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, such as a chat template makes: special tokens' names are those tokens.
+
+        No other thread may encode at the same time.
+        """
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self.tokenizer.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer(folder)` and Hugging Face's `AutoTokenizer` open."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(str(folder / FILE_NAME))
+        (folder / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n")
+
+
+def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
+
+    The separator is `separator`, else what `tokenizer_config.json` beside it calls the bos, eos or
+    cls token, else the first of `SEPARATORS` in the vocabulary.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no tokenizer, has no separator, or is on another machine.
+    """
+    file = local_path(path, "tokenizer")
+    if file.is_dir():
+        file = file / FILE_NAME
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no tokenizer at {file} (in {Path.cwd()}): give 'bytes', a {FILE_NAME}, or a folder "
+            "that holds one"
+        )
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        if contents == {"type": "bytes"}:
+            return ByteTokenizer()
+        tokenizer = HFTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{file} is no tokenizer: {error}") from error
+    try:
+        config = _read_config(file)
+        return BPETokenizer(tokenizer, separator or _configured_separator(config), config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config_file, template = file.with_name(CONFIG_NAME), file.with_name(CHAT_TEMPLATE_NAME)
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _configured_separator(config: dict[str, Any]) -> str | None:
+    token = config.get("bos_token") or config.get("eos_token") or config.get("cls_token")
+    return token["content"] if isinstance(token, dict) else token
+
+
+def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
+    """The tokenizer that a flag names: "bytes", or a path for `load_tokenizer`."""
+    return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec, separator)

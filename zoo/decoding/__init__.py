@@ -1,0 +1,1 @@
+"""Text from a model: what a decoder is, its cache, sampling and beam search."""

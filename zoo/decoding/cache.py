@@ -1,0 +1,117 @@
+"""The cache of a decoder with attention: each layer's keys and values, in a ring of slots.
+
+Rows are aligned to the right (padding first), so that every row's next token has the same index,
+and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as
+many slots as its window, and so forgets by itself what it may not see.
+
+Legend of suffixes: B batch, T time, K key-value heads, N query heads, S slots, H head size.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from zoo.nn.attention import attend_to_slots
+from zoo.sharding import constrain, is_sharding
+
+
+class Clock(eqx.Module):
+    """Where all rows are: the next token's index in the padded rows, and its position in each."""
+
+    index: Int[Array, ""]
+    positions: Int[Array, "batch"]
+
+    @staticmethod
+    def after(mask: Bool[Array, "batch seq"]) -> "Clock":
+        """The clock behind right-aligned rows; `mask` is False at the padding before them."""
+        return Clock(jnp.asarray(mask.shape[1], jnp.int32), mask.sum(1, dtype=jnp.int32))
+
+    def tick(self) -> "Clock":
+        """The clock one token later."""
+        return Clock(self.index + 1, self.positions + 1)
+
+    def seen(self, num_slots: int) -> Bool[Array, "batch slots"]:
+        """Which slots of a ring the token at this index sees, itself included."""
+        age_S = (self.index - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
+        # What is older than the row's first token is padding, or was never written.
+        return age_S[None, :] <= self.positions[:, None]
+
+
+class LayerCache(eqx.Module):
+    """The keys and values of one layer, in the dtype that it computed them in.
+
+    On a mesh an array is [batch, kv_heads, slots, head_dim]. On one device the first two axes are
+    one: XLA for CPU copies a ring that has an axis of size 1 three times in every step.
+    """
+
+    keys: Float[Array, "*rings slots head_dim"]
+    values: Float[Array, "*rings slots head_dim"]
+
+    @staticmethod
+    def filled(
+        k_BTKH: Float[Array, "batch seq kv_heads head_dim"],
+        v_BTKH: Float[Array, "batch seq kv_heads head_dim"],
+        num_slots: int,
+    ) -> "LayerCache":
+        """The ring behind those tokens: the last `num_slots` of them, each in its slot."""
+
+        def fill(x_BTKH: Array) -> Array:
+            seq = x_BTKH.shape[1]
+            x_BKSH = x_BTKH[:, -num_slots:].swapaxes(1, 2)
+            x_BKSH = jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, max(0, num_slots - seq)), (0, 0)))
+            return _place(jnp.roll(x_BKSH, max(0, seq - num_slots) % num_slots, axis=2))
+
+        return LayerCache(fill(k_BTKH), fill(v_BTKH))
+
+    def write(
+        self,
+        k_B1KH: Float[Array, "batch 1 kv_heads head_dim"],
+        v_B1KH: Float[Array, "batch 1 kv_heads head_dim"],
+        clock: Clock,
+    ) -> "LayerCache":
+        """The ring with the next token in it, in place of the oldest if it is full."""
+
+        def put(ring: Array, x_B1KH: Array) -> Array:
+            axis = ring.ndim - 2
+            slot = clock.index % ring.shape[axis]
+            return lax.dynamic_update_slice_in_dim(ring, _place(x_B1KH.swapaxes(1, 2)), slot, axis)
+
+        return LayerCache(put(self.keys, k_B1KH), put(self.values, v_B1KH))
+
+    def attend(
+        self,
+        q_B1NH: Float[Array, "batch 1 heads head_dim"],
+        clock: Clock,
+        *,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "batch 1 heads head_dim"]:
+        """What the token just written reads from all slots that it sees."""
+        seen_BS = clock.seen(self.keys.shape[-2])
+        keys, values = (_with_rows(x, q_B1NH.shape[0]) for x in (self.keys, self.values))
+        return attend_to_slots(q_B1NH, keys, values, seen_BS, soft_cap=soft_cap, scale=scale)
+
+
+class Cache(eqx.Module):
+    """The rings of all layers, and the clock of their rows."""
+
+    layers: tuple[LayerCache, ...]
+    clock: Clock
+
+    def take(self, rows: Int[Array, "rows"]) -> "Cache":
+        """The cache of those rows, in that order; one may come several times."""
+        positions = self.clock.positions
+        layers = jax.tree.map(lambda x: _place(_with_rows(x, len(positions))[rows]), self.layers)
+        return Cache(layers, Clock(self.clock.index, positions[rows]))
+
+
+def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots head_dim"]:
+    return ring.reshape(batch, -1, *ring.shape[-2:])
+
+
+def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
+    if is_sharding():
+        return constrain(x_BKSH, "batch", "kv_heads", None, "head_dim")
+    return x_BKSH.reshape(-1, *x_BKSH.shape[2:])

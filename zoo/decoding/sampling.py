@@ -1,0 +1,291 @@
+"""Text from a model: sampling token by token, at once or as a stream.
+
+Any decoder will do, whatever its family: `zoo.decoding.decoder` says what that is. Prompts are
+aligned to the right and padded to a bucket, so that a model's two programs, one that reads prompts
+and one that continues them, are compiled once per bucket. A model computes in the dtype of its
+parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from zoo import sharding
+from zoo.decoding.decoder import check_overrides
+from zoo.sharding import constrain
+
+Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
+SMALLEST_BUCKET = 16
+
+
+def generate(
+    model: PyTree,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: Key[Array, ""] | None = None,
+) -> Any:
+    """The prompts and up to `max_new_tokens` sampled tokens after each.
+
+    A prompt int32[batch, prompt] gives int32[batch, prompt + max_new_tokens], in which a row that
+    has come to one of the `stop_tokens` repeats it to its end. Lists of ids, of any lengths, give
+    lists of ids, which end with the stop token.
+
+    Temperature 0 is greedy and needs no key. `top_k` keeps the k likeliest tokens, `top_p` the
+    fewest whose probabilities add up to p (Holtzman et al. 2020). A row's tokens depend neither on
+    the other rows nor on the mesh that the model lies on.
+
+    Raises:
+        ValueError: a model that is no decoder, an empty prompt, ids that it does not have, more
+            tokens than it has positions, a sampling parameter out of range, or a missing key.
+    """
+    rows = Rows(model, prompt, max_new_tokens, stop_tokens)
+    sampling = Sampling.checked(temperature, top_k, top_p, key)
+    new = np.zeros((len(rows.prompts), 0), np.int32)
+    if max_new_tokens > 0:
+        with sharding.use(rows.mesh):
+            state = _prefill(rows, model, sampling)
+            arrays = (for_decoding(model), sampling, rows.stops, np.int32(max_new_tokens))
+            state = _advance(arrays, state)
+        new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
+        count = int(state.count)
+        new[:, count:] = new[:, count - 1 : count]
+    if isinstance(prompt, list | tuple):
+        return [[*p.tolist(), *rows.cut(line)] for p, line in zip(rows.prompts, new, strict=True)]
+    return jnp.asarray(np.concatenate([np.stack(rows.prompts), new], axis=1))
+
+
+def stream(
+    model: PyTree,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: Key[Array, ""] | None = None,
+) -> Iterator[Int[np.ndarray, "batch"]]:
+    """The tokens of `generate` as they come, int32[batch] at a time, until all rows have stopped.
+
+    A row that has come to a stop token repeats it while others go on.
+
+    Raises:
+        ValueError: as `generate`, and at once.
+    """
+    rows = Rows(model, prompt, max_new_tokens, stop_tokens)
+    sampling = Sampling.checked(temperature, top_k, top_p, key)
+
+    def tokens() -> Iterator[np.ndarray]:
+        with sharding.use(rows.mesh):
+            state, decoder = _prefill(rows, model, sampling), for_decoding(model)
+        for count in range(1, max_new_tokens + 1):
+            if count > 1:
+                with sharding.use(rows.mesh):
+                    arrays = (decoder, sampling, rows.stops, np.int32(count))
+                    state = _advance(arrays, state)
+            yield np.asarray(state.tokens)[: len(rows.prompts), count - 1]
+            if np.asarray(state.done).all():
+                return
+
+    return tokens() if max_new_tokens > 0 else iter(())
+
+
+class Rows:
+    """Prompts, checked and aligned to the right in a bucket, in rows that the mesh divides."""
+
+    def __init__(
+        self, model: PyTree, prompt: Prompt, max_new_tokens: int, stop_tokens: Sequence[int]
+    ):
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+        self.prompts = _check_prompts(prompt)
+        self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
+        longest = max(len(ids) for ids in self.prompts)
+        check_decoder(model, longest + max_new_tokens)
+        _check_ids("prompt", np.concatenate(self.prompts), model.config.vocab_size)
+        _check_ids("stop_tokens", self.stops, model.config.vocab_size)
+        self.mesh = sharding.mesh_of(model)
+        parts = 1 if self.mesh is None else sharding.num_batch_parts(self.mesh)
+        num_rows = -(-len(self.prompts) // parts) * parts
+        bucket = bucket_of(longest)
+        self.tokens = np.zeros((num_rows, bucket), np.int32)
+        self.mask = np.zeros((num_rows, bucket), bool)
+        for row in range(num_rows):
+            ids = self.prompts[min(row, len(self.prompts) - 1)]
+            self.tokens[row, bucket - len(ids) :] = ids
+            self.mask[row, bucket - len(ids) :] = True
+        self.is_padding = np.arange(num_rows) >= len(self.prompts)  # for the mesh alone
+        self.room = bucket_of(max_new_tokens)
+        self.length = bucket_of(bucket + max_new_tokens - 1)  # the last token is never read
+
+    def cut(self, tokens: np.ndarray) -> list[int]:
+        """A row's new tokens up to its first stop token."""
+        stopped = np.flatnonzero(np.isin(tokens, self.stops))
+        return tokens[: stopped[0] + 1 if len(stopped) else None].tolist()
+
+
+def check_decoder(model: PyTree, length: int) -> None:
+    """Raise a ValueError for a model (a skeleton will do) that continues no text to that length."""
+    if not hasattr(model, "check_decoder"):
+        raise ValueError(f"a {type(model).__name__} is no decoder: it has no next token")
+    check_overrides(type(model))
+    model.check_decoder(length)
+
+
+def bucket_of(length: int) -> int:
+    """The power of two that a length is padded to, 16 at least."""
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def _check_prompts(prompt: Prompt) -> list[np.ndarray]:
+    prompts = [np.asarray(ids) for ids in prompt]
+    if not prompts or any(ids.ndim != 1 for ids in prompts):
+        raise ValueError(
+            f"prompt={prompt!r:.100}: give int32[batch, prompt], or a list of lists of "
+            "ids; one prompt is a batch of one, [ids]"
+        )
+    if any(ids.size == 0 for ids in prompts):
+        raise ValueError("prompt is empty: begin with the tokenizer's separator")
+    if not all(np.issubdtype(ids.dtype, np.integer) for ids in prompts):
+        raise ValueError(f"prompt holds {prompts[0].dtype}, and token ids are integers")
+    return [ids.astype(np.int32) for ids in prompts]
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
+
+
+class Sampling(eqx.Module):
+    """How the next token is drawn; without a temperature it is the likeliest."""
+
+    temperature: Float[Array, ""] | None
+    top_p: Float[Array, ""] | None
+    key: Key[Array, ""] | None
+    top_k: int | None = eqx.field(static=True)
+
+    @staticmethod
+    def checked(
+        temperature: float, top_k: int | None, top_p: float | None, key: Key[Array, ""] | None
+    ) -> "Sampling":
+        """That of the parameters, or a ValueError that names the one out of range."""
+        if not temperature >= 0:
+            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
+        if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(f"top_k={top_k} must be at least 1, and top_p={top_p} in (0, 1]")
+        if temperature == 0:
+            return Sampling(None, None, None, None)
+        if key is None:
+            raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
+        whole = top_p is None or top_p == 1
+        return Sampling(jnp.float32(temperature), None if whole else jnp.float32(top_p), key, top_k)
+
+    def draw(
+        self, logits: Float[Array, "batch vocab"], step: Int[Array, ""]
+    ) -> Int[Array, "batch"]:
+        """One id a row, in the random stream of that step."""
+        if self.temperature is None or self.key is None:
+            return logits.argmax(-1).astype(jnp.int32)
+        key = jax.random.fold_in(self.key, step)
+        return sample(logits, key, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    key: Key[Array, ""],
+    *,
+    temperature: float | Float[Array, ""],
+    top_k: int | None = None,
+    top_p: float | Float[Array, ""] | None = None,
+) -> Int[Array, "batch"]:
+    """One token id a row, int32[batch], from logits float32[batch, vocab]."""
+    logits = logits / temperature
+    ids = None
+    if top_k is not None or top_p is not None:
+        # Only those candidates are drawn from; ties fall to the lower id.
+        logits, ids = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
+    if top_p is not None:
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        # A token stays if those before it have not reached p, so at least one does.
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        logits = jnp.where(before < top_p, logits, -jnp.inf)
+    drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+    return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
+
+
+class _State(eqx.Module):
+    """A continuation under way: `count` tokens a row, the last of which is not yet read."""
+
+    tokens: Int[Array, "batch room"]
+    count: Int[Array, ""]
+    done: Bool[Array, "batch"]
+    cache: PyTree
+
+
+def _prefill(rows: Rows, model: PyTree, sampling: Sampling) -> _State:
+    arrays = (model, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
+    return _read_prompts(arrays, rows.length, rows.room)
+
+
+@eqx.filter_jit
+def for_decoding(model: PyTree) -> PyTree:
+    """The model as its `decode` takes it."""
+    return model.for_decoding()
+
+
+@eqx.filter_jit
+def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
+    """Read the prompts, and draw the first new token; no one waits for rows of padding."""
+    model, sampling, tokens, mask, stops, is_padding = arrays
+    logits, cache = model.prefill(tokens, mask, length)
+    empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
+    state = _State(empty, jnp.int32(0), is_padding, cache)
+    return _append(state, sampling, logits, stops)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
+    """Go on to so many tokens in all, or until all rows have stopped."""
+    model, sampling, stops, limit = arrays
+
+    def goes_on(state: _State) -> Array:
+        return (state.count < limit) & ~state.done.all()
+
+    def step(state: _State) -> _State:
+        last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
+        logits, cache = model.decode(last, state.cache)
+        state = eqx.tree_at(lambda s: s.cache, state, cache)
+        return _append(state, sampling, logits, stops)
+
+    return _whole(jax.lax.while_loop(goes_on, step, state))
+
+
+def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _State:
+    """The state with one more token a row; a row that has stopped repeats its last."""
+    before = jax.lax.dynamic_index_in_dim(
+        state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
+    )
+    token = jnp.where(state.done, before, sampling.draw(logits, state.count))
+    tokens = jax.lax.dynamic_update_index_in_dim(state.tokens, token, state.count, 1)
+    done = state.done | (token[:, None] == stops[None, :]).any(1)
+    return _whole(_State(tokens, state.count + 1, done, state.cache))
+
+
+def _whole(state: _State) -> _State:
+    """The state with its tokens on every device, and so in every process that reads them.
+
+    XLA places what a loop returns as it likes, however it was placed within.
+    """
+    tokens, done = constrain(state.tokens, None, None), constrain(state.done, None)
+    return _State(tokens, state.count, done, state.cache)

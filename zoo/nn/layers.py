@@ -1,0 +1,267 @@
+"""The layers that families share: linear maps, embeddings, norms, activations, dropout, rotary.
+
+Each works on the last axis of an input of any leading shape, in the input's dtype; norms and
+activations compute in fp32 inside. Legend of suffixes: B batch, T time, N heads, H head size.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.nn.precision import matmul
+
+Activation = Literal["gelu", "relu", "silu", "tanh"]
+Norm = Literal["none", "layer", "rms"]
+
+
+def normal(key: Key[Array, ""], shape: tuple[int, ...], fan_in: int) -> Float[Array, "..."]:
+    """A float32 weight drawn from N(0, 1/fan_in), which keeps the variance of its input."""
+    return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+
+
+class Linear(eqx.Module):
+    """`x @ weight + bias`, with the logical axes that its place in a model gives it."""
+
+    weight: Float[Array, "in out"]
+    bias: Float[Array, "out"] | None
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        in_axis: str,
+        out_axis: str,
+        bias: bool = True,
+        key: Key[Array, ""],
+    ):
+        self.weight = normal(key, (in_size, out_size), in_size)
+        self.bias = jnp.zeros(out_size) if bias else None
+        self.axes = (("in", in_axis), ("out", out_axis))
+
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        """Map [..., in] to [..., out]."""
+        return add_bias(matmul(x, self.weight), self.bias)
+
+
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """Add a bias of the trailing shape of x; None adds nothing."""
+    if bias is None:
+        return x
+    # In fp32, or its gradient would add up all positions in the compute dtype.
+    bias32 = bias.astype(jnp.float32).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    return (x.astype(jnp.float32) + bias32).astype(x.dtype)
+
+
+class Embedding(eqx.Module):
+    """A table of vectors, float32[rows, embed]; one of tokens can also serve as the output head."""
+
+    weight: Float[Array, "rows embed"]
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, num_rows: int, size: int, *, axis: str = "vocab", key: Key[Array, ""]):
+        self.weight = 0.02 * jax.random.normal(key, (num_rows, size), jnp.float32)
+        self.axes = (("rows", axis),)
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
+        """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
+        return _look_up(self.weight, ids)
+
+
+# The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
+# to convert the table for that: decoding would do so for every token.
+@jax.custom_vjp
+def _look_up(weight: Array, ids: Array) -> Array:
+    return weight.at[ids].get(mode="clip")
+
+
+def _look_up_forward(weight: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(weight, ids), (weight, ids)
+
+
+def _look_up_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+    weight, ids = residuals
+    rows = jnp.zeros(weight.shape, jnp.float32)
+    return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+class RMSNorm(eqx.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis.
+
+    What it multiplies by is `scale + offset`; Gemma's norms have an offset of one.
+    """
+
+    scale: Float[Array, "features"]
+    eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-6, offset: float = 0.0):
+        self.scale = jnp.full(size, 1 - offset)
+        self.eps = eps
+        self.offset = offset
+        self.axes = (("features", axis),)
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise x, reducing in fp32."""
+        scale = self.scale
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        return _normalise(x, scale, self.eps, False)
+
+
+class LayerNorm(eqx.Module):
+    """Layer norm (Ba et al. 2016) over the last axis; the bias is optional."""
+
+    scale: Float[Array, "features"]
+    bias: Float[Array, "features"] | None
+    eps: float = eqx.field(static=True)
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-5, bias: bool = True):
+        self.scale = jnp.ones(size)
+        self.bias = jnp.zeros(size) if bias else None
+        self.eps = eps
+        self.axes = (("features", axis),)
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise x, reducing in fp32."""
+        return add_bias(_normalise(x, self.scale, self.eps, True), self.bias)
+
+
+def make_norm(kind: Norm, size: int, *, axis: str = "embed") -> RMSNorm | LayerNorm | None:
+    """The norm of that name over `size` features, or None."""
+    if kind == "none":
+        return None
+    return RMSNorm(size, axis=axis) if kind == "rms" else LayerNorm(size, axis=axis)
+
+
+def _last_axis(vector: Array, like: Array) -> Array:
+    return vector.reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+# The gradient is written out because autodiff keeps three copies of x where one is enough.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _normalise(x: Array, scale: Array, eps: float, centre: bool) -> Array:
+    return _normalise_forward(x, scale, eps, centre)[0]
+
+
+def _to_fp32(x: Array, centre: bool) -> Array:
+    x32 = x.astype(jnp.float32)
+    return x32 - x32.mean(-1, keepdims=True) if centre else x32
+
+
+def _normalise_forward(x: Array, scale: Array, eps: float, centre: bool) -> tuple[Array, tuple]:
+    x32 = _to_fp32(x, centre)
+    inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
+    y = x32 * inverse * _last_axis(scale.astype(jnp.float32), x)
+    return y.astype(x.dtype), (x, inverse, scale)
+
+
+def _normalise_backward(
+    eps: float, centre: bool, residuals: tuple, g: Array
+) -> tuple[Array, Array]:
+    x, inverse, scale = residuals
+    g32, normed = g.astype(jnp.float32), _to_fp32(x, centre) * inverse
+    scaled = g32 * _last_axis(scale.astype(jnp.float32), x)
+    dx = inverse * (_to_fp32(scaled, centre) - normed * (scaled * normed).mean(-1, keepdims=True))
+    dscale = (g32 * normed).sum(range(x.ndim - 1))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
+@jax.custom_vjp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by the tanh approximation (Hendrycks & Gimpel 2016), in fp32 inside; keeps x alone."""
+    return _gelu_forward(x)[0]
+
+
+_GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_forward(x: Array) -> tuple[Array, Array]:
+    x32 = x.astype(jnp.float32)
+    tanh = jnp.tanh(_GELU_SCALE * (x32 + _GELU_CUBIC * x32 * x32 * x32))
+    return (0.5 * x32 * (1 + tanh)).astype(x.dtype), x
+
+
+def _gelu_backward(x: Array, g: Array) -> tuple[Array]:
+    x32 = x.astype(jnp.float32)
+    tanh = jnp.tanh(_GELU_SCALE * (x32 + _GELU_CUBIC * x32 * x32 * x32))
+    slope = _GELU_SCALE * (1 + 3 * _GELU_CUBIC * x32 * x32)
+    derivative = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * slope
+    return ((g.astype(jnp.float32) * derivative).astype(x.dtype),)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU as it is defined, by the error function, in fp32 inside."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
+    """Inverted dropout (Srivastava et al. 2014); without a key, or at rate 0, the identity."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros_like(x))
+
+
+def rotary_tables(
+    positions: Int[Array, "batch seq"],
+    head_dim: int,
+    theta: float,
+    scaling: tuple[float, ...] = (),
+) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32.
+
+    `scaling` stretches the wavelengths: all by one factor (Chen et al. 2023); or, given a factor,
+    a low, a high and a length, by the factor those that fit the length less than `low` times, by
+    nothing those that fit it more than `high` times, and in between by something in between
+    (Llama 3, Grattafiori et al. 2024).
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling:
+        stretched = frequency / scaling[0]
+        kept = jnp.zeros(())
+        if len(scaling) == 4:
+            _, low, high, length = scaling
+            fits = length * frequency / (2 * math.pi)
+            kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
+        frequency = stretched + kept.reshape(-1) * (frequency - stretched)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def rotate(
+    x_BTNH: Float[Array, "batch seq heads head_dim"],
+    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    x32 = x_BTNH.astype(jnp.float32)
+    # A roll, not a split and a concatenation: one pass over x.
+    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)

@@ -1,0 +1,1 @@
+"""Models as folders: safetensors, checksums, and the format of Hugging Face."""

@@ -1,0 +1,110 @@
+"""The adapters of a model alone, as a folder: its `config.json` names the model that they adapt."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from zoo.base import checksums, configuration
+from zoo.base.files import local_path
+from zoo.publishing.families import current_name, family_name, fresh
+from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, replacing, verify, version
+from zoo.publishing.shelf import find
+from zoo.publishing.structure import check_model
+from zoo.publishing.tensors import PublishError, parse_dtype, read_tensors, write_tensors
+from zoo.sharding.axes import keystr
+from zoo.wrappers import lora
+
+BASE = "adapters_of"  # the field of `config.json`, which no other folder has
+
+
+def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> None:
+    """Writes the adapters of a model alone, as a folder that `load_adapters` and `zoo.load` open.
+
+    `base` says which model they adapt: a folder, a name on the shelf or a hub id. All processes
+    call it, and the first writes. Raises PublishError where the folder has other files, ValueError
+    for a model without adapters.
+    """
+    found: dict[str, lora.Adapted] = {}
+
+    def add(path: tuple, node: Any) -> None:
+        if lora.is_adapted(node):
+            found[keystr(path)] = node
+
+    jtu.tree_map_with_path(add, model, is_leaf=lora.is_adapted)
+    if not found:
+        raise ValueError("the model has no adapters to save")
+    one = next(iter(found.values()))
+    rank = one.down.shape[-1]
+    config = lora.Config(rank, one.scale * rank, tuple(found))
+    skeleton = eqx.filter_eval_shape(lora.adapt, fresh(model), config, key=jax.random.key(0))
+    check_model(model, skeleton)
+    known = Path(base).expanduser().exists()
+    description = {
+        "zoo": version(),
+        "family": family_name(model),
+        BASE: str(Path(base).expanduser().absolute()) if known else str(base),
+        **dataclasses.asdict(config),
+    }
+    with replacing(folder) as new:
+        write_tensors(new and new / WEIGHTS, eqx.filter(model, lora.trainable(model)))
+        if new is not None:
+            (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+            checksums.write(new)
+
+
+def load_adapters(
+    folder: Path | str, base: Any, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
+) -> Any:
+    """The adapters in a folder on the model `base`; `zoo.load` opens the one they were made for.
+
+    `zoo.lora.merge` makes a plain model of it. `mesh` and `dtype` are as for `zoo.load`, and `base`
+    has to lie on that mesh. Raises PublishError, naming what is at fault.
+    """
+    folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
+    description, config = _read(folder)
+    if (family := family_name(base)) != (stored := current_name(description.get("family"))):
+        raise PublishError(f"{folder} holds adapters of a {stored}, not of a {family}")
+    key = jax.random.key(0)
+    try:
+        skeleton = eqx.filter_eval_shape(lora.adapt, base, config, key=key)
+    except (ValueError, TypeError) as error:
+        raise PublishError(f"{folder} does not fit the model: {error}") from error
+    adapters = eqx.filter(skeleton, lora.trainable(skeleton))
+    read = read_tensors(folder / WEIGHTS, adapters, mesh, dtype)
+    return eqx.combine(read, lora.adapt(base, config, key=key))
+
+
+def are_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters, and no whole model."""
+    return BASE in read_json(folder / CONFIG)
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapters in a folder are for, as `zoo.load` takes it."""
+    description, _ = _read(folder)
+    if find(description[BASE]).samefile(folder):
+        raise PublishError(f"{folder / CONFIG}: {BASE}={str(folder)!r} is this folder itself")
+    return description[BASE]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
+    """What `config.json` holds, and the configuration in it."""
+    verify(folder)
+    path = folder / CONFIG
+    description = read_json(path)
+    if BASE not in description:
+        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
+    try:
+        configuration.check_value(BASE, description[BASE], str)
+        fields = {name: description.get(name) for name in configuration.annotations(lora.Config)}
+        return description, configuration.from_json(lora.Config, fields)
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"{path}: {error}") from error

@@ -1,0 +1,100 @@
+"""A model's folder as files: their names, their checksums, and how one folder replaces another."""
+
+import contextlib
+import importlib.metadata
+import json
+import reprlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from zoo.base import checksums
+from zoo.base.files import local_path
+from zoo.publishing.tensors import PublishError
+
+CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
+
+
+@contextlib.contextmanager
+def replacing(folder: Path | str) -> Iterator[Path | None]:
+    """A new folder to fill, which then takes the place of `folder`; None on other processes.
+
+    Raises:
+        PublishError: a folder that no earlier save wrote.
+        ValueError: a folder on another machine.
+    """
+    folder = local_path(folder, "folder").absolute()
+    _check_replaceable(folder)
+    if jax.process_index() == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
+            yield new
+            if folder.exists():
+                folder.rename(Path(temporary) / "old")
+            new.rename(folder)
+    else:
+        yield None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"zoo.save {folder}")
+
+
+def verify(folder: Path) -> None:
+    """Raise a PublishError where a folder's checksums do not hold."""
+    if problems := checksums.problems(folder):
+        raise PublishError(
+            f"{folder} is damaged or not a model of the zoo:\n  "
+            + "\n  ".join(problems)
+            + "\nPut back the files from a copy, or publish it again."
+        )
+
+
+def hugging_face_config(folder: Path) -> dict | None:
+    """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
+    try:
+        values = read_json(folder / CONFIG)
+    except PublishError:
+        if (folder / checksums.NAME).exists():
+            return None  # the checksums will tell
+        raise
+    return None if values.keys() & {"family", "config"} else values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        PublishError: there is none.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
+        return values
+    except (OSError, ValueError, RecursionError) as error:
+        raise PublishError(f"{path} is damaged: {error}") from error
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Nothing is deleted but what an earlier save wrote."""
+    if folder.exists() and not folder.is_dir():
+        raise PublishError(f"{folder} is a file: a model is a folder")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if others := sorted(found - checksums.listed(folder) - {README, checksums.NAME}):
+        raise PublishError(
+            f"{folder} has files that are no part of a model: {', '.join(others)}. Move them away, "
+            "or save elsewhere"
+        )
+
+
+def version() -> str:
+    """The version of the zoo, for what is written by it."""
+    try:
+        return importlib.metadata.version("zoo")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,0 +1,210 @@
+"""A family as Hugging Face knows it: a map of configuration fields and a map of tensor names.
+
+Both go both ways. A field of `config.json` that a family's map does not know, or whose value the
+zoo's model would not follow, is an error: nothing that changes the maths is passed over.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.base import configuration
+from zoo.publishing.hf.names import Tensor
+from zoo.publishing.tensors import PublishError, check_counts
+
+# Of no consequence to what a model computes from its tokens.
+IGNORED = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
+    attention_dropout attention_probs_dropout_prob bos_token_id cache_implementation
+    chunk_size_feed_forward classifier_dropout decoder_start_token_id dtype embd_pdrop
+    eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout_prob id2label initializer_range keys_to_ignore_at_inference label2id
+    max_length model_type num_labels output_attentions output_hidden_states output_past
+    output_router_logits pad_token_id prefix problem_type resid_pdrop return_dict
+    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache use_return_dict
+    """.split()  # noqa: SIM905
+)
+# Of no consequence to the maths of the zoo's model either, and not in Hugging Face's fields.
+_RUNTIME = ("dropout", "attention", "remat", "scan_layers")
+_ABSENT = object()
+
+
+class Fields:
+    """The fields of a `config.json`, each to be taken once."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self._left = dict(values)
+        self._where = where
+
+    def take(self, name: str, default: Any = _ABSENT) -> Any:
+        """A field's value, or the default if it is absent."""
+        value = self._left.pop(name, default)
+        if value is _ABSENT:
+            raise PublishError(f"{self._where} has no field {name}")
+        return value
+
+    def expect(self, name: str, value: Any) -> None:
+        """A field that has this value, if it is there at all."""
+        if (found := self.take(name, value)) != value:
+            raise self.refusal(f"{name}={found!r} is not supported, only {value!r}")
+
+    def refusal(self, reason: str) -> PublishError:
+        """An error that names the file."""
+        return PublishError(f"{self._where}: {reason}")
+
+    def finish(self, ignored: Collection[str]) -> None:
+        """Refuse the fields that nobody took."""
+        if left := sorted(self._left.keys() - IGNORED - set(ignored)):
+            fields = ", ".join(f"{name}={self._left[name]!r}" for name in left)
+            raise self.refusal(f"unknown fields, which may change the maths: {fields}")
+
+
+class Rule(abc.ABC):
+    """How some fields of a `config.json` and some of a `Config` follow from each other."""
+
+    @abc.abstractmethod
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+
+    @abc.abstractmethod
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+
+
+@dataclass(frozen=True)
+class Same(Rule):
+    """The same value under another name; `default` is Hugging Face's, where the field is absent."""
+
+    theirs: str
+    ours: str
+    default: Any = _ABSENT
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        return {self.ours: fields.take(self.theirs, self.default)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        return {self.theirs: getattr(config, self.ours)}
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """A field of which one value is supported: Hugging Face's default too.
+
+    One that transformers does not know itself is not written.
+    """
+
+    theirs: str
+    value: Any
+    written: bool = True
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        fields.expect(self.theirs, self.value)
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        return {self.theirs: self.value} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """A field whose values have other names here; the first of theirs is written."""
+
+    theirs: str
+    ours: str
+    values: Mapping[str, Any]
+    default: str
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        value = fields.take(self.theirs, self.default)
+        if value not in self.values:
+            known = ", ".join(self.values)
+            raise fields.refusal(f"{self.theirs}={value!r} is not supported, only {known}")
+        return {self.ours: self.values[value]}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        value = getattr(config, self.ours)
+        return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    model_type: str
+    architecture: str
+    """What transformers calls the class of such a model."""
+    model: type
+    """The zoo's class."""
+    config: Any
+    """The class of its configuration."""
+    rules: tuple[Rule, ...]
+    always: Mapping[str, Any]
+    """Fields of the `Config` that all models of the family have."""
+    canonical: Callable[[Any], Any]
+    """The same configuration in one spelling, for comparison: what is derived is written out."""
+    tensors: Callable[[Any], dict[str, Tensor]]
+    """Where each parameter is, by its path."""
+    prefixes: tuple[str, ...] = ("",)
+    """What names may begin with; the first is written."""
+    marker: str = ""
+    """A tensor that every file has, by which the prefix is found out."""
+    ignored: frozenset[str] = frozenset()
+    """Fields of `config.json` of no consequence in this family."""
+    buffers: tuple[str, ...] = ()
+    """How the names of tensors end that are no parameters, and may be in a file."""
+    adapt: Callable[[Any, Collection[str]], Any] = field(default=lambda config, names: config)
+    """The configuration, given the names of the tensors in the file."""
+
+    def read(self, values: Mapping[str, Any], where: str) -> Any:
+        """The `Config` of what `config.json` holds.
+
+        Raises:
+            PublishError: a field that is missing, unknown, or not supported.
+        """
+        fields, found = Fields(values, where), dict(self.always)
+        types = configuration.annotations(self.config)
+        try:
+            for rule in self.rules:
+                for name, value in rule.read(fields).items():
+                    found[name] = configuration.value_from_json(name, value, types[name])
+                check_counts(found)
+            fields.finish(self.ignored)
+            return self.canonical(self.config(**found))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # What a rule could not make sense of.
+            raise PublishError(f"{where}: {error}") from error
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """What `config.json` holds for a configuration that `difference` finds nothing wrong in."""
+        values = {"architectures": [self.architecture], "model_type": self.model_type}
+        for rule in self.rules:
+            values |= rule.write(config)
+        return values
+
+    def difference(self, config: Any) -> list[str]:
+        """The fields in which a model of this family would not be this one; none if it can be."""
+        if not isinstance(config, self.config):
+            return [f"a configuration of {type(config).__module__}"]
+        try:
+            again = self.read(self.write(config), self.model_type)
+            again = self.adapt(again, [tensor.name for tensor in self.tensors(config).values()])
+        except (PublishError, ValueError, TypeError) as error:
+            return [str(error)]
+        mine = self.canonical(config)
+        return [
+            f"{x.name}={getattr(mine, x.name)!r}"
+            for x in dataclasses.fields(config)
+            if x.name not in _RUNTIME and getattr(mine, x.name) != getattr(again, x.name)
+        ]

@@ -1,0 +1,178 @@
+"""A Hugging Face folder as a model of the zoo, and a model of the zoo as such a folder."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from zoo import sharding
+from zoo.publishing.hf import bert, experts, gemma, gpt2, llama
+from zoo.publishing.hf.family import Family
+from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
+from zoo.publishing.hf.weights import Weights, place
+from zoo.publishing.hf.weights import write as write_weights
+from zoo.publishing.structure import check_model
+from zoo.publishing.tensors import PublishError, Tensor, check_tensors, on_host
+from zoo.sharding.axes import keystr
+
+# In the order in which `write` tries them.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        llama.LLAMA,
+        llama.MISTRAL,
+        llama.QWEN2,
+        llama.QWEN3,
+        llama.OLMO2,
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        experts.MIXTRAL,
+        experts.QWEN3_MOE,
+        gpt2.GPT2,
+        bert.BERT,
+    )
+}
+
+
+def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+    """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
+    where = f"{folder / 'config.json'}"
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
+    family = FAMILIES[kind]
+    config = family.read(values, where)
+    weights = Weights(folder)
+    config = family.adapt(config, weights.tensors)
+    skeleton = _skeleton(family, config)
+    prefix = _prefix(family, weights)
+    found = layouts(skeleton, family.tensors(config), prefix)
+    _check(family, weights, found)
+    if mesh is None:
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        placed = jax.tree.map(lambda leaf: one, skeleton)
+    else:
+        placed = sharding.shardings(skeleton, mesh)
+
+    def fill(path: tuple, leaf: Any, where: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        layout = found[keystr(path)]
+        target = _dtype(weights, layout) if dtype is None else jnp.dtype(dtype)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            with weights.reader() as read:
+                return layout.read(index, target, read)
+
+        return place(leaf.shape, where, part)
+
+    return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
+
+
+def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
+    """The family that a model is of, and what its `config.json` holds.
+
+    Raises:
+        PublishError: no family has such a model; with the nearest one, and in what they differ.
+    """
+    config = getattr(model, "config", None)
+    differences = {
+        kind: family.difference(config)
+        for kind, family in FAMILIES.items()
+        if isinstance(model, family.model)
+    }
+    if not differences:
+        raise PublishError(f"Hugging Face's format has no {type(model).__name__} of the zoo's")
+    kind, lacks = min(differences.items(), key=lambda item: len(item[1]))
+    if lacks:
+        raise PublishError(
+            f"no family of Hugging Face's has such a model; {kind} is the nearest, without "
+            + ", ".join(lacks)
+        )
+    family = FAMILIES[kind]
+    check_model(model, _skeleton(family, config))
+    separator = getattr(tokenizer, "separator_id", None)
+    tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+    dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf))
+    return family, family.write(config) | tokens | {"torch_dtype": dtype}
+
+
+def write(folder: Path | None, model: Any, family: Family) -> None:
+    """Write the weights; all processes call it, and those without a folder write nothing."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
+    tensors, prefix = family.tensors(model.config), family.prefixes[0]
+    found = layouts(_skeleton(family, model.config), tensors, prefix)
+
+    def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray | None]:
+        made = []
+        for part in parts:
+            layout = found[part.path]
+            array = on_host(arrays[part.path][layout.at(part.at)])
+            if array is not None:
+                made.append(layout.write(part.at, array))
+        axis = next((i for i, g in enumerate(found[parts[0].path].factors) if "part" in g), 0)
+        yield np.concatenate(made, axis, dtype=dtype) if made else None
+
+    described = {}
+    for name, parts in pieces(found).items():
+        dtype = np.result_type(*[arrays[part.path].dtype for part in parts])
+        shape = found[parts[0].path].tensor_shape
+        described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
+    write_weights(folder, described)
+
+
+def _skeleton(family: Family, config: Any) -> PyTree:
+    return eqx.filter_eval_shape(lambda key: family.model(config, key=key), jax.random.key(0))
+
+
+def _prefix(family: Family, weights: Weights) -> str:
+    """What the names in these files begin with."""
+    known = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
+    return next(known, family.prefixes[0])
+
+
+def _dtype(weights: Weights, layout: Layout) -> Any:
+    """The dtype that a parameter is stored in: of several the widest."""
+    dtypes = {weights.dtype(name) for name, _ in layout.names()}
+    return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
+
+
+def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
+    """Refuse files that lack a tensor, have another, or have one of another shape."""
+    wanted = {name: x.tensor_shape for x in found.values() for name, _ in x.names()}
+    stored = {name: x.shape for name, x in weights.tensors.items()}
+    ours = {
+        name: shape
+        for name, shape in stored.items()
+        if name in wanted
+        or not (name.endswith(family.buffers) or _is_tied_head(weights, name, wanted))
+    }
+    check_tensors(f"{weights.folder}", ours, wanted)
+    for name in wanted:
+        weights.dtype(name)
+
+
+def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:
+    """Whether a tensor is the embedding once more, as the head that is tied to it."""
+    tied = [x for x in wanted if x.endswith(("embed_tokens.weight", "wte.weight"))]
+    if name != "lm_head.weight" or not tied:
+        return False
+    ours, theirs = weights.tensors.get(tied[0]), weights.tensors[name]
+    if ours is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    with weights.reader() as read:
+        for start in range(0, ours.shape[0], 4096):
+            rows = (slice(start, min(start + 4096, ours.shape[0])), slice(0, ours.shape[1]))
+            if read(tied[0], rows).tobytes() != read(name, rows).tobytes():
+                return False
+    return True

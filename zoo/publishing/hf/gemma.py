@@ -1,0 +1,69 @@
+"""Gemma 2 and the text models of Gemma 3: norms on both sides, windows on some layers."""
+
+from typing import Any
+
+from zoo import transformer
+from zoo.publishing.hf import llama
+from zoo.publishing.hf.family import Choice, Fixed, Rule, Same
+from zoo.publishing.hf.names import Tensor
+from zoo.publishing.hf.rules import LayerTypes, QueryScale, Rotary
+
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+ALWAYS = {"norm": "rms_offset", "norms": "both", "scale_embedding": True}
+ACTIVATIONS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
+
+
+def _tensors(config: transformer.Config) -> dict[str, Tensor]:
+    return llama.outside(config) | llama.attention(config) | llama.mlp() | llama.norms(NORMS)
+
+
+def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+    return (
+        *llama.sizes(tied=True),
+        Same("head_dim", "head_dim", 256),
+        Choice("hidden_activation", "mlp", ACTIVATIONS, "gelu_pytorch_tanh"),
+        Same("attn_logit_softcapping", "attention_soft_cap", attention_cap),
+        Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
+        QueryScale(),
+        Fixed("attention_bias", False),
+    )
+
+
+class _Bidirectional(Rule):
+    """`use_bidirectional_attention`: null or false."""
+
+    def read(self, fields: Any) -> dict[str, Any]:
+        if fields.take("use_bidirectional_attention", None):
+            raise fields.refusal("use_bidirectional_attention=True is not supported")
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"use_bidirectional_attention": False}
+
+
+GEMMA2 = llama.decoder(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), _Bidirectional()),
+    ALWAYS,
+    _tensors,
+    # What transformers goes by is hidden_activation.
+    ignored=frozenset({"hidden_act"}),
+)
+GEMMA3 = llama.decoder(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (
+        *_rules(None, None),
+        Rotary(theta=1_000_000.0, local=10_000.0, max_seq_len=131072),
+        LayerTypes(period=6),
+        _Bidirectional(),
+    ),
+    {**ALWAYS, "qk_norm": True},
+    _tensors,
+)

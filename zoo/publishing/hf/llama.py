@@ -1,0 +1,190 @@
+"""Llama, and what follows its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from zoo import transformer
+from zoo.publishing.hf.canonical import of_transformer
+from zoo.publishing.hf.family import Choice, Family, Fixed, Rule, Same
+from zoo.publishing.hf.names import Tensor
+from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary, Window
+
+LAYER = "{prefix}layers.{layer}."
+PREFIXES, MARKER = ("model.", ""), "{prefix}embed_tokens.weight"
+BUFFERS = ("rotary_emb.inv_freq",)
+SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
+
+NO_BIASES = (Fixed("attention_bias", False), Fixed("mlp_bias", False))
+
+
+def sizes(
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    kv_heads: int | None = None,
+    hidden: str = "intermediate_size",
+) -> tuple[Rule, ...]:
+    """The fields that all of these have, with Hugging Face's defaults where they differ."""
+    return (
+        Same("vocab_size", "vocab_size"),
+        Same("hidden_size", "d_model"),
+        Same(hidden, "d_ff"),
+        Same("num_hidden_layers", "num_layers"),
+        Same("num_attention_heads", "num_heads"),
+        Same("num_key_value_heads", "num_kv_heads", kv_heads),
+        Same("rms_norm_eps", "norm_eps", eps),
+        Same("tie_word_embeddings", "tie_embeddings", tied),
+    )
+
+
+def outside(config: transformer.Config) -> dict[str, Tensor]:
+    """The embedding, the last norm and the head."""
+    found = {
+        "embedding.weight": Tensor("{prefix}embed_tokens.weight"),
+        "final_norm.scale": Tensor("{prefix}norm.weight"),
+    }
+    if not config.tie_embeddings:
+        found["head.weight"] = Tensor("lm_head.weight", "vocab embed")
+    return found
+
+
+def attention(config: transformer.Config) -> dict[str, Tensor]:
+    """The parameters of the attention."""
+    part = LAYER + "self_attn."
+    found = {
+        "blocks.attention.wq": Tensor(part + "q_proj.weight", "heads.head_dim embed"),
+        "blocks.attention.wk": Tensor(part + "k_proj.weight", "kv_heads.head_dim embed"),
+        "blocks.attention.wv": Tensor(part + "v_proj.weight", "kv_heads.head_dim embed"),
+        "blocks.attention.wo": Tensor(part + "o_proj.weight", "embed heads.head_dim"),
+    }
+    if config.qkv_bias:
+        found |= {
+            "blocks.attention.bq": Tensor(part + "q_proj.bias", "heads.head_dim"),
+            "blocks.attention.bk": Tensor(part + "k_proj.bias", "kv_heads.head_dim"),
+            "blocks.attention.bv": Tensor(part + "v_proj.bias", "kv_heads.head_dim"),
+        }
+    if config.qk_norm:
+        found["blocks.attention.q_norm.scale"] = Tensor(part + "q_norm.weight")
+        found["blocks.attention.k_norm.scale"] = Tensor(part + "k_norm.weight")
+    return found
+
+
+def mlp() -> dict[str, Tensor]:
+    """The parameters of the gated MLP."""
+    return {
+        "blocks.mlp.w_gate": Tensor(LAYER + "mlp.gate_proj.weight", "mlp embed"),
+        "blocks.mlp.w_up": Tensor(LAYER + "mlp.up_proj.weight", "mlp embed"),
+        "blocks.mlp.w_down": Tensor(LAYER + "mlp.down_proj.weight", "embed mlp"),
+    }
+
+
+def norms(names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The norms of a layer, by the zoo's name and theirs."""
+    return {f"blocks.{ours}.scale": Tensor(f"{LAYER}{name}.weight") for ours, name in names.items()}
+
+
+PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
+
+def _tensors(config: transformer.Config) -> dict[str, Tensor]:
+    return outside(config) | attention(config) | mlp() | norms(PRE_NORMS)
+
+
+def _olmo2_tensors(config: transformer.Config) -> dict[str, Tensor]:
+    return outside(config) | attention(config) | mlp() | norms(POST_NORMS)
+
+
+def decoder(
+    model_type: str,
+    architecture: str,
+    rules: tuple[Rule, ...],
+    always: Mapping[str, Any],
+    tensors: Any = _tensors,
+    ignored: frozenset[str] = frozenset(),
+) -> Family:
+    """A family of decoders with Llama's names."""
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        model=transformer.Transformer,
+        config=transformer.Config,
+        rules=rules,
+        always=always,
+        canonical=of_transformer,
+        tensors=tensors,
+        prefixes=PREFIXES,
+        marker=MARKER,
+        buffers=BUFFERS,
+        ignored=ignored,
+    )
+
+
+LLAMA = decoder(
+    "llama",
+    "LlamaForCausalLM",
+    (
+        *sizes(),
+        Same("head_dim", "head_dim", None),
+        SILU,
+        Rotary(),
+        *NO_BIASES,
+        Fixed("rope_interleaved", False, written=False),
+    ),
+    {},
+    ignored=frozenset({"is_llama_config", "pretraining_tp"}),  # the latter: how products are cut
+)
+MISTRAL = decoder(
+    "mistral",
+    "MistralForCausalLM",
+    (
+        *sizes(kv_heads=8),
+        Same("head_dim", "head_dim", None),
+        SILU,
+        Rotary(max_seq_len=131072),
+        Window(4096),
+    ),
+    {},
+)
+QWEN2 = decoder(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (
+        *sizes(),
+        Same("head_dim", "head_dim", None),
+        SILU,
+        Rotary(max_seq_len=32768),
+        OptionalLayerTypes(),
+        Fixed("use_mrope", False, written=False),
+    ),
+    {"qkv_bias": True},
+)
+QWEN3 = decoder(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    (
+        *sizes(),
+        Same("head_dim", "head_dim", 128),
+        SILU,
+        Rotary(max_seq_len=32768),
+        OptionalLayerTypes(),
+        Fixed("attention_bias", False),
+    ),
+    {"qk_norm": True},
+)
+OLMO2 = decoder(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (
+        *sizes(eps=1e-5),
+        Same("head_dim", "head_dim", None),
+        SILU,
+        Rotary(),
+        Fixed("attention_bias", False),
+    ),
+    {"qk_norm": True, "qk_norm_per_head": False, "norms": "post"},
+    _olmo2_tensors,
+)

@@ -1,0 +1,207 @@
+"""The fields of `config.json` that do not map one to one: rotary positions, windows, scales."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.base import configuration
+from zoo.publishing.hf.canonical import shortest
+from zoo.publishing.hf.family import Fields, Rule
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_KINDS = {"sliding_attention": "local", "full_attention": "global"}
+_TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
+
+
+def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> tuple:
+    """The zoo's `rope_scaling` of a dictionary of rotary parameters."""
+    given = dict(given or {})
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    given.pop("rope_theta", None)
+    if given.get("partial_rotary_factor") in (None, 1.0):
+        given.pop("partial_rotary_factor", None)
+    names = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}.get(kind)
+    if names is None:
+        raise fields.refusal(
+            f"rotary positions of type {kind!r} are not supported, only default, linear and llama3"
+        )
+    if kind == "llama3":
+        given.setdefault("original_max_position_embeddings", max_seq_len)
+    try:
+        scaling = tuple(float(given.pop(name)) for name in names)
+    except KeyError as error:
+        raise fields.refusal(f"rotary positions of type {kind!r} need {error}") from None
+    if given:
+        raise fields.refusal(f"unknown rotary parameters, which may change the maths: {given}")
+    return scaling
+
+
+def _write_scaling(scaling: tuple[float, ...]) -> dict[str, Any] | None:
+    if not scaling:
+        return None
+    if len(scaling) == 1:
+        return {"rope_type": "linear", "factor": scaling[0]}
+    values = dict(zip(_LLAMA3, scaling, strict=True))
+    values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
+    return {"rope_type": "llama3", **values}
+
+
+@dataclass(frozen=True)
+class Rotary(Rule):
+    """`max_position_embeddings` and the rotary wavelengths, in the old spelling and the new.
+
+    `local` says that layers with a window have a base of their own, as in Gemma 3. What is
+    written is the old spelling, which all versions of transformers read.
+    """
+
+    theta: float = 10_000.0
+    local: float | None = None
+    max_seq_len: int = 2048
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        length = fields.take("max_position_embeddings", self.max_seq_len)
+        theta = fields.take("rope_theta", self.theta)
+        old = fields.take("rope_scaling", None)
+        new = fields.take("rope_parameters", None) or {}
+        found = {"max_seq_len": length}
+        if self.local is not None:
+            base = fields.take("rope_local_base_freq", self.local)
+            local = new.get("sliding_attention") or {}
+            if _take_scaling(fields, local, length):
+                raise fields.refusal("stretched rotary positions in layers with a window")
+            found["local_rope_theta"] = local.get("rope_theta", base)
+            if new and not new.keys() <= {"sliding_attention", "full_attention"}:
+                raise fields.refusal(f"rope_parameters={new!r}: not by the kind of layer")
+            new = new.get("full_attention") or {}
+        found["rope_theta"] = (old or {}).get("rope_theta", new.get("rope_theta", theta))
+        found["rope_scaling"] = _take_scaling(fields, old or new, length)
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        values = {
+            "max_position_embeddings": config.max_seq_len,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": _write_scaling(config.rope_scaling),
+        }
+        if self.local is not None:
+            base = config.local_rope_theta
+            values["rope_local_base_freq"] = config.rope_theta if base is None else base
+        return values
+
+
+@dataclass(frozen=True)
+class Window(Rule):
+    """A sliding window on every layer, or null."""
+
+    default: int | None
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        return {"window": fields.take("sliding_window", self.default)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        return {"sliding_window": config.window}
+
+
+@dataclass(frozen=True)
+class LayerTypes(Rule):
+    """A sliding window on some layers, by `layer_types` or, if there are none, every so many.
+
+    `period` is of older files: the last of so many layers has no window.
+    """
+
+    period: int
+    default: int = 4096
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        period = fields.take("sliding_window_pattern", self.period)
+        period = fields.take("_sliding_window_pattern", period)
+        given = fields.take("layer_types", None)
+        configuration.check_value("sliding_window_pattern", period, int)
+        if period < 1:
+            raise fields.refusal(f"sliding_window_pattern={period}: must be positive")
+        # A damaged file can name any number: no more is counted out than there are layers.
+        period = min(period, fields.values.get("num_hidden_layers", 0) + 1)
+        pattern: tuple[str, ...] = ("local",) * (period - 1) + ("global",)
+        if given is not None:
+            pattern = _kinds(fields, given)
+        return {
+            "window": fields.take("sliding_window", self.default),
+            "window_pattern": shortest(pattern),
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        return {
+            "sliding_window": config.window or self.default,
+            "layer_types": _layer_types(config),
+        }
+
+
+@dataclass(frozen=True)
+class OptionalLayerTypes(Rule):
+    """Qwen's: a window only if `use_sliding_window`, from layer `max_window_layers` on.
+
+    With `all_layers` (its mixture of experts) on every layer.
+    """
+
+    all_layers: bool = False
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        used = fields.take("use_sliding_window", False)
+        window = fields.take("sliding_window", 4096)
+        first = fields.take("max_window_layers", 0 if self.all_layers else 28)
+        given = fields.take("layer_types", None)
+        if not used or window is None:
+            if given and "sliding_attention" in given:
+                raise fields.refusal("layer_types with a window, and use_sliding_window is false")
+            return {"window": None}
+        if self.all_layers:
+            return {"window": window}
+        num_layers = fields.values.get("num_hidden_layers", 0)
+        first = min(first, num_layers)
+        pattern = ("global",) * first + ("local",) * (num_layers - first)
+        if given is not None:
+            pattern = _kinds(fields, given)
+        return {"window": window, "window_pattern": shortest(pattern)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        used = config.window is not None
+        values: dict[str, Any] = {"use_sliding_window": used, "sliding_window": config.window}
+        if not self.all_layers:
+            types = _layer_types(config)
+            values |= {"layer_types": types, "max_window_layers": config.num_layers}
+        return values
+
+
+def _kinds(fields: Fields, given: Any) -> tuple[str, ...]:
+    if set(given) - _KINDS.keys() or len(given) != fields.values.get("num_hidden_layers"):
+        known = ", ".join(_KINDS)
+        raise fields.refusal(f"layer_types={given!r}: one of {known} for each layer is supported")
+    return tuple(_KINDS[kind] for kind in given)
+
+
+def _layer_types(config: Any) -> list[str]:
+    return [_TYPES[kind] for kind in config.all_layer_kinds]
+
+
+@dataclass(frozen=True)
+class QueryScale(Rule):
+    """`query_pre_attn_scalar`: what the attention logits are divided by the square root of."""
+
+    default: int = 256
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Fields of the `Config`."""
+        return {"attention_scale": fields.take("query_pre_attn_scalar", self.default) ** -0.5}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        scale = config.attention_scale
+        return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}

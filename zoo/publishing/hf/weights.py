@@ -1,0 +1,173 @@
+"""The safetensors files of a folder: one, or several with an index; read a slice at a time.
+
+Nothing in a file is executed: safetensors are numbers behind a table of names, and pickled weights
+are refused.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from zoo.publishing.tensors import PublishError, Tensor, open_file, write_file
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+PICKLED = (".bin", ".ckpt", ".pt", ".pth")
+DTYPES: Mapping[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+_SHARD_BYTES = 5 * 10**9
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weights:
+    """What the safetensors files of a folder hold."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = _read_index(folder)
+        files = sorted(set(index.values())) if index else [WEIGHTS]
+        self.tensors: dict[str, Stored] = {}
+        for file in files:
+            with open_file(self.folder / file) as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if index and index.get(name) != file:
+                        raise PublishError(
+                            f"{folder / file} holds {name}, which {INDEX} has in {index.get(name)}"
+                        )
+                    part = opened.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    self.tensors[name] = Stored(file, shape, part.get_dtype())
+        if lost := sorted(index.keys() - self.tensors.keys()):
+            raise PublishError(
+                f"{folder / INDEX} names tensors that their files lack: "
+                + ", ".join(f"{name} in {index[name]}" for name in lost)
+            )
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Any]:
+        """Within, `read(name, slices)` gives a part of a tensor as numpy."""
+        handles: dict[str, Any] = {}
+
+        def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
+            file = self.tensors[name].file
+            if file not in handles:
+                handles[file] = opened.enter_context(open_file(self.folder / file))
+            return handles[file].get_slice(name)[slices]
+
+        # What is read of a file stays mapped into memory until it is closed.
+        with contextlib.ExitStack() as opened:
+            yield read
+
+    def dtype(self, name: str) -> Any:
+        """The dtype of a tensor.
+
+        Raises:
+            PublishError: one that is no floating point, as in quantized models.
+        """
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise PublishError(
+                f"{self.folder / stored.file}: {name} is of type {stored.dtype}, and weights are "
+                f"read of {', '.join(DTYPES)}; open a checkpoint that is not quantized"
+            )
+        return DTYPES[stored.dtype]
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor; empty where there is one file for all.
+
+    Raises:
+        PublishError: no weights, pickled ones alone, a damaged index, or one that points elsewhere.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        if (folder / WEIGHTS).is_file():
+            return {}
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
+        if pickled:
+            raise PublishError(
+                f"{folder} has its weights pickled ({', '.join(pickled)}), and opening such a file "
+                "runs whatever code is in it: have transformers load and save it, or take a "
+                f"revision with {WEIGHTS}"
+            )
+        raise PublishError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
+    try:
+        index = json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(x, str) for pair in index.items() for x in pair) or not index:
+            raise ValueError("weight_map has to map the names of tensors to those of files")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PublishError(f"{path} is damaged: {error!r}") from error
+    for name, file in index.items():
+        if Path(file).name != file or file in (".", "..") or "\\" in file:
+            raise PublishError(
+                f"{path}: {name} lies in {file!r}, outside the folder; files are named without path"
+            )
+        if not file.endswith(".safetensors"):
+            raise PublishError(f"{path}: {name} lies in {file!r}, which is no safetensors file")
+    return index
+
+
+def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most five gigabytes, as transformers cuts them."""
+    group: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if group and num_bytes(group) + num_bytes({name: tensor}) > _SHARD_BYTES:
+            yield group
+            group = {}
+        group[name] = tensor
+    yield group
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """The size of tensors in a file."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
+
+
+def write(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to one file, or to several with an index, one after the other.
+
+    All processes call it; None for a folder goes over the tensors, and writes nothing.
+    """
+    groups = [*shards(tensors)]
+    names = [WEIGHTS]
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+        weight_map = {name: files[name] for name in sorted(files)}
+        index = {"metadata": {"total_size": num_bytes(tensors)}, "weight_map": weight_map}
+        if folder is not None:
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for name, group in zip(names, groups, strict=True):
+        # transformers asks for this metadata.
+        write_file(folder and folder / name, group, {"format": "pt"})
+
+
+def place(shape: tuple[int, ...], where: jax.sharding.Sharding, part: Any) -> jax.Array:
+    """An array out of `part(index)`, one device's part after the other, to hold no more on host."""
+    made: dict[str, Any] = {}
+    arrays = []
+    for device, index in where.addressable_devices_indices_map(shape).items():
+        key = str(index)
+        if key not in made:
+            made = {key: part(index)}
+        array = jax.device_put(made[key], device)
+        array.block_until_ready()
+        arrays.append(array)
+    return jax.make_array_from_single_device_arrays(shape, where, arrays)

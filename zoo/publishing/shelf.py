@@ -1,0 +1,74 @@
+"""The shelf of published models, and the folder that a name, a path or a hub id stands for."""
+
+import dataclasses
+from pathlib import Path
+
+from zoo.base.files import local_path
+from zoo.publishing import hf
+from zoo.publishing.folder import CONFIG, METRICS, README, read_json
+from zoo.publishing.tensors import PublishError
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the shelf says of a published model; `text` is its README."""
+
+    name: str
+    folder: Path
+    family: str
+    num_parameters: int
+    text: str
+    metrics: dict
+
+
+def published() -> dict[str, Card]:
+    """The shelf: name -> card, of every model that came with the zoo."""
+    configs = sorted(_shelf().glob(f"*/{CONFIG}"))
+    return {config.parent.name: _card(config.parent) for config in configs}
+
+
+def _shelf() -> Path:
+    """In an install the models lie in the package, in a checkout beside it."""
+    package = Path(__file__).parents[1]
+    installed = package / "models"
+    return installed if installed.is_dir() else package.parent / "models"
+
+
+def _card(folder: Path) -> Card:
+    description = read_json(folder / CONFIG)
+    readme, metrics = folder / README, folder / METRICS
+    return Card(
+        name=folder.name,
+        folder=folder,
+        family=description.get("family", "unknown"),
+        num_parameters=description.get("num_parameters", 0),
+        text=readme.read_text(encoding="utf-8") if readme.is_file() else "",
+        metrics=read_json(metrics) if metrics.is_file() else {},
+    )
+
+
+def find(name_or_folder: str | Path) -> Path:
+    """The folder of a model: one that exists, or of that name on the shelf, or of that hub id.
+
+    A run's folder stands for the model in it.
+
+    Raises:
+        PublishError: there is none.
+        ValueError: a folder on another machine.
+    """
+    given = local_path(name_or_folder, "model")
+    for folder in (given / "model", given, _shelf() / name_or_folder):
+        if (folder / CONFIG).is_file():
+            return folder
+    if (given / "checkpoints").is_dir():
+        raise PublishError(f"{given} is a run that has not come to its end: it has no model yet")
+    if Path(name_or_folder).is_file():
+        raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
+    if Path(name_or_folder).exists():
+        raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
+    if hf.is_hub_id(str(name_or_folder)):
+        return hf.snapshot(str(name_or_folder))
+    raise PublishError(
+        f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
+        + (", ".join(published()) or "nothing")
+    )

@@ -1,0 +1,231 @@
+"""The arrays of a model in a safetensors file: a tensor a parameter, named by its dotted path."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from zoo import sharding
+from zoo.nn.precision import DTYPES
+from zoo.sharding.axes import keystr, map_parameters
+
+# In the order in which safetensors lays them out.
+_CODES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_MOST = 4096  # layers or experts: a damaged file can name any number, and they are counted out
+
+
+class PublishError(Exception):
+    """A folder that can't be written as a model, or can't be opened as one."""
+
+
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse more layers or experts than a model has.
+
+    Raises:
+        ValueError: it names the field.
+    """
+    for name in ("num_layers", "num_experts"):
+        if (count := fields.get(name) or 0) > _MOST:
+            raise ValueError(f"{name}={count}: more layers or experts than {_MOST}")
+
+
+def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+    """A floating point dtype of its name, of the zoo's ("bf16", "fp16", "fp32") or of any other.
+
+    Raises:
+        PublishError: another one, with the choices.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise PublishError(
+            f"dtype={dtype!r}: parameters are cast to floating point types alone; choose one of "
+            f"{[*DTYPES]}, or a dtype such as 'bfloat16' or jnp.float32"
+        )
+    return found
+
+
+def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+    """The skeleton with its arrays from a file; each device reads its own slices.
+
+    Raises:
+        PublishError: tensors that are missing, surplus or of another shape, by name.
+    """
+    if mesh is None:
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        placed = jax.tree.map(lambda leaf: one, skeleton)
+    else:
+        placed = sharding.shardings(skeleton, mesh)
+    with open_file(path) as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        check_tensors(f"{path}", stored, parameter_shapes(skeleton))
+
+        def fill(path: tuple, leaf: Any, where: Any) -> Any:
+            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                return leaf
+            return _read(file, keystr(path), leaf.shape, where, dtype)
+
+        return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """A safetensors file, open to be read.
+
+    Raises:
+        PublishError: one that is missing or damaged.
+    """
+    try:
+        with safetensors.safe_open(path, "numpy") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise PublishError(f"{path} is missing") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise PublishError(
+            f"{path} is damaged, or no safetensors file: {error}. Get it again from where it came"
+        ) from error
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written: `pieces` gives it in parts, one after the other, on process 0."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Callable[[], Iterator[np.ndarray | None]]
+
+
+def write_tensors(path: Path | None, model: PyTree) -> None:
+    """Write the arrays of a model by name; all processes call it, one of them with a path.
+
+    What lies in memory at once is one layer of one parameter that stacks them.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
+        is_stack = leaf.ndim > 0 and names[0] in (None, "member")
+
+        def pieces() -> Iterator[np.ndarray | None]:
+            for part in (leaf[i] for i in range(leaf.shape[0])) if is_stack else (leaf,):
+                yield on_host(part)
+
+        tensors[keystr(path)] = Tensor(leaf.shape, leaf.dtype, pieces)
+
+    map_parameters(add, model)
+    write_file(path, tensors)
+
+
+def write_file(
+    path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file a piece at a time, the same bytes as the library writes at once.
+
+    All processes call it, for each piece may be gathered from all; one of them has a path.
+
+    Raises:
+        PublishError: a dtype that safetensors has not.
+    """
+    for name, tensor in tensors.items():
+        if str(tensor.dtype) not in _CODES:
+            raise PublishError(f"{name} is of type {tensor.dtype}, which safetensors has not")
+    order = [*_CODES]
+    names = sorted(tensors, key=lambda name: (order.index(str(tensors[name].dtype)), name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        shape, dtype, _ = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        code = _CODES[str(dtype)]
+        header[name] = {"dtype": code, "shape": [*shape], "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with contextlib.nullcontext() if path is None else path.open("wb") as file:
+        if file is not None:
+            file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for piece in tensors[name].pieces():
+                if file is not None:
+                    # The buffer as it lies would be wrong for any other order than C.
+                    file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+
+
+def on_host(array: jax.Array) -> np.ndarray | None:
+    """An array, gathered from all processes, which all call it; None on any but process 0."""
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array) if jax.process_index() == 0 else None
+
+
+def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            yield keystr(path), leaf
+
+
+def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
+    """The shape of each array of a model, by its dotted path."""
+    return {name: leaf.shape for name, leaf in _named(model)}
+
+
+def check_tensors(
+    where: str, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
+) -> None:
+    """Raise a PublishError that names what is missing, surplus or of another shape."""
+    lines = differences(stored, wanted, "here", "by the configuration")
+    if lines:
+        raise PublishError(f"{where} does not fit its configuration:\n  " + "\n  ".join(lines))
+
+
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], there: str, here: str
+) -> list[str]:
+    """A line for each name under which two descriptions of arrays differ."""
+    return [
+        f"{name}: {stored.get(name, 'none')} {there}, {wanted.get(name, 'none')} {here}"
+        for name in sorted(stored.keys() | wanted.keys())
+        if stored.get(name) != wanted.get(name)
+    ]
+
+
+def _read(file: Any, name: str, shape: tuple, where: Any, dtype: DTypeLike | None) -> jax.Array:
+    def read(index: Any) -> np.ndarray:
+        # get_slice refuses an empty array.
+        part = file.get_slice(name)[index] if 0 not in shape else file.get_tensor(name)
+        floating = jnp.issubdtype(part.dtype, jnp.floating)
+        return part.astype(dtype) if dtype is not None and floating else part
+
+    return jax.make_array_from_callback(shape, where, read)

@@ -1,0 +1,118 @@
+"""The configuration of a recurrent network, and what follows from it alone."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from zoo.base import configuration
+from zoo.base.configuration import require
+from zoo.nn.layers import Norm
+from zoo.rnn.cells import CELLS, CellName, Chunks
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyperparameters of a recurrent network."""
+
+    vocab_size: int | None = None
+    """Number of token ids; None for real-valued inputs, of in_size features a step."""
+    in_size: int | None = None
+    """Features a step of real-valued inputs, in place of token ids."""
+    out_size: int | None = None
+    """Outputs: classes, or values of a regression; the vocabulary (a language model) if None."""
+    hidden_size: int = 256
+    """Units of a layer, in each direction."""
+    num_layers: int = 2
+    """Number of layers."""
+    cell: CellName = "lstm"
+    """Cell: lstm, gru, elman (scanned), mingru or minlstm (parallel in time)."""
+    embed_size: int | None = None
+    """Width of the embedding; hidden_size if not given."""
+    bidirectional: bool = False
+    """A second recurrence in each layer, from the end."""
+    pooling: Literal["none", "last", "mean"] = "none"
+    """What the head reads: each step, a row's final state, or the mean of its steps."""
+    norm: Norm = "none"
+    """Norm of what each layer gives."""
+    dropout: float = 0.0
+    """Rate of dropout on the embedding and on what each layer gives; one mask for all steps."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output head: one leaf."""
+    truncate: int | None = None
+    """Truncated back-propagation: the gradient stops every so many steps, the state goes on."""
+    remat: Literal["none", "full"] = "none"
+    """full keeps the states at the ends of chunks of √seq (or truncate) steps, and recomputes."""
+    implementation: Literal["auto", "scan", "cudnn"] = "auto"
+    """How an lstm runs: by lax.scan, or by cuDNN (one NVIDIA GPU, padding last, no packed rows)."""
+    hoist: bool = False
+    """Take the products with the input out of the scan, into one."""
+    unroll: int = 1
+    """Steps that an iteration of the scan runs."""
+
+    def __post_init__(self) -> None:
+        configuration.check(self)
+        for name in ("hidden_size", "num_layers", "unroll"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name}={value}: must be positive")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
+        require(
+            (self.vocab_size is None) != (self.in_size is None),
+            f"vocab_size={self.vocab_size}, in_size={self.in_size}: give one of them",
+        )
+        require(
+            self.out_size is not None or (self.vocab_size is not None and self.pooling == "none"),
+            f"in_size={self.in_size} and pooling={self.pooling!r} need an out_size",
+        )
+        require(
+            not self.tie_embeddings
+            or (self.out_size is None and self.width == self.embedding_size),
+            f"tie_embeddings needs out_size=None and embed_size={self.width}, and they are "
+            f"{self.out_size} and {self.embedding_size}",
+        )
+        require(
+            self.implementation != "cudnn" or self.chunks(1) is None,
+            f"implementation='cudnn' has no remat or truncate, and they are {self.remat!r} and "
+            f"{self.truncate}",
+        )
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embedding, given or derived."""
+        return self.embed_size or self.hidden_size
+
+    @property
+    def in_sizes(self) -> list[int]:
+        """Width of what each layer reads."""
+        return [self.in_size or self.embedding_size] + [self.width] * (self.num_layers - 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the outputs."""
+        return self.out_size or self.vocab_size or 0
+
+    @property
+    def width(self) -> int:
+        """Width of what a layer gives."""
+        return self.hidden_size * (2 if self.bidirectional else 1)
+
+    def chunks(self, seq: int) -> Chunks | None:
+        """How time is cut, if it is."""
+        if self.remat == "none" and self.truncate is None:
+            return None
+        size = self.truncate or math.isqrt(seq - 1) + 1
+        return Chunks(min(size, seq), self.truncate is not None, self.remat)
+
+
+def num_flops_per_token(config: Config) -> float:
+    """Floating-point operations of a training step a token: six a weight in a product."""
+    cell, hidden = CELLS[config.cell], config.hidden_size
+    gates_of_input, gates_of_state = len(cell.input_terms), len(cell.state_terms)
+    weights = sum(
+        (in_size * gates_of_input + hidden * gates_of_state) * config.width
+        for in_size in config.in_sizes
+    )
+    if config.pooling == "none":
+        weights += config.width * config.num_outputs
+    return 6.0 * weights

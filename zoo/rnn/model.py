@@ -1,0 +1,289 @@
+"""The RNN family: stacked recurrent layers over tokens or real-valued steps, one way or both.
+
+Legend of suffixes: B batch, T time, H hidden, D the width of what a layer gives: hidden, twice if
+bidirectional. The cells are in `zoo.rnn.cells`.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.base.configuration import require
+from zoo.decoding.decoder import RecurrentDecoder
+from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm, normal
+from zoo.nn.readout import Readout
+from zoo.rnn import cells, cudnn
+from zoo.rnn.cells import CELLS, Chunks, Marks, Options, Weights, make_marks, over_time
+from zoo.rnn.config import Config as Config
+from zoo.rnn.config import num_flops_per_token as num_flops_per_token
+from zoo.sharding import constrain, gather
+
+Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
+Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]
+
+
+class Direction(eqx.Module):
+    """The weights of one direction of a layer, gates in PyTorch's order."""
+
+    weight_ih: Float[Array, "in gates hidden"]
+    weight_hh: Float[Array, "units gates hidden"] | None
+    bias: Float[Array, "terms hidden"]
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def __init__(self, config: Config, in_size: int, in_axis: str, *, key: Key[Array, ""]):
+        cell, hidden = CELLS[config.cell], config.hidden_size
+        ih_key, hh_key = jax.random.split(key)
+        gates = len(cell.input_terms)
+        self.weight_ih = normal(ih_key, (in_size, gates, hidden), in_size)
+        self.weight_hh = (
+            normal(hh_key, (hidden, len(cell.state_terms), hidden), hidden)
+            if cell.state_terms
+            else None
+        )
+        self.bias = jnp.zeros((cell.num_terms, hidden))
+        if config.cell == "lstm":
+            # The forget gate begins open (Jozefowicz et al. 2015).
+            self.bias = self.bias.at[1].set(1.0)
+        self.axes = (("in", in_axis), ("units", "embed"), ("terms", "gates"))
+
+    @property
+    def weights(self) -> Weights:
+        """What `zoo.rnn.cells` takes."""
+        return Weights(self.weight_ih, self.weight_hh, self.bias)
+
+
+class Layer(eqx.Module):
+    """One recurrent layer: a direction or two, and a norm."""
+
+    directions: tuple[Direction, ...]
+    norm: RMSNorm | LayerNorm | None
+
+    def __init__(self, config: Config, in_size: int, in_axis: str, *, key: Key[Array, ""]):
+        self.directions = tuple(
+            Direction(config, in_size, in_axis, key=key)
+            for key in jax.random.split(key, 2 if config.bidirectional else 1)
+        )
+        self.norm = make_norm(config.norm, config.width)
+
+
+class State(eqx.Module):
+    """What a network knows at the end of a stretch of its rows, to go on from."""
+
+    layers: tuple[tuple[cells.State, ...], ...]
+    """By layer and direction: (h, c) of an LSTM and (h,) of the others, float32[batch, hidden]."""
+    segment_ids: Int[Array, "batch"]
+    """The segment that each row is in; 0 before the first."""
+
+    def take(self, rows: Int[Array, "rows"]) -> "State":
+        """The state of those rows, in that order; one may come several times."""
+        return jax.tree.map(lambda x: x[rows], self)
+
+
+class RNN(RecurrentDecoder):
+    """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
+
+    Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].
+    """
+
+    embedding: Embedding | None
+    layers: tuple[Layer, ...]
+    head: Linear | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        self.config, self.embedding, self.head = config, None, None
+        if config.vocab_size is not None:
+            size = config.embedding_size
+            self.embedding = Embedding(config.vocab_size, size, key=embedding_key)
+        axes = ["embed" if config.in_size is None else "features"]
+        axes += ["embed"] * (config.num_layers - 1)
+        keys = jax.random.split(layers_key, config.num_layers)
+        self.layers = tuple(
+            Layer(config, in_size, in_axis, key=key)
+            for in_size, in_axis, key in zip(config.in_sizes, axes, keys, strict=True)
+        )
+        if not config.tie_embeddings:
+            out_axis = "vocab" if config.out_size is None else "classes"
+            self.head = Linear(
+                config.width, config.num_outputs, in_axis="embed", out_axis=out_axis, key=head_key
+            )
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Outputs:
+        """The outputs, from a state of zeros.
+
+        `segment_ids` tells the packed documents of a row apart (0 is padding): each begins with a
+        state of zeros. `mask` is False at padding, which may lie anywhere in a row, and which no
+        state and no other output depends on. `positions` make no difference here. A `key` turns
+        dropout on.
+
+        Raises:
+            ValueError: implementation="cudnn" where it does not apply, with the reason.
+        """
+        return self.run(inputs, segment_ids=segment_ids, mask=mask, key=key)[0]
+
+    def hidden(
+        self,
+        inputs: Inputs,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch read width"]:
+        """What the head reads, from a state of zeros."""
+        state = self.initial_state(inputs.shape[0])
+        return self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)[0]
+
+    def initial_state(self, batch_size: int) -> State:
+        """A state of zeros for that many rows."""
+        zeros = jnp.zeros((batch_size, self.config.hidden_size))
+        state = (zeros,) * CELLS[self.config.cell].num_states
+        layers = tuple((state,) * len(layer.directions) for layer in self.layers)
+        return State(layers, jnp.zeros(batch_size, jnp.int32))
+
+    def run(
+        self,
+        inputs: Inputs,
+        state: State | None = None,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Outputs, State]:
+        """The outputs from a given state on, and the state at the end.
+
+        So a stream can be read in pieces: what comes out is what the whole would give (but for
+        the mean of its steps, and for a second direction, which begins at the end of each piece).
+        """
+        state = self.initial_state(inputs.shape[0]) if state is None else state
+        x, state = self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)
+        outputs = self.readout()(x)
+        return outputs if self.config.pooling == "none" else outputs[:, 0], state
+
+    def read(
+        self,
+        inputs: Inputs,
+        state: State,
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "batch read width"], State]:
+        """What the head reads: of each step, or with a pooling one vector a row."""
+        config = self.config
+        require(
+            inputs.ndim == (2 if config.in_size is None else 3),
+            f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
+        )
+        marks, segments = make_marks(segment_ids, mask, state.segment_ids)
+        model = gather(self)
+        chunks = config.chunks(inputs.shape[1])
+        if config.bidirectional:
+            # A direction needs all that the layer below gives: each has chunks of its own.
+            finals, x_BTD = model._stack(state.layers, inputs, marks, key, chunks)
+        else:
+            finals, x_BTD = over_time(
+                chunks,
+                lambda states, x, marks: model._stack(states, x, (marks,), key, None),
+                state.layers,
+                inputs,
+                marks[0],
+            )
+        valid = marks[0].valid
+        if valid is not None:
+            x_BTD = jnp.where(valid[:, :, None], x_BTD, 0)
+        if config.pooling == "last":
+            last_BTD = jnp.concatenate([h[:, None] for h, *_ in finals[-1]], -1)
+            x_BTD = model._finish(config.num_layers, last_BTD.astype(x_BTD.dtype), key)
+        if config.pooling == "mean":
+            counted = jnp.ones(inputs.shape[:2], bool) if valid is None else valid
+            count = jnp.maximum(counted.sum(1), 1).astype(jnp.float32)[:, None, None]
+            x_BTD = (x_BTD.astype(jnp.float32).sum(1, keepdims=True) / count).astype(x_BTD.dtype)
+        return x_BTD, State(finals, segments)
+
+    def _stack(
+        self,
+        states: tuple,
+        x: Inputs,
+        marks: tuple[Marks, ...],
+        key: Key[Array, ""] | None,
+        chunks: Chunks | None,
+    ) -> tuple[tuple, Float[Array, "batch seq out"]]:
+        """All layers over a stretch of time: their final states, and what the last one gives."""
+        dtype = self.layers[0].directions[0].bias.dtype
+        if self.embedding is not None:
+            x = self.embedding(constrain(x, "batch", None))
+        elif marks[0].valid is not None:
+            x = jnp.where(marks[0].valid[:, :, None], x, 0)
+        x = self._finish(0, x.astype(dtype), key)
+        finals = []
+        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+            final, x = self._run_layer(layer, state, x, marks, chunks)
+            x = self._finish(index + 1, x, key)
+            finals.append(final)
+        return tuple(finals), x
+
+    def _run_layer(
+        self,
+        layer: Layer,
+        states: tuple[cells.State, ...],
+        x_BTI: Float[Array, "batch seq in"],
+        marks: tuple[Marks, ...],
+        chunks: Chunks | None,
+    ) -> tuple[tuple[cells.State, ...], Float[Array, "batch seq out"]]:
+        """The final states, and the directions' h side by side."""
+        config = self.config
+        if _use_cudnn(config, marks[0]):
+            weights = [direction.weights for direction in layer.directions]
+            return cudnn.lstm(x_BTI, weights, states, marks[0].valid)
+        finals, outputs = [], []
+        for index, (direction, state) in enumerate(zip(layer.directions, states, strict=True)):
+            options = Options(config.cell, index == 1, config.hoist, config.unroll)
+            run = functools.partial(cells.recur, options, direction.weights)
+            final, h_BTH = over_time(chunks, run, state, x_BTI, marks[index], reverse=index == 1)
+            finals.append(final)
+            outputs.append(h_BTH)
+        return tuple(finals), jnp.concatenate(outputs, -1)
+
+    def _finish(
+        self, index: int, x_BTD: Float[Array, "batch seq width"], key: Key[Array, ""] | None
+    ) -> Float[Array, "batch seq width"]:
+        """Norm and dropout of what layer `index` gives, counted from one; 0 is the embedding."""
+        norm = self.layers[index - 1].norm if index > 0 else None
+        x_BTD = constrain(x_BTD if norm is None else norm(x_BTD), "batch", None, "embed")
+        if key is None or self.config.dropout == 0:
+            return x_BTD
+        # One mask for all steps (Gal & Ghahramani 2016): it is the same however time is cut.
+        ones = jnp.ones((x_BTD.shape[0], 1, x_BTD.shape[2]), x_BTD.dtype)
+        return x_BTD * dropout(ones, self.config.dropout, jax.random.fold_in(key, index))
+
+    def readout(self) -> Readout:
+        """The output head: from what `hidden` gives to outputs in fp32."""
+        if self.head is None:
+            assert self.embedding is not None
+            return Readout(gather(self.embedding).weight.T)
+        head = gather(self.head)
+        return Readout(head.weight, head.bias, head.axes)
+
+
+def _use_cudnn(config: Config, marks: Marks) -> bool:
+    if config.implementation == "scan":
+        return False
+    refusal = cudnn.refusal(config.cell, packed=marks.restart is not None)
+    if config.implementation == "auto":
+        # Where padding lies is not known here, and cuDNN wants it last.
+        return refusal is None and marks.valid is None and config.chunks(1) is None
+    require(refusal is None, f"implementation='cudnn' {refusal}; choose 'auto' or 'scan'")
+    return True

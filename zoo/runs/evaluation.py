@@ -1,0 +1,57 @@
+"""Evaluation on held-out data: a step over the batches of a plan, read one batch behind."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import jax
+from jaxtyping import Array, PyTree
+
+from zoo.data.loader import load
+from zoo.data.plans import Plan
+from zoo.runs.run import Run
+from zoo.training.compiled import CompiledStep
+from zoo.training.step import LossFunction, make_eval_step
+
+
+def evaluator(
+    run: Run, loss_fn: LossFunction, plan: Plan
+) -> Callable[[PyTree, bool], dict[str, float]]:
+    """A function `(model, whole) -> sums` of the loss over a plan's first epoch, or part of it."""
+    step_fn = make_eval_step(
+        loss_fn, mesh=run.mesh, rules=run.rules, precision=run.config.precision
+    )
+
+    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for _, sums in results(run, step_fn, model, plan, whole):
+            for name, value in jax.device_get(sums).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        weight = totals.pop("tokens")
+        return {name: total / weight for name, total in totals.items()}
+
+    return evaluate
+
+
+def results(
+    run: Run, step_fn: CompiledStep, model: PyTree, plan: Plan, whole: bool
+) -> Iterator[tuple[int, dict[str, Array]]]:
+    """(k, the metrics of batch k) over a plan's first epoch, or its first `eval_batches`.
+
+    A result comes when the next step is under way, and so is read while that one runs.
+
+    Raises:
+        Stopped: between two batches, where a signal asks the run to stop.
+    """
+    step_fn.compile(model, *plan.shapes(run.mesh).values())
+    stop = plan.batches_per_epoch
+    if not whole:
+        stop = min(stop, run.config.eval_batches)
+    under_way: deque[tuple[int, dict[str, Array]]] = deque()
+    with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
+        for k, batch in batches:
+            run.signals.check()
+            under_way.append((k, step_fn(model, batch)[1]))
+            if len(under_way) > 1:
+                yield under_way.popleft()
+        yield from under_way

@@ -1,0 +1,170 @@
+"""The numbers of a run as files: metrics.jsonl, TensorBoard's, and the curves drawn from them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.base import files
+
+Number = float | int  # spelled out for run-time checkers, to which an int is no float
+
+
+Value = Number | str | None
+
+
+_NON_FINITE = ("nan", "inf", "-inf")  # as Python's float() reads them; JSON has no such numbers
+
+
+def _to_line(record: dict[str, Any]) -> str:
+    strict = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(strict, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, in the order of the file.
+
+    `"nan"`, `"inf"` and `"-inf"` come back as floats. A torn last line, which a killed process
+    leaves, is dropped; a damaged line before it is a ValueError that names its number.
+    """
+    lines = Path(path).read_bytes().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it is no JSON object with an integer `step`")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            message = f"{path}: line {number} is damaged ({error}); remove it: {line[:80]!r}"
+            raise ValueError(message) from error
+        records.append({k: float(v) if v in _NON_FINITE else v for k, v in record.items()})
+    return records
+
+
+class MetricsLog:
+    """metrics.jsonl: an append-only file, a JSON object a line, flushed line by line.
+
+    Every line is strict JSON: a float that is not finite is written as `"nan"`, `"inf"` or
+    `"-inf"`, which `read_metrics` turns back. `resume_step` is the number of steps that the run
+    has behind it: a torn last line and the lines of later steps are dropped, so that a killed and
+    resumed run's file holds each step once; 0 begins an empty file. One process alone may write.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0):
+        records = read_metrics(path) if resume_step and path.exists() else []
+        kept = "".join(_to_line(record) for record in records if record["step"] <= resume_step)
+        files.replace(path, lambda temporary: temporary.write_text(kept))
+        self._file = path.open("a")
+
+    def write(self, step: int, **values: Value) -> None:
+        """Append one line."""
+        with files.named(Path(self._file.name)):
+            self._file.write(_to_line({"step": step, **values}))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with files.named(Path(self._file.name)):  # what a full disk did not take is tried again
+            self._file.close()
+
+
+class TensorBoard:
+    """Numbers as TensorBoard scalars, with `MetricsLog`'s `write` and `close`."""
+
+    def __init__(self, folder: Path, *, resume_step: int = 0):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            message = "TensorBoard needs the package tensorboardX: pip install 'zoo[tensorboard]'"
+            raise ImportError(message) from error
+        # purge_step hides what a killed run wrote after its last checkpoint.
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+
+    def write(self, step: int, **values: Value) -> None:
+        """Add a scalar for each number; strings and None have no place on a chart."""
+        for name, value in values.items():
+            if isinstance(value, float | int):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+def _series(records: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values float64[n] of one metric; a value that is not finite is a gap (nan)."""
+    pairs = [(r["step"], r[name]) for r in records if isinstance(r.get(name), float | int)]
+    steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    return steps, np.where(np.isfinite(values), values, np.nan)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving average float64[n]: unlike an exponential one it does not lag behind."""
+    radius = min(len(values) // 50, 500)
+    kernel = np.hanning(2 * radius + 3)[1:-1]
+    finite = np.isfinite(values)
+    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
+    weight = np.convolve(finite.astype(np.float64), kernel, mode="same")
+    return np.where(finite, total / np.where(finite, weight, 1.0), np.nan)
+
+
+def plot_curves(metrics_path: Path, png_path: Path) -> None:
+    """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, speed.
+
+    Draws whichever of `loss`, `eval_loss`, `learning_rate`, `grad_norm`, `tokens_per_second` and
+    `examples_per_second` the file holds, and no picture when it holds none of them.
+    """
+    from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    records = read_metrics(metrics_path)
+    losses, speeds = ("loss", "eval_loss"), ("tokens_per_second", "examples_per_second")
+    panels = ("learning_rate", "grad_norm", *speeds)
+    series = {name: _series(records, name) for name in losses + panels}
+    series = {name: xy for name, xy in series.items() if np.isfinite(xy[1]).any()}
+    left = ["losses"] if any(name in series for name in losses) else []
+    right = [name for name in panels if name in series]
+    if not series:
+        return
+
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    mosaic: Any = [[*left, name] for name in right] or [left]
+    ratios = [2, 1] if left and right else [1]
+    axes = figure.subplot_mosaic(mosaic, width_ratios=ratios, sharex=True)
+    if left:
+        _draw_losses(axes["losses"], series)
+    for name in right:
+        axes[name].plot(*series[name], color="C2", linewidth=1.2)
+        axes[name].set_ylabel(name.replace("_", " "))
+    for name in set(speeds) & set(right):
+        axes[name].set_ylim(bottom=0)
+        axes[name].yaxis.set_major_formatter(EngFormatter(sep=""))
+    for name, each in axes.items():
+        each.grid(alpha=0.25)
+        each.spines[["top", "right"]].set_visible(False)
+        each.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+        each.set_xlabel("step" if name in (*left, *right[-1:]) else "")
+        low, high = each.dataLim.intervaly
+        if name in ("losses", "grad_norm") and high > 30 * low > 0:
+            each.set_yscale("log")
+    files.replace(png_path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    if "loss" in series:
+        steps, values = series["loss"]
+        axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label="training, raw")
+        axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label="training, smoothed")
+    if "eval_loss" in series:
+        label = f"held out (last {series['eval_loss'][1][-1]:.3f})"
+        axes.plot(*series["eval_loss"], "C1o-", linewidth=1.5, markersize=4, label=label)
+    axes.set_ylabel("loss")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)

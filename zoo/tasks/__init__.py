@@ -1,0 +1,1 @@
+"""What the recipes of one kind share: language models, classifiers, fine-tuning."""

@@ -1,0 +1,276 @@
+"""Fine-tuning: a published model, whatever its format, on other data, in full or in part."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Int, Key, PyTree
+
+from zoo import sharding
+from zoo.base.files import local_path
+from zoo.data import completions, text
+from zoo.data.documents import Document, help_topics
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.publishing import models
+from zoo.publishing.adapters import save_adapters
+from zoo.publishing.folder import hugging_face_config
+from zoo.publishing.shelf import find
+from zoo.runs import run
+from zoo.runs.metrics import read_metrics
+from zoo.sharding.axes import keystr
+from zoo.tasks import classification, language
+from zoo.training import optimizers
+from zoo.training.step import Trainable
+from zoo.wrappers import lora
+from zoo.wrappers.classifier import Classifier, Pooling
+from zoo.wrappers.lora import Config as LoraConfig
+
+
+@dataclass(frozen=True)
+class Data(text.Source):
+    """What to fine-tune on, in the tokens of the model's own tokenizer."""
+
+    format: Literal["text", "completions", "chats"] = "text"
+    """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
+    by the tokenizer's own template, in which what the assistant says counts."""
+    prompt: str = "prompt"
+    """Field of a prompt."""
+    completion: str = "completion"
+    """Field of its completion."""
+    messages: str = "messages"
+    """Field of a chat's messages, each with a role and a content."""
+    tokenizer: str = ""
+    """bytes, or a path to tokenizer.json, where the model's folder has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(run.Config):
+    """What fine-tuning has beyond a run."""
+
+    model: str = "lm-python"
+    """What to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
+    method: Literal["full", "lora"] = "full"
+    """Train the parameters themselves, or adapters of low rank beside them."""
+    freeze: tuple[str, ...] = ()
+    """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
+    label: str | None = None
+    """Field of --data that holds a row's label: puts a new head on the model, which classifies."""
+    pooling: Pooling = "auto"
+    """What that head reads: a row's last token, its first, the mean, or (auto) the last of a
+    decoder, which has seen the others, and the mean of an encoder."""
+    sample_tokens: int = 128
+    """Tokens of the samples at the end."""
+    lora: LoraConfig = LoraConfig()
+    data: Data = Data()
+    optimizer: optimizers.Config = optimizers.Config()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        local_path(self.model, "model")
+        language.check_sample_tokens(self.sample_tokens)
+        if self.method == "lora" and self.freeze:
+            raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
+
+
+class Base:
+    """The model that a run begins with: its folder and format, its parameters, its tokenizer."""
+
+    def __init__(self, run: run.Run):
+        config = run.config
+        self.folder = find(config.model)
+        self.is_hugging_face = hugging_face_config(self.folder) is not None
+        self.tokenizer = _load_tokenizer(run, self)
+        model = models.load(self.folder, mesh=run.mesh, dtype=jnp.float32)
+        self.model = lora.merge(model)
+        size = self.model.config.vocab_size
+        if self.tokenizer.vocab_size > size:
+            raise ValueError(
+                f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
+                f"vocab_size of {size}: they do not go together"
+            )
+
+
+def _load_tokenizer(run: run.Run, base: Base) -> Tokenizer:
+    """The model's own, in a copy that the run keeps."""
+    given = run.config.data.tokenizer
+    if not given and not (base.folder / FILE_NAME).is_file():
+        raise ValueError(
+            f"{base.folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'"
+        )
+    tokenizer = get_tokenizer(given) if given else load_tokenizer(base.folder)
+    return load_tokenizer(run.once("tokenizer", tokenizer.save))
+
+
+def load(run: run.Run, tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
+    """The run's text; without files, Python's help texts, which are English and no code."""
+    config: Data = run.config.data
+    text.check_label(config, label)
+    documents, tokenize = _documents(config, tokenizer, label)
+    data = text.make_text(
+        config,
+        text.split(config, documents),
+        tokenizer,
+        seed=run.config.seed,
+        label=label,
+        tokenize=tokenize,
+    )
+    language.say_what_there_is(run, data)
+    return data
+
+
+def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[list[Document], Any]:
+    """The documents, and what makes a corpus of them."""
+    if config.format != "text" and (label is not None or not config.files):
+        raise ValueError(
+            f"data.format={config.format!r} takes data.files (now {config.files!r}) and no label "
+            f"(now {label!r})"
+        )
+    if config.format == "completions":
+        fields = {"prompt": config.prompt, "completion": config.completion}
+        return completions.read_completions(config.files, **fields), completions.tokenize_parts
+    if config.format == "chats":
+        template = completions.chat_template(tokenizer)
+        chats = completions.read_chats(config.files, template, field=config.messages)
+        return chats, completions.tokenize_chats
+    documents = text.read_documents_of(config, label) if config.files else help_topics()
+    return documents, text.tokenize
+
+
+def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
+    """What training makes of a model at its start: adapters and a head, if it trains those."""
+    adapters_key, head_key = jax.random.split(key)
+    if config.method == "lora":
+        model = lora.adapt(model, config.lora, key=adapters_key)
+    if num_classes:
+        model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
+    return model
+
+
+def trainable(config: Config) -> Trainable | None:
+    """What is trained of it; a new head always is."""
+    if config.method == "lora":
+        return _adapters_and_head
+    return frozen(config.freeze) if config.freeze else None
+
+
+def frozen(patterns: Sequence[str]) -> Trainable:
+    """What to train: all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
+
+    Raises:
+        ValueError: at the call with a model, a pattern that matches none of its parameters.
+    """
+
+    def trainable(model: PyTree) -> PyTree:
+        paths = [keystr(path) for path, _ in jtu.tree_leaves_with_path(model)]
+        for pattern in patterns:
+            if not fnmatch.filter(paths, pattern):
+                raise ValueError(
+                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
+                )
+        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(model), kept)
+
+    return trainable
+
+
+def _adapters_and_head(model: PyTree) -> PyTree:
+    chosen = lora.trainable(model)
+    if not isinstance(model, Classifier):
+        return chosen
+    return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))
+
+
+def train(run: run.Run, base: Base, data: text.Text) -> None:
+    """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
+    config: Config = run.config
+    state, after = language.fit(
+        run,
+        data,
+        lambda key, model: prepare(config, model, key),
+        pretrained=base.model,
+        trainable=trainable(config),
+        prompt=sample_prompt(data),
+    )
+    model = save(run, base, state.model, {**after, "steps": int(state.step)})
+    del state  # and its optimizer's, whose room the model of before takes
+    before = read_metrics(run.folder / "metrics.jsonl")[0]
+    run.say(_compare(before, after))
+    prompt = sample_prompt(data)
+    published = _merged(run, models.load(base.folder, mesh=run.mesh))
+    for when, shown in (("before", published), ("after", model)):
+        sample = language.sample(
+            shown,
+            data.tokenizer,
+            num_tokens=config.sample_tokens,
+            seed=config.seed,
+            prompt=prompt,
+        )
+        run.say(f"\n--- a sample {when} ---\n{sample}")
+
+
+def _merged(run: run.Run, model: PyTree) -> PyTree:
+    """The plain model that computes the same, on the run's mesh as the model was."""
+    if not lora.has_adapters(model):
+        return model
+
+    @eqx.filter_jit
+    def merge(model: PyTree) -> PyTree:
+        model = lora.merge(model)
+        return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
+
+    return merge(model)
+
+
+def train_classifier(run: run.Run, base: Base, data: text.Text) -> None:
+    """Fine-tune a model under a head for the classes of labelled rows; judge and save it."""
+    state, metrics = classification.fit(
+        run,
+        lambda key, model: prepare(run.config, model, key, len(data.classes)),
+        data.train,
+        data.held_out,
+        classes=data.classes,
+        fingerprint=data.fingerprint,
+        pretrained=base.model,
+        trainable=trainable(run.config),
+    )
+    # No format but the zoo's has this head, and without it adapters are of no use.
+    classification.save(run, _merged(run, state.model), metrics, base.tokenizer)
+
+
+def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
+    """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
+    if lora.has_adapters(model):
+        save_adapters(run.folder / "adapters", model, base=run.config.model)
+        run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    merged = _merged(run, model)
+    models.save(
+        run.folder / "model",
+        merged,
+        format="hf" if base.is_hugging_face else "zoo",
+        tokenizer=base.tokenizer,
+        metrics=metrics,
+    )
+    run.say(f"the model is in {run.folder / 'model'}")
+    return merged
+
+
+def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:
+    """What to begin a sample with: the first held-out prompt, or nothing."""
+    corpus = data.held_out.corpus
+    if corpus.counts is None:
+        return np.zeros(0, np.int32)
+    first = corpus[0].astype(np.int32)
+    return first[: int(np.argmax(corpus.counts))]
+
+
+def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
+    lines = [f"{'held out':18}{'before':>10}{'after':>10}"]
+    return "\n".join(
+        lines + [f"{name:18}{before[name]:10.4f}{value:10.4f}" for name, value in after.items()]
+    )

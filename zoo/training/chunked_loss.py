@@ -1,0 +1,122 @@
+"""A loss over large logits, a stretch of time after another, with its gradient worked out forward.
+
+The gradient of a sum is known but for a factor as soon as the logits are; to keep it in their place
+takes a matrix and no logits, and no product is run twice. (Liger Kernel, Hsu et al. 2024, does so.)
+In fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
+keep: there it is worked out on the way back, for a product more.
+
+Legend of suffixes: C chunks, P parts that the mesh cuts a batch into, R rows of a part, T time of a
+chunk, E embed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from zoo import sharding
+from zoo.sharding.axes import map_parameters
+
+Loss = Callable[[Array, Array, Array], tuple[Array, Array]]
+
+
+def chunked(
+    loss: Loss,
+    count: int,
+    readout: PyTree,
+    x_BTE: Float[Array, "batch seq embed"],
+    targets_BT: Int[Array, "batch seq"],
+    weights_BT: Float[Array, "batch seq"],
+) -> Float[Array, ""]:
+    """The total of `loss(readout(x), targets, weights)` over `count` equal chunks of time."""
+    parts = sharding.num_parts("batch")
+
+    def cut(x: Array) -> Array:
+        rows, time = x.shape[0] // parts, x.shape[1] // count
+        x = x.reshape(parts, rows, count, time, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0)
+
+    return _total(loss, readout, cut(x_BTE), cut(targets_BT), cut(weights_BT))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(loss: Loss, readout: PyTree, x_CPRTE: Array, targets: Array, weights: Array) -> Array:
+    def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> Array:
+        return loss(readout(x), targets, weights)[0]
+
+    def add(total: Array, chunk: tuple) -> tuple[Array, None]:
+        return total + _each_part(one)(readout, *chunk).sum(), None
+
+    return jax.lax.scan(add, jnp.float32(0), (x_CPRTE, targets, weights))[0]
+
+
+def _each_part(function: Callable) -> Callable:
+    """The function, for each part of a batch where that part is."""
+
+    def mapped(readout: PyTree, *chunk: Array) -> Any:
+        with sharding.mapped("batch") as axes:
+            over = jax.vmap(function, in_axes=(None, 0, 0, 0), spmd_axis_name=axes)
+            return over(readout, *chunk)
+
+    return mapped
+
+
+def _gradients(
+    loss: Loss, inputs: tuple[PyTree, Array, Array, Array], factor: Float[Array, ""]
+) -> tuple[Array, tuple]:
+    """The total, and the gradients of `factor` times it; the readout's for each part by itself."""
+    readout, x_CPRTE, targets, weights = inputs
+
+    def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> tuple:
+        total, gradient = jax.vjp(lambda r, x, w: loss(r(x), targets, w)[0], readout, x, weights)
+        return total, *gradient(factor.astype(total.dtype))
+
+    def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
+        total, of_readout = carry
+        totals, new, *rest = _each_part(one)(readout, *chunk)
+        # Each part's own, or every chunk would reduce a matrix over the network.
+        of_readout = jax.tree.map(lambda old, new: old + new.astype(old.dtype), of_readout, new)
+        return (total + totals.sum(), of_readout), tuple(rest)
+
+    def zeros(path: tuple, names: tuple, x: Array) -> Array:
+        empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
+        return sharding.constrain(empty, "batch", *names)
+
+    start = (jnp.float32(0), map_parameters(zeros, readout))
+    (total, of_readout), (of_x, of_weights) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
+    of_readout = jax.tree.map(lambda d, x: d.astype(x.dtype), of_readout, readout)
+    return total, (of_readout, of_x, of_weights)
+
+
+def _forward(loss: Loss, *inputs: Any) -> tuple[Array, tuple]:
+    """The total, and of the inputs and their gradients those that the way back takes."""
+    if inputs[1].dtype == jnp.float16:
+        return _total(loss, *inputs), (inputs, None)
+    total, gradients = _gradients(loss, inputs, jnp.float32(1))
+    return total, (None, gradients)
+
+
+def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
+    inputs, gradients = residuals
+    if gradients is None:
+        _, gradients = _gradients(loss, inputs, g)
+        g = jnp.float32(1)
+    of_readout, of_x, of_weights = gradients
+
+    def scaled(x: Array) -> Array:
+        return (x.astype(jnp.float32) * g).astype(x.dtype)
+
+    def reduced(path: tuple, names: tuple, d: Array) -> Array:
+        # Every device gets from each part what it keeps, and adds that up; XLA would reduce the
+        # whole to every device, and cut it then, for twice the bytes.
+        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], "batch")
+        return scaled(parts_last.sum(-1, dtype=jnp.float32)).astype(d.dtype)
+
+    of_readout = map_parameters(reduced, of_readout)
+    return of_readout, scaled(of_x), None, scaled(of_weights)
+
+
+_total.defvjp(_forward, _backward)

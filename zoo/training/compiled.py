@@ -1,0 +1,189 @@
+"""A step function, compiled once a bucket, and a named error for anything else."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from zoo import sharding
+from zoo.sharding.axes import is_parameter
+
+Metrics = dict[str, Array]
+
+# One runs and one is queued behind it. Inputs of more would fill the device's memory, and on a CPU
+# of several virtual devices collectives of more than 32 programs deadlock.
+IN_FLIGHT = 2
+
+
+class RecompilationError(RuntimeError):
+    """A step was called with something other than what it was compiled for."""
+
+
+def _zeros(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+class CompiledStep:
+    """A step function, compiled once a bucket (a set of batch shapes), and never by accident.
+
+    `step(state, batch)` compiles at the first call if `compile` was not called before; from then
+    on, anything else than what was compiled raises a RecompilationError that names the difference.
+    A call returns before the device has finished, with `IN_FLIGHT` steps under way at most.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[PyTree, PyTree], tuple[Any, Metrics]],
+        *,
+        mesh: Mesh | None,
+        rules: sharding.Rules | None,
+        accumulate: int = 1,
+        donate: bool = False,
+    ):
+        sharding.check_rules(rules)
+        self._function: Any = eqx.filter_jit(
+            function, donate="all-except-first" if donate else "none"
+        )
+        self._mesh, self._rules = mesh, rules
+        self._accumulate, self._donate = accumulate, donate
+        self._compiled: dict[tuple, Any] = {}
+        self._under_way: deque[list[Array]] = deque()
+
+    def compile(self, state: PyTree, *batches: PyTree) -> None:
+        """Compile ahead of time for batches like these: arrays, or ShapeDtypeStructs.
+
+        Raises:
+            ValueError: rows that the mesh or the microbatches do not divide.
+        """
+        for batch in batches:
+            batch = self._place(jax.tree.map(_zeros, batch))
+            signature = self._signature(state, batch)
+            if signature not in self._compiled:
+                self._compiled[signature] = self.lower(state, batch)
+
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """The compiled program for one batch, for its `memory_analysis` or its text."""
+        batch = self._place(batch)
+        with sharding.use(self._mesh, self._rules):
+            return self._function.lower(batch, state).compile()
+
+    @property
+    def programs(self) -> list[Any]:
+        """The compiled programs that there are so far, one a bucket."""
+        return [each.compiled for each in self._compiled.values()]
+
+    def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
+        """The same program before it is compiled, of abstract arrays, such as `abstract_state`'s.
+
+        Nothing is allocated, and the mesh may be of devices that this machine does not have.
+        """
+        # `eqx.filter_jit` takes a ShapeDtypeStruct for a constant.
+        arrays, static = eqx.partition((self._place(batch), state), is_parameter)
+
+        def train_step(*arrays: PyTree) -> PyTree:
+            outputs = self._function.__wrapped__(*eqx.combine(arrays, static))
+            return eqx.filter(outputs, eqx.is_array)
+
+        with sharding.use(self._mesh, self._rules):
+            return jax.jit(train_step, donate_argnums=(1,) if self._donate else ()).trace(*arrays)
+
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
+        """Run a step, asynchronously; where `IN_FLIGHT` are under way, wait for the oldest first.
+
+        Raises:
+            RecompilationError: a state or batch unlike those compiled for, before any compute.
+        """
+        batch = self._place(batch)
+        signature = self._signature(state, batch)
+        if not self._compiled:
+            self._compiled[signature] = self.lower(state, batch)
+        if signature not in self._compiled:
+            raise RecompilationError(self._difference(signature))
+        while len(self._under_way) >= IN_FLIGHT:
+            jax.block_until_ready(self._under_way.popleft())
+        outputs = self._compiled[signature](batch, state)
+        self._under_way.append(jax.tree.leaves(outputs[1])[:1])  # all are ready at once
+        return outputs
+
+    def _place(self, batch: PyTree) -> PyTree:
+        """The batch on the mesh; arrays that lie there already are not touched."""
+
+        def place(path: tuple, x: Any) -> Any:
+            if np.ndim(x) == 0:
+                raise ValueError(
+                    f"batch{jtu.keystr(path)} is {x!r}, and has no rows: each array of a batch has "
+                    "them for its first axis"
+                )
+            rows = np.shape(x)[0]
+            mesh = self._mesh
+            target = mesh and sharding.batch_sharding(mesh, np.ndim(x), self._rules)
+            parts = sharding.num_batch_parts(mesh, self._rules) if mesh else 1
+            if rows == 0 or rows % (parts * self._accumulate):
+                raise ValueError(
+                    f"batch{jtu.keystr(path)} has {rows} rows: make the batch size a multiple of "
+                    f"{parts} (parts that the mesh cuts it into) times accumulate="
+                    f"{self._accumulate}"
+                )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+            placed = isinstance(x, jax.Array) and (target is None or x.sharding == target)
+            return x if placed else jax.device_put(x, target)
+
+        return jtu.tree_map_with_path(place, batch)
+
+    def _signature(self, state: PyTree, batch: PyTree) -> tuple:
+        leaves, structure = jax.tree.flatten((state, batch))
+        described = (
+            (x.shape, x.dtype, sharding.canonical(x.sharding)) if isinstance(x, jax.Array) else x
+            for x in leaves
+        )
+        return (structure, *described)
+
+    def _difference(self, signature: tuple) -> str:
+        def describe(entry: Any) -> str:
+            if not isinstance(entry, tuple):
+                return repr(entry)
+            shape, dtype, placed = entry
+            return f"{dtype}{list(shape)} sharded as {placed}"
+
+        def changes(compiled: tuple) -> list[tuple[int, Any, Any]]:
+            pairs = zip(compiled[1:], signature[1:], strict=True)
+            return [(i, old, new) for i, (old, new) in enumerate(pairs) if old != new]
+
+        same_structure = [c for c in self._compiled if c[0] == signature[0]]
+        compiled_for = f"compiled for {len(self._compiled)} bucket(s)"
+        paths = _argument_paths(signature[0])
+        if not same_structure:
+            [[old, *_], *_] = self._compiled
+            was, now = set(_argument_paths(old)), set(paths)
+            if was == now:  # what differs is no array
+                return f"{compiled_for}, all of another structure: was {old}, is {signature[0]}"
+            return (
+                f"{compiled_for}, all of another structure: "
+                f"unlike the first, with {sorted(now - was)} and without {sorted(was - now)}"
+            )
+        nearest = min(map(changes, same_structure), key=len)
+        lines = [
+            f"  {paths[i]}: was {describe(old)}, is {describe(new)}" for i, old, new in nearest
+        ]
+        return "\n".join(
+            [f"{compiled_for}; the nearest differs in"]
+            + lines[:8]
+            + [f"  … and {len(lines) - 8} more"] * (len(lines) > 8)
+            + ["Pad to a bucket, or announce the shape first: step.compile(state, batch)"]
+        )
+
+
+def _argument_paths(structure: Any) -> list[str]:
+    """The name of each leaf of a step's arguments, such as batch['tokens']."""
+    names = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [
+        ("state", "batch")[path[0].idx] + jtu.keystr(path[1:])
+        for path, _ in jtu.tree_leaves_with_path(names)
+    ]

@@ -1,0 +1,169 @@
+"""Losses as sums with their weights, so that a gradient does not depend on how a batch is cut.
+
+Legend of suffixes: B batch, T time, E embed, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from zoo import sharding
+from zoo.training.chunked_loss import chunked
+
+# How much of a device's logits in fp32 is in memory at once.
+LOGITS_BYTES = 2**29
+
+
+@jax.custom_vjp
+def _token_losses(logits: Array, targets: Array) -> Array:
+    return _token_losses_forward(logits, targets)[0]
+
+
+def _is_target(logits: Array, targets: Array) -> Array:
+    # A comparison, not a gather: with the vocabulary sharded it stays local, and it fuses.
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+def _token_losses_forward(logits: Array, targets: Array) -> tuple[Array, tuple]:
+    logits32 = logits.astype(jnp.float32)
+    top = logits32.max(-1, keepdims=True)
+    log_sum = jnp.log(jnp.exp(logits32 - top).sum(-1)) + top[..., 0]
+    target_logit = jnp.where(_is_target(logits, targets), logits32, 0.0).sum(-1)
+    return log_sum - target_logit, (logits, targets, log_sum)
+
+
+def _token_losses_backward(residuals: tuple, g: Array) -> tuple[Array, None]:
+    logits, targets, log_sum = residuals
+    probabilities = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
+    one_hot = _is_target(logits, targets).astype(jnp.float32)
+    # Where nothing depends on the loss, logits that are not finite are no matter.
+    gradient = jnp.where(g[..., None] == 0, 0.0, (probabilities - one_hot) * g[..., None])
+    return gradient.astype(logits.dtype), None
+
+
+_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    targets: Int[Array, "*batch"],
+    weights: Float[Array, "*batch"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Weighted cross-entropy in nats, reduced in fp32: the summed loss and the summed weight.
+
+    With the vocabulary sharded over a mesh axis, only scalars a token cross the network.
+    A position of weight 0 counts nothing, whatever its logits and target are.
+    """
+    losses = jnp.where(weights > 0, _token_losses(logits, targets), 0.0)
+    return (losses * weights).sum(), weights.sum()
+
+
+def readout_cross_entropy(
+    readout: Callable[[Array], Array],
+    x_BTE: Float[Array, "batch seq embed"],
+    targets_BT: Int[Array, "batch seq"],
+    weights_BT: Float[Array, "batch seq"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`cross_entropy` of the logits `readout(x_BTE)`, a stretch of time after another.
+
+    Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
+    is ever in memory, forward or backward; for that the gradient is worked out on the way forward,
+    which costs no product more; in fp16 on the way back, for one more. `readout` is a
+    `zoo.nn.readout.Readout`, or a module like it.
+    """
+    batch, seq, _ = x_BTE.shape
+    vocab = jax.eval_shape(readout, x_BTE).shape[-1]
+    held = 4 * batch * seq * vocab // sharding.num_parts("batch", None, "vocab")
+    count = next(
+        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+    )
+    if count == 1:
+        return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
+    total = chunked(cross_entropy, count, readout, x_BTE, targets_BT, weights_BT)
+    return total, weights_BT.sum()
+
+
+def next_token(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss of a language model on a token batch, as `make_train_step` takes it.
+
+    The batch holds `tokens` and `targets`, int32[batch, seq], and `weights`, float32[batch, seq];
+    for packed rows also `segment_ids` and `positions`, int32[batch, seq]. A model with `hidden` and
+    `readout` never has all its logits in memory where they are large; any other is called for them.
+    """
+    _check_tokens(batch)
+    inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
+    if hasattr(model, "readout"):
+        x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
+        sums = readout_cross_entropy(model.readout(), x_BTE, batch["targets"], batch["weights"])
+    else:
+        logits = model(batch["tokens"], **inputs, key=key)
+        sums = cross_entropy(logits, batch["targets"], batch["weights"])
+    return *sums, {}
+
+
+def _check_names(batch: Mapping[str, Array], *names: str) -> None:
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(
+            f"the batch has {sorted(batch)}, and no {missing[0]!r}: the loss takes "
+            f"{', '.join(names)}"
+        )
+
+
+def _check_tokens(batch: Mapping[str, Array]) -> None:
+    names = ("tokens", "targets", "weights")
+    _check_names(batch, *names)
+    shapes = {name: batch[name].shape for name in names}
+    if len(shapes["tokens"]) != 2 or len(set(shapes.values())) > 1:
+        raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
+
+
+def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
+    """`next_token` for a mixture of experts: plus `coefficient` times its uneven load.
+
+    `balance` among the metrics is the mean `moe.load_balance` a token: 1 where experts share alike.
+    """
+
+    def loss(
+        model: PyTree, batch: dict[str, Array], key: Array | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        _check_tokens(batch)
+        x_BTE, balance_B = model.hidden_and_balance(
+            batch["tokens"],
+            segment_ids=batch.get("segment_ids"),
+            positions=batch.get("positions"),
+            key=key,
+        )
+        if balance_B is None:
+            raise ValueError("balanced_next_token: the model has no experts; set num_experts")
+        total, weight = readout_cross_entropy(
+            model.readout(), x_BTE, batch["targets"], batch["weights"]
+        )
+        balance = balance_B.sum()
+        return total + coefficient * balance, weight, {"balance": balance}
+
+    return loss
+
+
+def classification(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss and the accuracy of a classifier, as `make_train_step` takes it.
+
+    The batch holds `inputs`, [batch, …], as the model takes them, `labels`, int32[batch], and
+    `weights`, float32[batch]; for rows of tokens also their `mask`, bool[batch, seq].
+    """
+    _check_names(batch, "inputs", "labels", "weights")
+    logits = class_logits(model, batch, key)
+    total, weight = cross_entropy(logits, batch["labels"], batch["weights"])
+    right = logits.argmax(-1) == batch["labels"]
+    return total, weight, {"accuracy": jnp.where(right, batch["weights"], 0.0).sum()}
+
+
+def class_logits(model: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
+    """A classifier's logits, float32[…, batch, classes], for a batch with or without a mask."""
+    masks = {"mask": batch["mask"]} if "mask" in batch else {}
+    return model(batch["inputs"], key=key, **masks)

@@ -1,0 +1,122 @@
+"""Optimizers and learning-rate schedules by name, with weight decay on matrices only."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+import optax.contrib
+from jaxtyping import PyTree
+
+from zoo.base import configuration
+from zoo.sharding.axes import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
+
+
+@dataclass(frozen=True)
+class Config:
+    """An optimizer and its schedule."""
+
+    name: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
+    """Update rule; muon takes the hidden matrices and leaves the rest to adamw."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine decay, warm-up-stable-decay, or constant."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from zero (at most a tenth of the run)."""
+    decay_fraction: float = 0.2
+    """Share of the run that wsd decays in, linearly, at its end."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only (muon: hidden ones; adam: none)."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "optimizer.")
+        for name in ("learning_rate", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        for name in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1]")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+
+
+def make_schedule(config: Config, steps: int) -> optax.Schedule:
+    """The learning rate of each step of a run of `steps` steps."""
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = min(config.warmup_steps, steps // 10)
+    rest = max(steps - warmup, 1)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
+    elif config.schedule == "wsd":
+        decay = min(max(round(steps * config.decay_fraction), 1), rest)
+        main = optax.linear_schedule(peak, final, decay, transition_begin=rest - decay)
+    else:
+        main = optax.constant_schedule(peak)
+    # The first step is not wasted on a rate of zero.
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([ramp, main], [warmup]) if warmup else main
+
+
+def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
+    """The optimizer for a run of `steps` steps; clipping is the train step's."""
+    rate = make_schedule(config, steps)
+    betas = {"b1": config.beta1, "b2": config.beta2}
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay}
+    match config.name:
+        case "adamw":
+            return optax.adamw(rate, **betas, **decay, mask=matrices)
+        case "adam":
+            return optax.adam(rate, **betas)
+        case "lion":
+            return optax.lion(rate, **betas, **decay, mask=matrices)
+        case "adafactor":
+            # `optax.adafactor` would decay by the whole weight_decay a step, whatever the rate.
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(config.weight_decay, matrices),
+                optax.scale_by_learning_rate(rate),
+            )
+        case "muon":
+            return optax.contrib.muon(
+                rate,
+                **decay,
+                adam_b1=config.beta1,
+                adam_b2=config.beta2,
+                # Updates of AdamW's size, so that one rate fits both (Liu et al. 2025).
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=muon_dimensions,
+            )
+    raise ValueError(f"optimizer.name={config.name!r} is unknown")
+
+
+def matrices(parameters: PyTree) -> Any:
+    """A tree of booleans: whether a parameter is a matrix by its logical axes, not a vector."""
+    return jax.tree.map(is_matrix, logical_axes(parameters), is_leaf=_is_axes)
+
+
+def muon_dimensions(parameters: PyTree) -> Any:
+    """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
+
+    The rest is what has the model's inputs or outputs for an axis, and vectors.
+    """
+
+    def dimensions(names: tuple[str | None, ...]) -> Any:
+        if not is_hidden_matrix(names):
+            return None
+        return optax.contrib.MuonDimensionNumbers(*matrix_axes(names))
+
+    return jax.tree.map(dimensions, logical_axes(parameters), is_leaf=_is_axes)
+
+
+def _is_axes(x: Any) -> bool:
+    # A module of the tree is no axes tuple, nor is one of its containers.
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)

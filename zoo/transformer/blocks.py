@@ -1,0 +1,230 @@
+"""One layer of a transformer: attention, MLP or mixture of experts, and the norms around them.
+
+Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, H head size.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.decoding.decoder import Attend
+from zoo.nn.attention import attention
+from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, gelu, gelu_erf, normal, rotate
+from zoo.nn.precision import matmul
+from zoo.sharding import constrain
+from zoo.transformer.config import Config
+from zoo.transformer.moe import Activation, MoE
+
+Norm = RMSNorm | LayerNorm
+Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": jax.nn.silu,
+    "geglu": gelu,
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
+}
+
+
+def make_norm(config: Config) -> Norm:
+    """A norm over the residual stream, of the kind that the configuration asks for."""
+    if config.norm == "layer":
+        return LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+    return _rms_norm(config, config.d_model, "embed")
+
+
+def _rms_norm(config: Config, size: int, axis: str) -> RMSNorm:
+    offset = 1.0 if config.norm == "rms_offset" else 0.0
+    return RMSNorm(size, axis=axis, eps=config.norm_eps, offset=offset)
+
+
+class Attention(eqx.Module):
+    """Multi-head self-attention with grouped queries."""
+
+    wq: Float[Array, "embed heads head_dim"]
+    wk: Float[Array, "embed kv_heads head_dim"]
+    wv: Float[Array, "embed kv_heads head_dim"]
+    wo: Float[Array, "heads head_dim embed"]
+    bq: Float[Array, "heads head_dim"] | None
+    bk: Float[Array, "kv_heads head_dim"] | None
+    bv: Float[Array, "kv_heads head_dim"] | None
+    bo: Float[Array, "embed"] | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        embed, size = config.d_model, config.head_size
+        heads, kv_heads = config.num_heads, config.kv_heads
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        self.wq = normal(q_key, (embed, heads, size), embed)
+        self.wk = normal(k_key, (embed, kv_heads, size), embed)
+        self.wv = normal(v_key, (embed, kv_heads, size), embed)
+        # Divided by the number of parts that add to the residual stream (Radford et al. 2019).
+        self.wo = normal(o_key, (heads, size, embed), heads * size * 2 * config.num_layers)
+        qkv_bias = config.bias or config.qkv_bias
+        self.bq = jnp.zeros((heads, size)) if qkv_bias else None
+        self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
+        self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
+        self.bo = jnp.zeros(embed) if config.bias else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm and config.qk_norm_per_head:
+            self.q_norm = _rms_norm(config, size, "head_dim")
+            self.k_norm = _rms_norm(config, size, "head_dim")
+        elif config.qk_norm:
+            self.q_norm = _rms_norm(config, heads * size, "heads")
+            self.k_norm = _rms_norm(config, kv_heads * size, "kv_heads")
+        self.config = config
+
+    def __call__(
+        self,
+        x_BTE: Float[Array, "batch seq embed"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        rotary: Rotary | None,
+        window: int | None,
+        attend: Attend = attention,
+    ) -> Float[Array, "batch seq embed"]:
+        """Attend within each row's segments; `rotary` are the tables of its positions.
+
+        `attend` takes the place of `attention` where keys and values are kept, or were.
+        """
+        q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
+        k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
+        v_BTKH = add_bias(matmul(x_BTE, self.wv), self.bv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = _norm_heads(self.q_norm, q_BTNH), _norm_heads(self.k_norm, k_BTKH)
+        if rotary is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
+        out_BTNH = attend(
+            constrain(q_BTNH, "batch", None, "heads", "head_dim"),
+            constrain(k_BTKH, "batch", None, "kv_heads", "head_dim"),
+            constrain(v_BTKH, "batch", None, "kv_heads", "head_dim"),
+            causal=self.config.causal,
+            segment_ids=segment_ids,
+            window=window,
+            soft_cap=self.config.attention_soft_cap,
+            scale=self.config.attention_scale,
+            implementation=self.config.attention,
+        )
+        out_BTNH = constrain(out_BTNH, "batch", None, "heads", "head_dim")
+        return add_bias(matmul(out_BTNH, self.wo, contract=2), self.bo)
+
+
+def _norm_heads(
+    norm: RMSNorm, x_BTNH: Float[Array, "batch seq heads head_dim"]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Norm each head by itself, or all of them as one, as the size of the norm has it."""
+    if norm.scale.shape[-1] == x_BTNH.shape[-1]:
+        return norm(x_BTNH)
+    return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+
+
+class MLP(eqx.Module):
+    """The feed-forward part: SwiGLU or GEGLU (Shazeer 2020), or plain GELU."""
+
+    w_gate: Float[Array, "embed mlp"] | None
+    w_up: Float[Array, "embed mlp"]
+    w_down: Float[Array, "mlp embed"]
+    b_up: Float[Array, "mlp"] | None
+    b_down: Float[Array, "embed"] | None
+    kind: str = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        embed, hidden = config.d_model, config.hidden_size
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.w_gate = normal(gate_key, (embed, hidden), embed) if config.gated else None
+        self.w_up = normal(up_key, (embed, hidden), embed)
+        self.w_down = normal(down_key, (hidden, embed), hidden * 2 * config.num_layers)
+        self.b_up = jnp.zeros(hidden) if config.bias else None
+        self.b_down = jnp.zeros(embed) if config.bias else None
+        self.kind = config.mlp
+
+    def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """Map each position on its own."""
+        hidden = add_bias(matmul(x_BTE, self.w_up), self.b_up)
+        activation = ACTIVATIONS[self.kind]
+        if self.w_gate is None:
+            hidden = activation(hidden)
+        else:
+            hidden = activation(matmul(x_BTE, self.w_gate)) * hidden
+        hidden = constrain(hidden, "batch", None, "mlp")
+        return add_bias(matmul(hidden, self.w_down), self.b_down)
+
+
+class Block(eqx.Module):
+    """One layer: attention, then MLP, each added to the residual stream."""
+
+    attention_norm: RMSNorm | LayerNorm | None
+    attention: Attention
+    attention_out_norm: RMSNorm | LayerNorm | None
+    mlp_norm: RMSNorm | LayerNorm | None
+    mlp: MLP | MoE
+    mlp_out_norm: RMSNorm | LayerNorm | None
+    dropout: float = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        attention_key, mlp_key = jax.random.split(key)
+        before, behind = config.norms in ("pre", "both"), config.norms in ("post", "both")
+        self.attention_norm = make_norm(config) if before else None
+        self.attention = Attention(config, key=attention_key)
+        self.attention_out_norm = make_norm(config) if behind else None
+        self.mlp_norm = make_norm(config) if before else None
+        self.mlp = _make_mlp(config, key=mlp_key)
+        self.mlp_out_norm = make_norm(config) if behind else None
+        self.dropout = config.dropout
+
+    def __call__(
+        self,
+        x_BTE: Float[Array, "batch seq embed"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        rotary: Rotary | None,
+        window: int | None,
+        key: Key[Array, ""] | None,
+        attend: Attend = attention,
+    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
+        """Apply the layer to the residual stream; also the `load_balance` of its experts."""
+        keys = (None, None) if key is None else jax.random.split(key)
+        balance_B = None
+
+        def mlp(x: Array) -> Array:
+            nonlocal balance_B
+            if isinstance(self.mlp, MLP):
+                return self.mlp(x)
+            y, balance_B = self.mlp(x, _is_token(segment_ids, x))
+            return y
+
+        def attention_part(x: Array) -> Array:
+            return self.attention(x, segment_ids, rotary, window, attend)
+
+        parts = (
+            (self.attention_norm, attention_part, self.attention_out_norm, keys[0]),
+            (self.mlp_norm, mlp, self.mlp_out_norm, keys[1]),
+        )
+        for norm, part, out_norm, part_key in parts:
+            normed = x_BTE if norm is None else norm(x_BTE)
+            # Whole rows between the constraints: with "seq" sharded, only what is outside is split.
+            added = part(constrain(normed, "batch", None, "embed"))
+            added = constrain(added, "batch", "seq", "embed")
+            added = added if out_norm is None else out_norm(added)
+            x_BTE = x_BTE + dropout(added, self.dropout, part_key)
+        return x_BTE, balance_B
+
+
+def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
+    if config.num_experts is None:
+        return MLP(config, key=key)
+    return MoE(
+        config.d_model,
+        config.hidden_size,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        normalize=config.normalize_experts,
+        activation=ACTIVATIONS[config.mlp],
+        num_layers=config.num_layers,
+        key=key,
+    )
+
+
+def _is_token(segment_ids: Array | None, x_BTE: Array) -> Bool[Array, "#batch seq"]:
+    return jnp.ones((1, x_BTE.shape[1]), bool) if segment_ids is None else segment_ids > 0

@@ -1,0 +1,178 @@
+"""The transformer family: a decoder, or with `causal=False` an encoder.
+
+Legend of suffixes: B batch, T time, E embed, V vocabulary. The axis names in the annotations of
+parameters are also how they are sharded.
+"""
+
+from functools import partial
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.base.configuration import require
+from zoo.decoding.decoder import AttentionDecoder
+from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
+from zoo.nn.readout import Readout
+from zoo.nn.remat import scan_layers
+from zoo.sharding import constrain, gather
+from zoo.transformer.blocks import Block, Rotary, make_norm
+from zoo.transformer.config import Config as Config
+from zoo.transformer.config import LayerKind
+from zoo.transformer.config import num_flops_per_token as num_flops_per_token
+
+
+class Transformer(AttentionDecoder):
+    """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
+
+    embedding: Embedding
+    position_embedding: Embedding | None
+    blocks: Block
+    final_norm: RMSNorm | LayerNorm
+    head: Linear | None
+    config: Config = eqx.field(static=True)
+    casts_at_use: ClassVar[bool] = True
+
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        embedding_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.d_model, key=embedding_key)
+        self.position_embedding = (
+            Embedding(config.max_seq_len, config.d_model, axis="positions", key=position_key)
+            if config.positions == "learned"
+            else None
+        )
+        self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
+            jax.random.split(blocks_key, config.num_layers)
+        )
+        self.final_norm = make_norm(config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(
+                config.d_model,
+                config.vocab_size,
+                in_axis="embed",
+                out_axis="vocab",
+                bias=False,
+                key=head_key,
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits, float32[batch, seq, vocab].
+
+        `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
+        in each of them, `mask` is False at padding, and a `key` turns dropout on.
+
+        Raises:
+            ValueError: a sequence longer than a table of learned positions.
+        """
+        x_BTE = self.hidden(
+            tokens, segment_ids=segment_ids, positions=positions, mask=mask, key=key
+        )
+        return self.readout()(x_BTE)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """What the output head reads: the normed residual stream, [batch, seq, d_model]."""
+        return self.hidden_and_balance(
+            tokens, segment_ids=segment_ids, positions=positions, mask=mask, key=key
+        )[0]
+
+    def hidden_and_balance(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
+        """What `hidden` gives, and each row's `moe.load_balance`, the mean of the layers.
+
+        None without experts. See `losses.balanced_next_token`.
+        """
+        config = self.config
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        if mask is not None:
+            segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
+        self.check_length(tokens.shape[1])
+        x_BTE, rotaries = self.embed(tokens, positions)
+        layers_key = None
+        if key is not None:
+            layers_key, embedding_key = jax.random.split(key)
+            x_BTE = dropout(x_BTE, config.dropout, embedding_key)
+        balance_B = None if config.num_experts is None else jnp.zeros(tokens.shape[0])
+
+        def block(kind: LayerKind, block: Block, carry: tuple, index: Array) -> tuple:
+            x_BTE, sum_B = carry
+            layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
+            rotary, window = rotaries[kind], config.window_of(kind)
+            x_BTE, balance_B = block(x_BTE, segment_ids, rotary, window, layer_key)
+            return x_BTE, None if balance_B is None else sum_B + balance_B
+
+        x_BTE, balance_B = scan_layers(
+            [partial(block, kind) for kind in config.layer_kinds],
+            self.blocks,
+            (x_BTE, balance_B),
+            policy=config.remat,
+            scan=config.scan_layers,
+        )
+        balance_B = None if balance_B is None else balance_B / config.num_layers
+        return self.finish(x_BTE), balance_B
+
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence longer than a table of learned positions."""
+        require(
+            self.position_embedding is None or length <= self.config.max_seq_len,
+            f"a sequence of {length} is longer than max_seq_len={self.config.max_seq_len}",
+        )
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
+    ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
+        """The residual stream that the layers begin with, and each kind's tables of positions."""
+        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
+        if self.config.scale_embedding:
+            x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
+        if self.position_embedding is not None:
+            x_BTE = x_BTE + gather(self.position_embedding)(positions)
+        rotaries = {kind: self._rotary(kind, positions) for kind in set(self.config.layer_kinds)}
+        return constrain(x_BTE, "batch", "seq", "embed"), rotaries
+
+    def _rotary(self, kind: LayerKind, positions: Int[Array, "#batch seq"]) -> Rotary | None:
+        """The tables of rotary positions in layers of a kind."""
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        if kind == "local" and config.local_rope_theta is not None:
+            return rotary_tables(positions, config.head_size, config.local_rope_theta)
+        return rotary_tables(positions, config.head_size, config.rope_theta, config.rope_scaling)
+
+    def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """What the output head reads, from what the last layer gives."""
+        return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
+
+    def readout(self) -> Readout:
+        """The output head: from what `hidden` gives to logits in fp32."""
+        weight = gather(self.embedding).weight.T if self.head is None else gather(self.head).weight
+        return Readout(weight, soft_cap=self.config.logit_soft_cap)
