@@ -452,7 +452,9 @@ def test_what_no_family_has_is_refused(tmp_path: Path):
 
 
 def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_path: Path):
-    with pytest.raises(PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP"):
+    with pytest.raises(
+        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.transformer\.blocks\.MLP"
+    ):
         zoo.save(tmp_path / "a", with_loud_mlp(drawn_transformer()), format="hf")
 
     class Own(transformer.Transformer):
