@@ -397,7 +397,7 @@ def test_an_error_in_the_plan_reaches_the_loop():
 def test_batches_are_on_the_device_ahead_of_use(monkeypatch):
     third = threading.Event()
     placed = []
-    place = data._place
+    place = loader._place
 
     def watched(*arguments):
         placed.append(place(*arguments))
@@ -537,9 +537,7 @@ def test_arrays_load_onto_a_mesh_by_rank():
     for k, batch in loaded.items():
         for name, array in batch.items():
             assert np.array_equal(array, array_plan().batch(k)[name])
-            assert array.sharding.is_equivalent_to(
-                data.batch_sharding(mesh, array.ndim), array.ndim
-            )
+            assert array.sharding.is_equivalent_to(batch_sharding(mesh, array.ndim), array.ndim)
 
 
 def test_arrays_that_do_not_fit_together_are_refused():

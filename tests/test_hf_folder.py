@@ -453,7 +453,7 @@ def test_what_no_family_has_is_refused(tmp_path: Path):
 
 def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_path: Path):
     with pytest.raises(
-        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.transformer\.blocks\.MLP"
+        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
     ):
         zoo.save(tmp_path / "a", with_loud_mlp(drawn_transformer()), format="hf")
 
@@ -461,7 +461,7 @@ def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_pa
         pass
 
     own = as_subclass(drawn_transformer(), Own)
-    with pytest.raises(PublishError, match=r"Own here, zoo\.transformer\.Transformer by"):
+    with pytest.raises(PublishError, match=r"Own here, zoo\.transformer\.model\.Transformer by"):
         zoo.save(tmp_path / "a", own, format="hf")
     assert not list(tmp_path.iterdir())
 

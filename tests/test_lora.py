@@ -238,7 +238,7 @@ def test_adapters_that_do_not_fit_are_refused(saved):
     folder, adapted = saved
     with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
         zoo.load_adapters(folder / "adapters", adapted)
-    with pytest.raises(PublishError, match=r"family .transformer., not .rnn."):
+    with pytest.raises(PublishError, match=r"family 'transformer', and the model is of 'rnn'"):
         zoo.load_adapters(folder / "adapters", make_rnn(0.0)(KEY))
     with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
         zoo.load_adapters(folder / "adapters", drawn_transformer(d_ff=128))
@@ -266,7 +266,7 @@ def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
     with pytest.raises(PublishError, match=r"attention\.wk\.scale: 2\.0 here, 7\.0 by"):
         zoo.save_adapters(tmp_path / "a", other_scale(model), base="base")
     with pytest.raises(
-        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.transformer\.blocks\.MLP"
+        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
     ):
         zoo.save_adapters(tmp_path / "a", with_loud_mlp(model), base="base")
     assert not list(tmp_path.iterdir())

@@ -105,14 +105,14 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
         states.append(state)
         return state, result
 
-    sampled, generate = [], language.generate.generate
+    sampled, generate = [], language.sampling.generate
 
     def seen(model, *arguments, **options):
         sampled.append(model)
         return generate(model, *arguments, **options)
 
     monkeypatch.setattr(loop, "fit", kept)
-    monkeypatch.setattr(language.generate, "generate", seen)
+    monkeypatch.setattr(language.sampling, "generate", seen)
     run_dir = tmp_path / "run"
     train(name, run_dir, "--mesh=data=2,fsdp=2,tensor=2")
     output = capsys.readouterr().out

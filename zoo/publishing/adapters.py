@@ -72,7 +72,7 @@ def load_adapters(
     description, config = _read(folder)
     if (family := family_name(base)) != (stored := current_name(description.get("family"))):
         raise PublishError(
-            f"{folder} holds adapters of model of the family {stored!r}, not {family!r}"
+            f"{folder} holds adapters of the family {stored!r}, and the model is of {family!r}"
         )
     key = jax.random.key(0)
     try:
