@@ -7,7 +7,8 @@ import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
 from zoo.sharding.axes import is_matrix, logical_axes
-from zoo.training.step import init_state, make_train_step
+from zoo.training.state import init_state
+from zoo.training.step import make_train_step
 from zoo.wrappers.ensemble import Ensemble
 
 KEY = jax.random.key(0)

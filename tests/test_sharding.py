@@ -16,7 +16,6 @@ import zoo
 from zoo import sharding, transformer
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
-from zoo.training import step as train
 
 CUBE = "data=2,fsdp=2,tensor=2"
 
@@ -214,7 +213,7 @@ def never(*_: Any) -> Any:
         lambda rules: sharding.batch_sharding(make_mesh(), 2, rules),
         lambda rules: sharding.num_batch_parts(make_mesh(), rules),
         lambda rules: zoo.init_state(never, SGD, key=jax.random.key(0), rules=rules),
-        lambda rules: train.abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
+        lambda rules: abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
         lambda rules: zoo.make_train_step(never, SGD, mesh=make_mesh(CUBE), rules=rules),
         lambda rules: zoo.make_eval_step(never, rules=rules),
     ],
@@ -371,6 +370,6 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
     def create(*_, **__):  # as of 7 of v5e:2x4
         raise AssertionError("jax_devices=[TpuDevice(id=0, …")
 
-    monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", create)
+    monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")

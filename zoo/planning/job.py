@@ -18,7 +18,8 @@ from zoo.nn.remat import Policy
 from zoo.planning import collectives, flops, hlo
 from zoo.planning.targets import Target
 from zoo.sharding.axes import is_parameter
-from zoo.training.step import LossFunction, Trainable, TrainState, abstract_state, make_train_step
+from zoo.training.state import Trainable, TrainState, abstract_state
+from zoo.training.step import LossFunction, make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,15 +20,8 @@ from zoo.runs import monitor
 from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves, read_metrics
 from zoo.runs.run import Run, RunError, as_json, versions
 from zoo.runs.signals import Stopped
-from zoo.training.step import (
-    CompiledStep,
-    LossFunction,
-    Trainable,
-    TrainState,
-    abstract_state,
-    init_state,
-    make_train_step,
-)
+from zoo.training.state import Trainable, TrainState, abstract_state, init_state
+from zoo.training.step import CompiledStep, LossFunction, make_train_step
 
 
 def fit(

@@ -15,7 +15,8 @@ from zoo.planning.job import Job, make_plan, wanted_bytes
 from zoo.planning.suggestions import show_suggestion
 from zoo.planning.targets import parse, present
 from zoo.runs.run import Run, RunError
-from zoo.training.step import LossFunction, Trainable
+from zoo.training.state import Trainable
+from zoo.training.step import LossFunction
 
 
 def make_job(

@@ -20,7 +20,8 @@ from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.run import Run
 from zoo.training import losses, optimizers
-from zoo.training.step import TrainState, make_eval_step
+from zoo.training.state import TrainState
+from zoo.training.step import make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15

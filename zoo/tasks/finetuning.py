@@ -26,7 +26,7 @@ from zoo.runs.metrics import read_metrics
 from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
 from zoo.training import optimizers
-from zoo.training.step import Trainable
+from zoo.training.state import Trainable
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.lora import Config as LoraConfig

@@ -17,7 +17,8 @@ from zoo.decoding import sampling
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop, run
 from zoo.training import losses, optimizers
-from zoo.training.step import LossFunction, TrainState
+from zoo.training.state import TrainState
+from zoo.training.step import LossFunction
 
 
 @dataclass(frozen=True, kw_only=True)
