@@ -16,6 +16,7 @@ import zoo
 from zoo import sharding, transformer
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
 
