@@ -184,7 +184,7 @@ def test_published_configurations_give_models_of_the_published_size(
     text: str, parameters: int, fields: dict
 ):
     values = json.loads(text)
-    family = hf.FAMILIES[values["model_type"]]
+    family = hf.MODEL_TYPES[values["model_type"]]
     config = family.read(values, "config.json")
     skeleton = eqx.filter_eval_shape(lambda: family.model(config, key=jax.random.key(0)))
     leaves = [x for x in jax.tree.leaves(skeleton) if isinstance(x, jax.ShapeDtypeStruct)]
@@ -340,7 +340,9 @@ def test_every_slice_of_every_layout_is_right():
     rng = np.random.default_rng(0)
     for name in ("gpt2", "mixtral", "llama3"):
         model, family = zoo.load(GOLDEN / name), None
-        family = hf.FAMILIES[json.loads((GOLDEN / name / "config.json").read_text())["model_type"]]
+        family = hf.MODEL_TYPES[
+            json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
+        ]
         stored = tensors(GOLDEN / name)
         names = hf.names.layouts(model, family.tensors(model.config), family.prefixes[0])
         for path, whole in arrays(model).items():

@@ -175,7 +175,7 @@ def worlds(draw: st.DrawFn, family: str) -> World:
     fixed = ("gates", "features", "classes", "rank", "member")
     rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}
     rules = {**sharding.RULES, **(rules if draw(st.booleans()) else {})}
-    return World(mesh, rules, *FAMILIES[family](draw, unit, math.prod(sizes)))
+    return World(mesh, rules, *WORLDS[family](draw, unit, math.prod(sizes)))
 
 
 def token_rows(unit: int, rows: int) -> dict[str, np.ndarray]:
@@ -255,7 +255,7 @@ def draw_mlp(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]
     return functools.partial(mlp.MLP, config), labelled_batch(rows), losses.classification
 
 
-FAMILIES = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
+WORLDS = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
 
 
 def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
@@ -266,7 +266,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
     return float(metrics["loss"]), state.opt_state.trace
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WORLDS)
 @examples(2, 15)
 def test_any_mesh_and_rules_give_the_gradient_of_one_device(options: settings, family: str):
     @options
