@@ -11,7 +11,6 @@ from zoo.sharding.placement import batch_sharding as batch_sharding
 from zoo.sharding.placement import canonical as canonical
 from zoo.sharding.placement import check_rules as check_rules
 from zoo.sharding.placement import constrain as constrain
-from zoo.sharding.placement import gather as gather
 from zoo.sharding.placement import is_sharding as is_sharding
 from zoo.sharding.placement import like_parameters as like_parameters
 from zoo.sharding.placement import make_mesh as make_mesh

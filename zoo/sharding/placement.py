@@ -5,12 +5,11 @@ names two logical axes, and `RULES` maps each of them to a mesh axis (or to none
 """
 
 import contextlib
-import functools
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -18,7 +17,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zoo.nn.precision import cast_for_use
 from zoo.sharding.axes import ShardingError, is_parameter, keystr, map_parameters
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -26,7 +24,6 @@ MESH_AXES = ("data", "fsdp", "tensor")
 # The axes that only store a parameter: where it is used, it is gathered over them.
 STORAGE_AXES = frozenset({"fsdp"})
 
-Tree = TypeVar("Tree")
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
 RULES: Rules = types.MappingProxyType(
@@ -241,56 +238,12 @@ def constrain(x: Array, *names: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def gather(tree: Tree) -> Tree:
-    """Cast parameters to the compute dtype, and gather them over the axes that only store them.
-
-    Those are `STORAGE_AXES` and all that split the batch, whose devices need the parameters for
-    rows of their own. Call it where they are used: inside the scan over layers, on the layer in
-    use, so that one layer at a time is whole, and what crosses the network is in the compute
-    dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
-    dtype.
-    """
-    tree = cast_for_use(tree)
-    if not is_sharding():
-        return tree
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
-        stored = partition_spec(names, mesh, field=keystr(path))
-        used = spec_in_use(names, mesh)
-        return _reshard(leaf, used, stored)
-
-    return map_parameters(gather_leaf, tree)
-
-
 def spec_in_use(
     names: Sequence[str | None], mesh: Mesh | jax.sharding.AbstractMesh
 ) -> PartitionSpec:
-    """The PartitionSpec of a parameter where it is used, as `gather` leaves it."""
+    """The PartitionSpec of a parameter where it is used, which `gather` brings about."""
     split_the_batch = mesh_axes(partition_spec(["batch"], mesh))
     return partition_spec(names, mesh, without=STORAGE_AXES.union(split_the_batch))
-
-
-# A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
-    """The identity: sharded as `used`, and its gradient as `stored`."""
-    # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
-    x = jax.lax.with_sharding_constraint(x, stored)
-    return jax.lax.with_sharding_constraint(x, used)
-
-
-def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tuple[Array, None]:
-    return _reshard(x, used, stored), None
-
-
-def _reshard_backward(
-    used: PartitionSpec, stored: PartitionSpec, residuals: None, g: Array
-) -> tuple[Array]:
-    return (jax.lax.with_sharding_constraint(g, stored),)
-
-
-_reshard.defvjp(_reshard_forward, _reshard_backward)
 
 
 @contextlib.contextmanager

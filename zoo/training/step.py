@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, Key, PyTree
 
 from zoo import sharding
+from zoo.nn.parameters import cast
 from zoo.nn.precision import (
     LossScale,
     Precision,
-    cast,
     compute_dtype,
     exact_products,
     in_precision,
