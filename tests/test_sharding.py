@@ -372,6 +372,6 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
     def create(*_, **__):  # as of 7 of v5e:2x4
         raise AssertionError("jax_devices=[TpuDevice(id=0, …")
 
-    monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", create)
+    monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")
