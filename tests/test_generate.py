@@ -15,7 +15,7 @@ from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_
 import zoo
 from zoo import mlp, rnn, sharding
 from zoo.decoding.sampling import Sampling, sample
-from zoo.nn import precision
+from zoo.nn import parameters
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
@@ -102,7 +102,7 @@ def test_a_sliding_window_keeps_its_window_alone():
 
 @pytest.mark.parametrize("name", ["rotary", "lstm"])
 def test_in_bf16_tokens_are_among_the_likeliest(name: str):
-    model = precision.cast(decoder(name), jnp.bfloat16)
+    model = parameters.cast(decoder(name), jnp.bfloat16)
     prompt = np.random.default_rng(4).integers(0, VOCAB, (2, 9)).astype(np.int32)
     tokens = zoo.generate(model, prompt, max_new_tokens=12, temperature=0.0)
     logits = np.asarray(eqx.filter_jit(model)(tokens))[:, 8:-1]

@@ -22,7 +22,7 @@ from helpers import (
 import zoo
 from zoo import lora, losses, mlp, sharding
 from zoo.base import checksums
-from zoo.nn import precision
+from zoo.nn import parameters
 from zoo.publishing.tensors import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
@@ -94,7 +94,7 @@ def test_stacked_matrices_are_merged_one_by_one():
 
 
 def test_adapters_in_bf16_are_merged_in_fp32():
-    model = precision.cast(drawn(drawn_transformer()), jnp.bfloat16)
+    model = parameters.cast(drawn(drawn_transformer()), jnp.bfloat16)
     wo, mixed = lora.merge(model).blocks.attention.wo, model.blocks.attention.wo
     weight, down, up = (np.asarray(x, np.float32) for x in (mixed.weight, mixed.down, mixed.up))
     expected = weight + 2.0 * np.einsum("lnhr,lre->lnhe", down, up)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import sharding, transformer
+from zoo.nn.parameters import gather
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
 from zoo.training.state import abstract_state
@@ -330,7 +331,7 @@ def test_gather_undoes_what_stores_or_splits_the_batch_and_nothing_else(
     mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
     tree = eqx.filter_shard(part(), sharding.shardings(part(), mesh, rules))
     assert tree.weight.sharding.spec == stored
-    found = inside(mesh, lambda tree: sharding.gather(tree).weight * 1, tree, rules)
+    found = inside(mesh, lambda tree: gather(tree).weight * 1, tree, rules)
     assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
     without = inside(mesh, lambda tree: tree.weight * 1, tree, rules)
     assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
@@ -341,7 +342,7 @@ def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
     tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
 
     def gradient(tree: Any) -> jax.Array:
-        return jax.grad(lambda weight: sharding.gather(replace(weight)).weight.sum())(tree.weight)
+        return jax.grad(lambda weight: gather(replace(weight)).weight.sum())(tree.weight)
 
     def replace(weight: jax.Array) -> Any:
         return eqx.tree_at(lambda tree: tree.weight, tree, weight)
@@ -352,7 +353,7 @@ def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
 
 def test_gather_without_a_mesh_is_the_identity():
     tree = part()
-    assert sharding.gather(tree) is tree
+    assert gather(tree) is tree
 
 
 def test_rules_and_mesh_end_with_their_use():

@@ -16,8 +16,9 @@ from zoo.base import configuration
 from zoo.base.configuration import require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
+from zoo.nn.parameters import gather
 from zoo.nn.remat import Policy, scan_layers
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
 from zoo.transformer.blocks import MLP, Attention
 

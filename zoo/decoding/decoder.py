@@ -28,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.decoding.cache import Cache, Clock, LayerCache
 from zoo.nn.attention import attention
+from zoo.nn.parameters import gather
 from zoo.nn.remat import scan_layers
-from zoo.sharding import gather
 
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Tokens = Int[Array, "batch seq"]

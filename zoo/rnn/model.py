@@ -14,12 +14,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.base.configuration import require
 from zoo.decoding.decoder import RecurrentDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm, normal
+from zoo.nn.parameters import gather
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
 from zoo.rnn.cells import CELLS, Chunks, Marks, Options, Weights, make_marks, over_time
 from zoo.rnn.config import Config as Config
 from zoo.rnn.config import num_flops_per_token as num_flops_per_token
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]

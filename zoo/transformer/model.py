@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.base.configuration import require
 from zoo.decoding.decoder import AttentionDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
+from zoo.nn.parameters import gather
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, Rotary, make_norm
 from zoo.transformer.config import Config as Config
 from zoo.transformer.config import LayerKind

@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo.base import configuration
 from zoo.nn.layers import Linear, add_bias
+from zoo.nn.parameters import gather
 from zoo.nn.precision import matmul
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 
 Pooling = Literal["auto", "mean", "last", "first"]
 
