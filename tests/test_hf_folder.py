@@ -342,8 +342,6 @@ def test_every_slice_of_every_layout_is_right():
         model, family = zoo.load(GOLDEN / name), None
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
-            json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
-        ]
         stored = tensors(GOLDEN / name)
         names = hf.names.layouts(model, family.tensors(model.config), family.prefixes[0])
         for path, whole in arrays(model).items():

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
-from zoo.nn.parameters import cast
 from zoo.nn.precision import (
     Precision,
     compute_dtype,
