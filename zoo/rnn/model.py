@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.decoding.decoder import RecurrentDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm, normal
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
@@ -82,7 +81,7 @@ class State(eqx.Module):
         return jax.tree.map(lambda x: x[rows], self)
 
 
-class RNN(RecurrentDecoder):
+class RNN(eqx.Module):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
     Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].

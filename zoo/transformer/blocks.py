@@ -3,12 +3,13 @@
 Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, H head size.
 """
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.decoding.decoder import Attend
 from zoo.nn.attention import attention
 from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, gelu, gelu_erf, normal, rotate
 from zoo.nn.precision import matmul
@@ -16,6 +17,8 @@ from zoo.sharding import constrain
 from zoo.transformer.config import Config
 from zoo.transformer.moe import Activation, MoE
 
+# `attention`, or what stands in for it where keys and values are kept.
+Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Norm = RMSNorm | LayerNorm
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
 

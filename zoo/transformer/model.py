@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.decoding.decoder import AttentionDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
@@ -24,7 +23,7 @@ from zoo.transformer.config import LayerKind
 from zoo.transformer.config import num_flops_per_token as num_flops_per_token
 
 
-class Transformer(AttentionDecoder):
+class Transformer(eqx.Module):
     """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
 
     embedding: Embedding
