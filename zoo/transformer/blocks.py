@@ -11,23 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.attention import attention
-from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, gelu, gelu_erf, normal, rotate
+from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, normal, rotate
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
-from zoo.transformer.config import Config
-from zoo.transformer.moe import Activation, MoE
+from zoo.transformer.config import MLP_KINDS, Config
+from zoo.transformer.moe import MoE
 
 # `attention`, or what stands in for it where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Norm = RMSNorm | LayerNorm
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "swiglu": jax.nn.silu,
-    "geglu": gelu,
-    "gelu": gelu,
-    "gelu_erf": gelu_erf,
-}
 
 
 def make_norm(config: Config) -> Norm:
@@ -146,7 +139,7 @@ class MLP(eqx.Module):
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
         hidden = add_bias(matmul(x_BTE, self.w_up), self.b_up)
-        activation = ACTIVATIONS[self.kind]
+        activation = MLP_KINDS[self.kind].activation
         if self.w_gate is None:
             hidden = activation(hidden)
         else:
@@ -168,13 +161,13 @@ class Block(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         attention_key, mlp_key = jax.random.split(key)
-        before, behind = config.norms in ("pre", "both"), config.norms in ("post", "both")
+        before, after = (config.norm_placement in (place, "both") for place in ("pre", "post"))
         self.attention_norm = make_norm(config) if before else None
         self.attention = Attention(config, key=attention_key)
-        self.attention_out_norm = make_norm(config) if behind else None
+        self.attention_out_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
         self.mlp = _make_mlp(config, key=mlp_key)
-        self.mlp_out_norm = make_norm(config) if behind else None
+        self.mlp_out_norm = make_norm(config) if after else None
         self.dropout = config.dropout
 
     def __call__(
@@ -242,7 +235,7 @@ def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize=config.normalize_experts,
-        activation=ACTIVATIONS[config.mlp],
+        activation=MLP_KINDS[config.mlp].activation,
         num_layers=config.num_layers,
         key=key,
     )
