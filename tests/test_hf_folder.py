@@ -24,6 +24,7 @@ from test_hf import CASES, GOLDEN, tensors
 
 import zoo
 from zoo import hf, sharding, transformer
+from zoo.nn.layers import RopeScaling
 from zoo.publishing.tensors import PublishError
 
 
@@ -173,7 +174,7 @@ null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 
 @pytest.mark.parametrize(
     ("text", "parameters", "fields"),
     [
-        (LLAMA_3_2_1B, 1_235_814_400, {"rope_scaling": (32.0, 1.0, 4.0, 8192.0)}),
+        (LLAMA_3_2_1B, 1_235_814_400, {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)}),
         (QWEN_2_5_05B, 494_032_768, {"window": None, "qkv_bias": True, "head_dim": 64}),
         (GEMMA_3_1B, 999_885_952, {"window": 512, "local_rope_theta": 10_000.0}),
         (QWEN_3_30B, 30_532_122_624, {"num_experts": 128, "d_ff": 768, "window": None}),
@@ -441,8 +442,10 @@ def test_a_model_of_the_zoo_becomes_what_it_is_there(options: dict, kind: str, t
 
 
 def test_what_no_family_has_is_refused(tmp_path: Path):
-    with pytest.raises(PublishError, match=r"qwen3 is the nearest, without norms='both'"):
-        zoo.save(tmp_path / "a", drawn_transformer(qk_norm=True, norms="both"), format="hf")
+    with pytest.raises(PublishError, match=r"qwen3 is the nearest, without norm_placement='both'"):
+        zoo.save(
+            tmp_path / "a", drawn_transformer(qk_norm=True, norm_placement="both"), format="hf"
+        )
     with pytest.raises(PublishError, match="no family of Hugging Face's has such a model"):
         zoo.save(tmp_path / "a", drawn_transformer(causal=False), format="hf")
     sizes = zoo.mlp.Config(in_size=2, hidden_size=2, num_layers=1, out_size=2)

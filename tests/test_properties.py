@@ -24,6 +24,7 @@ from benchmarks.soak.damage import KINDS, hurt
 from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.data.corpus import Corpus
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.nn.layers import RopeScaling
 from zoo.runs.checkpoint import Checkpointer
 
 
@@ -201,9 +202,11 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
         mlp=draw(plain if experts is None else gated),
         num_experts=experts,
         norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
-        norms=draw(st.sampled_from(["pre", "post", "both"])),
+        norm_placement=draw(st.sampled_from(["pre", "post", "both"])),
         positions=draw(st.sampled_from(["rotary", "learned"])),
-        rope_scaling=draw(st.sampled_from([(), (2.0,), (8.0, 1.0, 4.0, 8.0)])),
+        rope_scaling=draw(
+            st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
+        ),
         max_seq_len=unit * math.ceil(16 / unit),
         bias=experts is None and draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 9)),

@@ -252,6 +252,7 @@ class Run:
         stored = [copy for copy in copies if copy is not None]
         self._is_new = not stored
         for found in stored:
+            found = configuration.current(type(self.config), found)
             old, new = _flatten(found), _flatten(wanted)
             differing = [
                 f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"

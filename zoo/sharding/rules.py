@@ -28,6 +28,7 @@ RULES: Rules = types.MappingProxyType(
         # activations
         "batch": ("data", "fsdp"),
         "seq": None,  # between tensor-parallel parts; "tensor" gives sequence parallelism there
+        "inner_seq": None,  # inside a tensor-parallel part, where rows are whole
         # parameters
         "embed": "fsdp",
         "mlp": "tensor",

@@ -14,6 +14,7 @@ from zoo.data import text
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
+from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop, run
 from zoo.training import losses, optimizers
@@ -131,14 +132,15 @@ def fit(
 
 
 def _check(config: Any, data: text.Text, skeleton: PyTree, prompt: int) -> None:
-    sampling.check_decoder(skeleton, 0)
+    decoder = decoder_of(skeleton)
+    decoder.check_decoder(0)
     lengths = {
         "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
         f"sample_tokens={config.sample_tokens}": 1 + prompt + config.sample_tokens,
     }
     for what, length in lengths.items():
         try:
-            sampling.check_decoder(skeleton, length)
+            decoder.check_decoder(length)
         except ValueError as error:
             raise ValueError(f"{what}: {error}; lower the one, or raise the other") from error
 
