@@ -23,7 +23,8 @@ from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
 from zoo.publishing.tensors import PublishError
 from zoo.runs import loop
-from zoo.runs.run import RunError, as_json
+from zoo.runs.processes import RunError
+from zoo.runs.run import as_json
 from zoo.training.compiled import CompiledStep
 
 __all__ = ["shared"]
@@ -105,14 +106,14 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
         states.append(state)
         return state, result
 
-    sampled, generate = [], language.generate.generate
+    sampled, generate = [], language.sampling.generate
 
     def seen(model, *arguments, **options):
         sampled.append(model)
         return generate(model, *arguments, **options)
 
     monkeypatch.setattr(loop, "fit", kept)
-    monkeypatch.setattr(language.generate, "generate", seen)
+    monkeypatch.setattr(language.sampling, "generate", seen)
     run_dir = tmp_path / "run"
     train(name, run_dir, "--mesh=data=2,fsdp=2,tensor=2")
     output = capsys.readouterr().out
@@ -201,7 +202,9 @@ def test_more_held_out_batches_than_threads_on_eight_devices(shared, tmp_path):
 @pytest.mark.slow
 def test_documents_in_rows_of_three_buckets(shared, tmp_path):
     output = Recipe("rnn", shared).run(tmp_path / "run")
-    assert re.search(r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile a bucket", output)
+    assert re.search(
+        r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile\(s\) per bucket", output
+    )
     for bucket in (32, 64, 128):
         assert re.search(rf"bucket {bucket}: \d+ rows in \d+ batches, \d+\.\d% padding", output)
 

@@ -18,7 +18,9 @@ from zoo import sharding
 from zoo.base import checksums, files
 from zoo.nn.precision import native_precision
 from zoo.runs.checkpoint import Checkpointer
-from zoo.runs.run import MAY_DIFFER, Config, Run, RunError, as_json, cli, versions
+from zoo.runs.command_line import cli
+from zoo.runs.processes import RunError
+from zoo.runs.run import MAY_DIFFER, Config, Run, as_json, versions
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,10 @@ def test_a_batch_that_does_not_divide_is_refused_before_there_is_a_folder(tmp_pa
     class WithData(RecipeConfig):
         data: zoo.text.Config = zoo.text.Config(batch_size=12)
 
+        @property
+        def batch_size(self):
+            return self.data.batch_size
+
     for mesh, accumulate in (("data=8", 1), ("", 8), ("fsdp=2", 4)):
         wrong = WithData(run_dir=tmp_path / "run", mesh=mesh, accumulate=accumulate)
         with pytest.raises(ValueError, match=r"^batch_size=12 is not divisible by 8,"):
@@ -427,7 +433,7 @@ def test_an_interrupt_has_its_code_and_no_traceback(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         call(main, monkeypatch)
     assert exit.value.code == 128 + signal.SIGINT
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_a_missing_variable_of_several_processes_is_named(tmp_path, monkeypatch):
