@@ -6,7 +6,7 @@ Legend of suffixes: M members of an ensemble (one, of a model alone), N examples
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Predictions(NamedTuple):
         return self.probabilities_MNC.mean(0)
 
 
+@runtime_checkable
 class Labelled(Protocol):
     """Labelled rows to train on and held out: a `tabular.Table`, or a `text.Text` of them."""
 
