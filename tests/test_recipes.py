@@ -78,6 +78,9 @@ def test_help_explains_each_flag(name):
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     shown = set(re.findall(r"--[\w.-]+", output))
     assert {flag.split()[1] for flag in flag_names(name)} <= shown
+    if name in CASES:  # the text under a field that may differ is shown too
+        assert "Optimizer steps in all" in output
+        assert "Devices by axis, such as fsdp=4,tensor=2" in output
 
 
 # --- From start to end ------------------------------------------------------------------------
@@ -163,6 +166,14 @@ def test_a_run_refuses_to_go_on_with_other_data(train, shared, tmp_path):
     with pytest.raises(RunError, match=r"the data of .* has changed since step 40"):
         train("lm", run_dir, *flags)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_resumes_with_another_way_to_compute_the_same(train, tmp_path, capsys):
+    flags = ("--eval-batches=1", "--data.buckets", "32", "--data.too-long=split")
+    train("rnn", tmp_path / "run", *flags, "--steps=2")
+    train("rnn", tmp_path / "run", *flags, "--steps=3", "--model.hoist", "--model.unroll=2")
+    assert "resumed" in capsys.readouterr().out
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
 
 
 def flatten(config, prefix=""):

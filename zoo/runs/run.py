@@ -21,6 +21,7 @@ import jax
 
 from zoo import sharding
 from zoo.base import checksums, configuration, files
+from zoo.base.configuration import may_differ
 from zoo.data.plans import check_batch_size
 from zoo.nn.precision import Precision, native_precision
 from zoo.planning import targets
@@ -34,11 +35,11 @@ from zoo.runs.signals import Signals
 class Config:
     """What every recipe's command line has."""
 
-    run_dir: Path
+    run_dir: Path = may_differ()
     """Folder of the run; the same command on the same folder resumes it."""
-    steps: int
+    steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
-    mesh: str = ""
+    mesh: str = may_differ("")
     """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
     precision: Precision | Literal["auto"] = "auto"
     """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
@@ -49,31 +50,31 @@ class Config:
     """Global norm that gradients are clipped to."""
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
     """What a loss, gradient or update that is not finite does: stop the run, or skip the step and
     go on."""
-    log_every: int = 10
+    log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
-    eval_every: int = 100
+    eval_every: int = may_differ(100)
     """Steps between evaluations on the held-out part."""
-    eval_batches: int = 16
+    eval_batches: int = may_differ(16)
     """Batches of an evaluation on the way; the last one takes the whole held-out part."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = may_differ(100)
     """Steps between checkpoints."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
-    distributed: bool = False
+    distributed: bool = may_differ(False)
     """One of several processes: see the README for the environment variables."""
-    plan: str = ""
+    plan: str = may_differ("")
     """Train nothing: say what a step would need on devices such as v5e:4x4, v5p:4x4x4, h200:8 or
     cpu:8, and how fast it can be there. An empty --mesh is then fsdp=-1."""
-    tensorboard: bool = False
+    tensorboard: bool = may_differ(False)
     """Write TensorBoard events too (extra: tensorboard)."""
-    profile: bool = False
+    profile: bool = may_differ(False)
     """Trace steps 10 to 15 of this start into the run folder."""
-    compilation_cache: Path | None = Path("~/.cache/zoo/jax")
+    compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
@@ -110,32 +111,6 @@ def check_seed(seed: int) -> None:
     # Of more bits JAX takes the lower 32, and of more than 64 none.
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: must be in 0 to {2**32 - 1}")
-
-
-# What does not change the maths may differ from one start of a run to the next.
-MAY_DIFFER = {
-    "run_dir",
-    "steps",
-    "mesh",
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "sequence_parallel",
-    "distributed",
-    "plan",
-    "tensorboard",
-    "profile",
-    "compilation_cache",
-    "on_nonfinite",
-    "sample_tokens",
-    "data.files",  # what they hold may not: the fingerprint of the tokens is compared
-    "data.cache",
-    "model.attention",
-    "model.remat",
-    "model.scan_layers",
-}
 
 
 class Run(Generic[ConfigT]):
@@ -253,26 +228,29 @@ class Run(Generic[ConfigT]):
     def _check_config(self) -> None:
         """Refuse another configuration in the folder; write this one."""
         path, checkpoints = self.folder / "config.json", self.folder / "checkpoints"
-        wanted = as_json(self.config)
         # Both: either may have been put there, or taken away, by hand.
         copies = (_read_config(path), (read_meta(checkpoints) or {}).get("config"))
         stored = [copy for copy in copies if copy is not None]
         self._is_new = not stored
         for found in stored:
-            old, new = _flatten(found), _flatten(wanted)
-            differing = [
-                f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
-                for name in sorted(old.keys() | new.keys())
-                if old.get(name) != new.get(name) and name not in MAY_DIFFER
-            ]
-            if differing:
+            if differing := _difference(found, self.config):
                 raise RunError(
                     f"{self.folder} holds a run of another configuration:\n"
                     + "\n".join(differing)
                     + "\nGive the same flags to resume it, or another --run-dir to start anew."
                 )
-        text = json.dumps(wanted, indent=2) + "\n"
+        text = json.dumps(as_json(self.config), indent=2) + "\n"
         files.replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _difference(found: dict[str, Any], config: Config) -> list[str]:
+    """The fields of a stored configuration that forbid a run to resume with this one."""
+    old, new = _flatten(found), _flatten(as_json(config))
+    differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    return [
+        f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in sorted(differing - configuration.names_that_may_differ(config))
+    ]
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

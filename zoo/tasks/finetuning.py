@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
+from zoo.base.configuration import may_differ
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
@@ -68,7 +69,7 @@ class Config(RunConfig):
     pooling: Pooling = "auto"
     """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
-    sample_tokens: int = 128
+    sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
     lora: LoraConfig = LoraConfig()
     data: Data = Data()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from zoo.base.configuration import may_differ
 from zoo.data import text
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ from zoo.training.description import Training
 class Config(RunConfig):
     """The fields of every language model's recipe: those of a run, text, an optimizer, a sample."""
 
-    sample_tokens: int = 256
+    sample_tokens: int = may_differ(256)
     """Tokens of the sample at the end."""
     data: text.Config = text.Config(tokenizer="bpe")
     optimizer: optimizers.Config = optimizers.Config()
