@@ -20,7 +20,7 @@ import tyro
 
 from zoo import sharding, transformer
 from zoo.planning import collectives, command, published
-from zoo.planning.job import Plan, make_plan
+from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.targets import prepare
 from zoo.sharding.axes import is_parameter
 
@@ -76,25 +76,25 @@ def measure(config: Config, devices: int, tensor: int) -> dict[str, Any]:
         seq_len=config.seq_len,
     )
     target = prepare(wanted.target)
-    plan = make_plan(command.make_job(wanted, target), target, quick=config.quick)
+    estimate = make_estimate(command.make_job(wanted, target), target, quick=config.quick)
     by_op: dict[str, float] = {}
-    for each in plan.collectives:
+    for each in estimate.collectives:
         name = f"{each.kind} {each.dtype} over {each.group_size}: {each.op_name}"
         by_op[name] = by_op.get(name, 0.0) + each.total
     largest = sorted(by_op.items(), key=lambda item: -item[1])[:12]
     return {
         "devices": devices,
         "tensor": tensor,
-        "seconds": round(plan.compile_seconds),
-        "memory": dataclasses.asdict(plan.memory),
-        "collectives": collectives.bytes_by_kind(plan.collectives),
-        "minimum": minimum(plan, config),
+        "seconds": round(estimate.compile_seconds),
+        "memory": dataclasses.asdict(estimate.memory),
+        "collectives": collectives.bytes_by_kind(estimate.collectives),
+        "minimum": minimum(estimate, config),
         "largest": dict(largest),
-        "unknown_loops": plan.unknown_loops,
+        "unknown_loops": estimate.unknown_loops,
     }
 
 
-def minimum(plan: Plan, config: Config) -> dict[str, float]:
+def minimum(estimate: Estimate, config: Config) -> dict[str, float]:
     """The fewest bytes that a device sends: parameters gathered, gradients and activations reduced.
 
     A layer's parameters are gathered forward and backward, the embedding's and the head's once; all
@@ -102,7 +102,7 @@ def minimum(plan: Plan, config: Config) -> dict[str, float]:
     activations behind attention and MLP, forward and backward, behind the embedding's look-up, and
     in front of the head, backward.
     """
-    mesh = sharding.make_mesh(plan.job.mesh, plan.target.devices())
+    mesh = sharding.make_mesh(estimate.job.mesh, estimate.target.devices())
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     sizes = published.named(config.model)
     model = eqx.filter_eval_shape(
@@ -120,7 +120,7 @@ def minimum(plan: Plan, config: Config) -> dict[str, float]:
 
     ring = (fsdp - 1) / fsdp
     layers, everything = whole(model.blocks), whole(model)
-    activations = plan.job.tokens / fsdp * sizes.d_model * BYTES
+    activations = estimate.job.tokens / fsdp * sizes.d_model * BYTES
     reductions = 4 * sizes.num_layers + 2
     return {
         "gathers": ring * (layers + everything),

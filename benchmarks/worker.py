@@ -89,7 +89,7 @@ def published_peak(precision: Precision) -> float | None:
     """The data sheet's FLOP/s of the device, where JAX is here to say which it is."""
     if "jax" not in sys.modules or "torch" in sys.modules:  # whose process has the GPU
         return None
-    from zoo.runs.monitor import peak_flops
+    from zoo.planning.chips import peak_flops
 
     return peak_flops(sys.modules["jax"].devices()[0], precision)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zoo
 from zoo import finetuning, optimizers
-from zoo.runs.run import cli
+from zoo.runs.command_line import cli
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ import zoo
 from zoo.base import configuration
 from zoo.data.tokenizer import TextStream, Tokenizer, load_tokenizer
 from zoo.publishing.shelf import find
-from zoo.runs.run import check_seed, cli
+from zoo.runs.command_line import cli
+from zoo.runs.run import check_seed
 
 RULE = "─" * 20
 

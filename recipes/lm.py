@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
-from zoo.runs.run import cli
+from zoo.runs.command_line import cli
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Config(language.Config):
     steps: int = 500
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01
-    """Weight of the uneven load in the loss of a model with experts."""
+    """Load-balancing loss coefficient of a model with experts."""
     model: transformer.Config = transformer.Config(
         vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
@@ -39,15 +39,18 @@ def main(config: Config) -> None:
     with zoo.Run(config) as run:
         data = language.load(run)
         model = model_config(config, data)
-        language.train(
-            run,
-            data,
-            lambda key: transformer.Transformer(model, key=key),
-            transformer.num_flops_per_token(model, max(data.train.buckets)),
-            losses.next_token
-            if model.num_experts is None
-            else losses.balanced_next_token(config.balance),
+        training = language.training(
+            run, config.optimizer, data, lambda key: transformer.Transformer(model, key=key)
         )
+        training = dataclasses.replace(
+            training,
+            flops_per_token=transformer.num_flops_per_token(model, max(data.train.buckets)),
+            remat=model.remat,
+        )
+        if model.num_experts is not None:
+            loss_fn = losses.balanced_next_token(config.balance)
+            training = dataclasses.replace(training, loss_fn=loss_fn)
+        language.train(run, data, training)
 
 
 def model_config(config: Config, data: text.Text) -> transformer.Config:

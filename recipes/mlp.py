@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zoo
 from zoo import classification, mlp, optimizers, tabular
+from zoo.runs.command_line import cli
 from zoo.runs.run import Config as RunConfig
-from zoo.runs.run import cli
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +45,30 @@ class Config(RunConfig):
         if self.ensemble < 1:
             raise ValueError(f"ensemble={self.ensemble}: must be at least 1")
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self.data.batch_size
+
 
 def main(config: Config) -> None:
     """Train, evaluate, draw and save."""
     with zoo.Run(config) as run:
         data = tabular.load(config.data, seed=config.seed)
         model = dataclasses.replace(config.model, in_size=data.in_size, out_size=len(data.classes))
-        classification.train(
+        training = classification.training(
             run,
+            config.optimizer,
+            data,
             lambda key: mlp.MLP(model, key=key),
-            data.train,
-            data.held_out,
-            classes=data.classes,
-            fingerprint=data.fingerprint,
             num_members=config.ensemble,
-            flops_per_example=config.ensemble * mlp.num_flops_per_example(model),
         )
+        training = dataclasses.replace(
+            training,
+            flops_per_token=config.ensemble * mlp.num_flops_per_example(model),
+            remat=model.remat,
+        )
+        classification.train(run, training)
 
 
 if __name__ == "__main__":

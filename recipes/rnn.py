@@ -21,7 +21,7 @@ from typing import Any
 
 import zoo
 from zoo import classification, language, optimizers, rnn, text
-from zoo.runs.run import cli
+from zoo.runs.command_line import cli
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +56,16 @@ def main(config: Config) -> None:
             return rnn.RNN(model, key=key)
 
         if config.label is None:
-            language.train(run, data, make_model, rnn.num_flops_per_token(model))
-        else:
-            classification.train(
-                run,
-                make_model,
-                data.train,
-                data.held_out,
-                classes=data.classes,
-                fingerprint=data.fingerprint,
-                tokenizer=data.tokenizer,
+            training = dataclasses.replace(
+                language.training(run, config.optimizer, data, make_model),
+                flops_per_token=rnn.num_flops_per_token(model),
+                remat=model.remat,
             )
+            language.train(run, data, training)
+        else:
+            classifier = classification.training(run, config.optimizer, data, make_model)
+            classifier = dataclasses.replace(classifier, remat=model.remat)
+            classification.train(run, classifier, data.tokenizer)
 
 
 def model_config(config: Config, data: text.Text) -> rnn.Config:

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 import zoo.runs.loop
-from zoo.runs.run import cli
+from zoo.runs.command_line import cli
 
 
 def record_batches(path: str) -> None:

@@ -311,3 +311,51 @@ def test_finite_numbers_are_taken():
     assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
     assert recipes.generate.Config(top_p=0.9).top_p == 0.9
     assert recipes.lm.Config(run_dir=Path("x")).clip_norm == 1.0
+
+
+# --- What may differ between two starts of a run ------------------------------------------------
+
+OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches checkpoint_every
+    keep_checkpoints sequence_parallel distributed plan tensorboard profile compilation_cache"""
+OF_TEXT = "sample_tokens data.files data.cache"
+MAY_DIFFER = {
+    recipes.lm: f"{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers",
+    recipes.rnn: f"{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll",
+    recipes.mlp: f"{OF_A_RUN} data.file model.remat",
+    recipes.finetune: f"{OF_A_RUN} {OF_TEXT}",
+    recipes.generate: "",
+}
+
+
+@pytest.mark.parametrize("recipe", MAY_DIFFER, ids=lambda recipe: recipe.__name__)
+def test_the_fields_that_may_differ_change_no_maths(recipe: Any):
+    assert configuration.names_that_may_differ(recipe.Config()) == set(MAY_DIFFER[recipe].split())
+
+
+def test_every_configuration_of_a_family_says_what_may_differ():
+    found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
+    assert found == {
+        "transformer": {"attention", "remat", "scan_layers"},
+        "bert": {"attention", "remat", "scan_layers"},
+        "rnn": {"remat", "implementation", "hoist", "unroll"},
+        "mlp": {"remat"},
+    }
+
+
+def test_a_subclass_with_another_default_keeps_the_mark():
+    @dataclasses.dataclass(frozen=True)
+    class Base:
+        steps: int = configuration.may_differ()
+        seed: int = 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Middle(Base):
+        steps: int = 5
+
+    @dataclasses.dataclass(frozen=True)
+    class Last(Middle):
+        seed: int = 1
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'steps'"):
+        Base()
+    assert configuration.names_that_may_differ(dataclasses.replace(Last(), seed=2)) == {"steps"}

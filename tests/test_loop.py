@@ -17,7 +17,8 @@ from zoo import losses
 from zoo.data.corpus import Corpus
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
-from zoo.runs.run import Config, RunError
+from zoo.runs.processes import RunError
+from zoo.runs.run import Config
 from zoo.training.compiled import CompiledStep
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
@@ -26,7 +27,7 @@ VOCAB, SEPARATOR, POISON = 16, 0, 15
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Drawing would take most of the time of these runs."""
-    monkeypatch.setattr(zoo.runs.loop, "plot_curves", lambda *paths: None)
+    monkeypatch.setattr(zoo.runs.recorder, "plot_curves", lambda *paths: None)
 
 
 class Bigram(eqx.Module):
@@ -76,20 +77,22 @@ def config(folder, **options):
     return Config(run_dir=folder / "run", **options)
 
 
-def fit(config, plan=None, *, loss_fn=losses.next_token, evaluate=None, schedule=None, **options):
+def training(plan=None, *, schedule=None, **options):
+    given = {
+        "make_model": Bigram,
+        "loss_fn": losses.next_token,
+        "optimizer": optax.adam(schedule or 1e-2),
+        "data": plan or make_plan(),
+        "evaluate": lambda model, whole: {"eval_loss": 1.0},
+        "schedule": schedule,
+    }
+    return zoo.Training(**given | options)
+
+
+def fit(config, plan=None, **options):
     """(the state, the whole evaluation) of a run."""
-    evaluate = evaluate or (lambda model, whole: {"eval_loss": 1.0})
     with zoo.Run(config) as run:
-        return zoo.fit(
-            run,
-            Bigram,
-            loss_fn,
-            optax.adam(schedule or 1e-2),
-            plan or make_plan(),
-            evaluate=evaluate,
-            schedule=schedule,
-            **options,
-        )
+        return zoo.fit(run, training(plan, **options))
 
 
 def checkpoints(config):
@@ -130,7 +133,7 @@ def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"resumed {parts.run_dir} at step 14" in output
     assert "--steps was 14 and is 30: the schedule is laid out anew over all of them" in output
-    assert f"the learning rate goes on at {1e-2 * 16 / 30:.2e}" in output
+    assert f"the learning rate continues at {1e-2 * 16 / 30:.2e}" in output
     assert_equal_states(resumed, state)
     assert lines(parts)[30] == lines(whole)[30]
 
@@ -259,8 +262,8 @@ def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys
     def fit(steps):
         with zoo.Run(config(tmp_path, steps=steps, log_every=1, on_nonfinite="skip")) as run:
             optimizer = optax.inject_hyperparams(optax.sgd)(schedule)
-            options = {"evaluate": lambda model, whole: {}, "schedule": schedule}
-            return zoo.fit(run, Bigram, poisoned, optimizer, plan, **options)[0]
+            options = {"loss_fn": poisoned, "optimizer": optimizer, "schedule": schedule}
+            return zoo.fit(run, training(plan, **options))[0]
 
     def updates(step):
         return step - sum(b <= step for b in bad)
@@ -271,7 +274,7 @@ def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys
         applied = float(state.opt_state.hyperparams["learning_rate"])
         assert rates[steps] == pytest.approx(applied, rel=1e-6)
     goes_on = float(schedule(updates(20)))
-    assert f"the learning rate goes on at {goes_on:.2e}" in capsys.readouterr().out
+    assert f"the learning rate continues at {goes_on:.2e}" in capsys.readouterr().out
     assert len(rates) == 30
     assert rates == pytest.approx({s: float(schedule(updates(s) - 1)) for s in rates}, rel=1e-6)
 
@@ -331,14 +334,8 @@ def fit_judged(config):
     """`fit`, with an evaluation of its own on HELD_OUT, of 20 batches and more."""
     with zoo.Run(config) as run:
         mean = zoo.evaluator(run, losses.next_token, HELD_OUT)
-        return zoo.fit(
-            run,
-            Bigram,
-            losses.next_token,
-            optax.adam(1e-2),
-            make_plan(),
-            evaluate=lambda model, whole: {"eval_loss": mean(model, whole)["loss"]},
-        )
+        evaluate = lambda model, whole: {"eval_loss": mean(model, whole)["loss"]}
+        return zoo.fit(run, training(evaluate=evaluate))
 
 
 def interrupt_at(monkeypatch, interrupt, evaluation):
@@ -511,7 +508,7 @@ def test_no_thread_is_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(zoo.runs.metrics.MetricsLog, "close"), (zoo.runs.loop, "plot_curves")]
+    ("owner", "name"), [(zoo.runs.metrics.MetricsLog, "close"), (zoo.runs.recorder, "plot_curves")]
 )
 def test_what_ends_a_run_is_what_is_raised(owner, name, tmp_path, monkeypatch):
     """On a full disk each file that is written at the end fails as well."""

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from zoo.planning import chips
 from zoo.runs import monitor
 
 
@@ -218,11 +219,11 @@ def test_hits_of_the_persistent_cache_are_counted(tmp_path: Path):
 )
 def test_peaks_by_device_kind(kind: str, dtype: str, peak: float | None):
     device = mock.Mock(spec=jax.Device, device_kind=kind)
-    assert monitor.peak_flops(device, dtype) == pytest.approx(peak)
+    assert chips.peak_flops(device, dtype) == pytest.approx(peak)
 
 
 def test_this_cpu_has_no_known_peak():
-    assert monitor.peak_flops(jax.devices()[0], "fp32") is None
+    assert chips.peak_flops(jax.devices()[0], "fp32") is None
 
 
 def test_throughput_is_tokens_over_running_time():

@@ -28,9 +28,9 @@ from zoo.planning import (
     suggestions,
     targets,
 )
-from zoo.planning.job import Job, Memory, make_plan, wanted_bytes
-from zoo.runs import planned as planning_run
-from zoo.runs import run
+from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
+from zoo.runs import planned
+from zoo.runs.processes import RunError
 from zoo.sharding.axes import ShardingError, is_parameter
 from zoo.training.state import abstract_state, init_state
 from zoo.training.step import make_train_step
@@ -40,26 +40,22 @@ MiB = 2**20
 
 
 def job(rows=8, seq=16, mesh="fsdp=8", **changes):
-    ids = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-    weights = jax.ShapeDtypeStruct((rows, seq), jnp.float32)
     sizes = small_config(**changes.pop("model", {}))
-    given = {
-        "make_model": lambda key: transformer.Transformer(sizes, key=key),
-        "optimizer": optimizers.make_optimizer(optimizers.Config(), 100),
-        "loss_fn": losses.next_token,
-        "batch": {"tokens": ids, "targets": ids, "weights": weights},
-        "tokens": rows * seq,
-        "flops_per_token": transformer.num_flops_per_token(sizes, seq),
-        "mesh": mesh,
-        "precision": "fp32",
-    }
-    return Job(**{**given, **changes})
+    training = zoo.Training(
+        make_model=lambda key: transformer.Transformer(sizes, key=key),
+        optimizer=optimizers.make_optimizer(optimizers.Config(), 100),
+        loss_fn=losses.next_token,
+        data=command.TokenRows(rows, seq),
+        evaluate=lambda model, whole: {},
+        flops_per_token=transformer.num_flops_per_token(sizes, seq),
+    )
+    return Job(**{"training": training, "mesh": mesh, "precision": "fp32", **changes})
 
 
 @functools.cache
-def small_plan():
+def small_estimate():
     """One plan for the tests that read it alone."""
-    return make_plan(job(), targets.parse("cpu:8"))
+    return make_estimate(job(), targets.parse("cpu:8"))
 
 
 def totals(text):
@@ -179,45 +175,49 @@ def test_what_a_scan_over_layers_reads_is_a_slice_a_turn():
 
 
 def test_the_program_of_a_fsdp_step_gathers_forward_and_backward():
-    plan = make_plan(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
-    times = [c.times for c in plan.collectives if c.kind == "all-gather" and c.bytes > 64]
+    estimate = make_estimate(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
+    times = [c.times for c in estimate.collectives if c.kind == "all-gather" and c.bytes > 64]
     assert times.count(6) == 2 * 9  # each parameter of a layer
-    assert plan.unknown_loops == []
+    assert estimate.unknown_loops == []
 
 
 # What a plan says.
 
 
 def test_memory_is_what_the_compiler_says():
-    plan = small_plan()
-    wanted = plan.job
+    estimate = small_estimate()
+    wanted = estimate.job
     mesh = zoo.make_mesh("fsdp=8")
-    state = init_state(wanted.make_model, wanted.optimizer, key=jax.random.key(0), mesh=mesh)
-    step = make_train_step(wanted.loss_fn, wanted.optimizer, mesh=mesh, precision="fp32")
+    state = init_state(
+        wanted.training.make_model, wanted.training.optimizer, key=jax.random.key(0), mesh=mesh
+    )
+    step = make_train_step(
+        wanted.training.loss_fn, wanted.training.optimizer, mesh=mesh, precision="fp32"
+    )
     batch = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.batch.items()}
     stats = step.lower(state, batch).compiled.memory_analysis()  # of arrays, as a run does
-    assert plan.memory.temporaries == pytest.approx(stats.temp_size_in_bytes, rel=0.01)
+    assert estimate.memory.temporaries == pytest.approx(stats.temp_size_in_bytes, rel=0.01)
     arguments = stats.argument_size_in_bytes
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     program = stats.generated_code_size_in_bytes
     total = arguments + outputs + stats.temp_size_in_bytes + program
-    assert plan.memory.total == pytest.approx(total, rel=0.01)
+    assert estimate.memory.total == pytest.approx(total, rel=0.01)
     held = [
         sum(s.data.nbytes for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
             for s in x.addressable_shards if s.device == mesh.devices.flat[0])
         for tree in (state.model, state.opt_state)
     ]  # fmt: skip
-    assert [plan.memory.parameters, plan.memory.optimizer] == held
-    assert plan.memory.batch == 3 * 16 * 4
-    assert plan.memory.fits
+    assert [estimate.memory.parameters, estimate.memory.optimizer] == held
+    assert estimate.memory.batch == 3 * 16 * 4
+    assert estimate.memory.fits
 
 
 def traced_flops(wanted, policy=None):
     """FLOPs without a compile."""
     args = {"key": jax.random.key(0), "mesh": None}
     with remat.overridden(policy):
-        state = abstract_state(wanted.make_model, wanted.optimizer, **args)
-        step = make_train_step(wanted.loss_fn, wanted.optimizer, precision="fp32")
+        state = abstract_state(wanted.training.make_model, wanted.training.optimizer, **args)
+        step = make_train_step(wanted.training.loss_fn, wanted.training.optimizer, precision="fp32")
         return flops.count(step.trace(state, wanted.batch).jaxpr)
 
 
@@ -225,7 +225,7 @@ def test_the_flops_of_a_step():
     sizes = {"num_layers": 3, "attention": "xla", "causal": False}
     wanted, config = job(model=sizes), small_config(**sizes)
     plain, again = traced_flops(wanted), traced_flops(wanted, "full")
-    assert plain == pytest.approx(wanted.flops_per_token * wanted.tokens)
+    assert plain == pytest.approx(wanted.training.flops_per_token * wanted.tokens)
     head = 6 * config.d_model * config.vocab_size * wanted.tokens
     # Forward again: a third more, but for the head, and the last product of a layer.
     last = 2 * config.d_model * config.hidden_size * config.num_layers * wanted.tokens
@@ -241,54 +241,56 @@ def test_loops_and_branches_of_a_jaxpr():
 
 
 def test_a_roofline_by_hand():
-    plan = dataclasses.replace(small_plan(), target=targets.parse("h100:8"))
-    roof = roofline.roofline(plan)
+    estimate = dataclasses.replace(small_estimate(), target=targets.parse("h100:8"))
+    roof = roofline.roofline(estimate)
     chip = chips.CHIPS["h100"]
-    sent = sum(c.total for c in plan.collectives)
-    assert roof.compute == plan.flops / 8 / chip.flops
-    assert roof.memory == plan.traffic / chip.bandwidth
+    sent = sum(c.total for c in estimate.collectives)
+    assert roof.compute == estimate.flops / 8 / chip.flops
+    assert roof.memory == estimate.traffic / chip.bandwidth
     assert roof.interconnect == sent / chip.interconnect
     assert roof.seconds == max(roof.compute, roof.memory, roof.interconnect)
     assert roof.tokens_per_second == 8 * 16 / roof.seconds
-    assert roof.mfu == pytest.approx(plan.model_flops / roof.seconds / 8 / chip.flops)
+    assert roof.mfu == pytest.approx(estimate.model_flops / roof.seconds / 8 / chip.flops)
     assert getattr(roof, roof.bound) == roof.seconds
-    assert any("estimate" in line for line in report.caveats(plan))
+    assert any("estimate" in line for line in report.caveats(estimate))
 
 
 def test_a_cpu_has_no_roofline():
-    plan = small_plan()
-    assert roofline.roofline(plan) is None
-    assert any("No peak" in line for line in report.caveats(plan))
+    estimate = small_estimate()
+    assert roofline.roofline(estimate) is None
+    assert any("No peak" in line for line in report.caveats(estimate))
 
 
 def test_nothing_of_it_is_allocated():
-    small_plan.cache_clear()
+    small_estimate.cache_clear()
     before = {id(x) for x in jax.live_arrays()}
-    small_plan()
+    small_estimate()
     new = [x for x in jax.live_arrays() if id(x) not in before]
-    assert sum(x.nbytes for x in new) < 4096 < small_plan().memory.parameters
+    assert sum(x.nbytes for x in new) < 4096 < small_estimate().memory.parameters
 
 
 # What fits.
 
 
-def limited(plan, limit):
-    return dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit=float(limit)))
+def limited(estimate, limit):
+    return dataclasses.replace(
+        estimate, memory=dataclasses.replace(estimate.memory, limit=float(limit))
+    )
 
 
 def test_suggestions_go_from_cheap_to_dear_and_end():
     wanted = job(rows=32, remat="none", mesh="data=8")
-    plan = dataclasses.replace(small_plan(), job=wanted)
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
     tried = []
 
     def make(changed, target, quick):
         tried.append(suggestions.describe(wanted, changed, "--remat"))
-        return limited(plan, 0)
+        return limited(estimate, 0)
 
     # The state alone of data=8 is more than this: those that keep it are not compiled at all.
-    limit = (plan.memory.parameters + plan.memory.optimizer) * 0.9
+    limit = (estimate.memory.parameters + estimate.memory.optimizer) * 0.9
     found, _ = suggestions.suggest(
-        limited(plan, limit), remat_flag="--remat", say=lambda _: None, make=make
+        limited(estimate, limit), remat_flag="--remat", say=lambda _: None, make=make
     )
     assert found is None
     assert tried == [
@@ -452,18 +454,18 @@ def test_help_and_errors_of_the_command():
 
 def test_running_out_of_memory_is_explained(capsys, monkeypatch):
     mesh, wanted = zoo.make_mesh("fsdp=8"), job(rows=16)
-    little = dataclasses.replace(chips.cpu(8), memory=small_plan().memory.total * 1.2)
+    little = dataclasses.replace(chips.cpu(8), memory=small_estimate().memory.total * 1.2)
     monkeypatch.setattr(chips, "cpu", lambda devices: little)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
     with (
-        pytest.raises(run.RunError, match=r"memory .*2.00 GiB; this fits: --accumulate 2"),
-        planning_run.explained(mesh, wanted, lambda: []),
+        pytest.raises(RunError, match=r"memory .*2.00 GiB; this fits: --accumulate 2"),
+        planned.explained(mesh, wanted, lambda: []),
     ):
         raise jax.errors.JaxRuntimeError(message)
     assert "does not fit" in capsys.readouterr().out
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
-        planning_run.explained(mesh, wanted, lambda: []),
+        planned.explained(mesh, wanted, lambda: []),
     ):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
@@ -486,11 +488,11 @@ def test_a_tpu_slice_without_a_tpu():
         rows=8, seq=128, mesh="fsdp=4,tensor=2", precision="bf16",
         model={"d_model": 512, "d_ff": 1024, "num_layers": 3, "head_dim": 128},
     )  # fmt: skip
-    plan = make_plan(dataclasses.replace(wanted, remat="full"), targets.parse("v5e:2x4"))
-    assert plan.memory.fits
-    assert plan.unknown_loops == []
+    estimate = make_estimate(dataclasses.replace(wanted, remat="full"), targets.parse("v5e:2x4"))
+    assert estimate.memory.fits
+    assert estimate.unknown_loops == []
     layer_gathers = [
-        c for c in plan.collectives
+        c for c in estimate.collectives
         if c.kind == "all-gather" and c.times == 3 and c.group_size == 4 and c.bytes > 10_000
     ]  # fmt: skip
     assert {c.dtype for c in layer_gathers} == {"bf16"}
@@ -499,7 +501,7 @@ def test_a_tpu_slice_without_a_tpu():
     expected = 2 * 3 * matrices * 2 / 2 * 3 / 4
     assert sum(c.total for c in layer_gathers) == pytest.approx(expected, rel=0.02)
     # Gradients are reduced to the parts that are stored.
-    scattered = [c for c in plan.collectives if c.kind == "reduce-scatter" and c.times == 3]
+    scattered = [c for c in estimate.collectives if c.kind == "reduce-scatter" and c.times == 3]
     assert sum(c.total for c in scattered) > 0.3 * expected / 2
 
 

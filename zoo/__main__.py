@@ -16,7 +16,7 @@ from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.publishing.tensors import PublishError
-from zoo.runs.run import cli_errors
+from zoo.runs.command_line import cli_errors
 
 
 def list_models() -> None:

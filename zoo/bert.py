@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base import configuration
-from zoo.base.configuration import require
+from zoo.base.configuration import may_differ, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
 from zoo.nn.parameters import gather
@@ -49,11 +49,11 @@ class Config:
     """A dense layer with tanh over the first position: `pooled`."""
     dropout: float = 0.0
     """Rate of dropout on the embedding and on what each part adds to the residual stream."""
-    attention: attention_module.Implementation = "auto"
+    attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
-    remat: Policy = "none"
+    remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
-    scan_layers: bool = True
+    scan_layers: bool = may_differ(True)
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:

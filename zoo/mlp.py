@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.base import configuration
+from zoo.base.configuration import may_differ
 from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,
@@ -52,7 +53,7 @@ class Config:
     """Pre-norm residual blocks in place of plain layers."""
     dropout: float = 0.0
     """Rate of dropout on each hidden layer, or on what a block adds to the residual stream."""
-    remat: Policy = "none"
+    remat: Policy = may_differ("none")
     """What the backward pass recomputes of a block: none, dots, dots_no_batch, full."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import jax
 import tyro
 
 from recipes import lm
-from zoo.runs.run import cli_errors
+from zoo.runs.command_line import cli_errors
 
 TIMEOUT = 300  # seconds that nothing here takes, however busy the machine
 DEVICES = 4  # virtual ones of every process, so that any mesh can follow any other

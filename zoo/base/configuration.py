@@ -1,7 +1,8 @@
 """Configurations are dataclasses whose fields have values of the types they are annotated with.
 
 A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields,
-those of earlier versions too: a field says by `formerly` what it was then.
+those of earlier versions too: a field says by `formerly` what it was then. A field that
+`may_differ` between two starts of a run says so in its own declaration.
 """
 
 import dataclasses
@@ -22,6 +23,34 @@ _TEXTS = {
     Path: "a path",
     type(None): "None",
 }
+
+
+_MAY_DIFFER = "may differ"
+
+
+def may_differ(default: Any = dataclasses.MISSING) -> Any:
+    """A field that may differ between two starts of a run, as it does not change the maths.
+
+    A subclass that gives it another default need not say so again.
+    """
+    return dataclasses.field(default=default, metadata={_MAY_DIFFER: True})
+
+
+def names_that_may_differ(config: Any, prefix: str = "") -> set[str]:
+    """The dotted names of the fields that `may_differ`, those of nested configurations too."""
+    names: set[str] = set()
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if any(_marks(cls, field.name) for cls in type(config).__mro__):
+            names.add(name)
+        if dataclasses.is_dataclass(value):
+            names |= names_that_may_differ(value, f"{name}.")
+    return names
+
+
+def _marks(cls: type, name: str) -> bool:
+    fields = getattr(cls, "__dataclass_fields__", {})
+    return name in fields and _MAY_DIFFER in fields[name].metadata
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float32
 
+from zoo.base.configuration import may_differ
 from zoo.base.files import local_path
 from zoo.data.documents import read_csv, unit_hash
 from zoo.data.plans import ArrayPlan
@@ -18,9 +19,10 @@ from zoo.data.plans import ArrayPlan
 class Config:
     """Where labelled rows of numbers come from, and how they become batches."""
 
-    file: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
+    file: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """CSV file of numbers, scaled to the order of one, whose first line names the columns. Empty:
     scikit-learn's 1,797 handwritten digits of 8 by 8 pixels (extra: recipes)."""
+    # What it holds may not differ: a run compares the fingerprint of the rows.
     label: str = "label"
     """Column of the file that holds the label; the others are what the model reads."""
     batch_size: int = 64

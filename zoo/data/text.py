@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from zoo.base.configuration import require
+from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data.corpus import Corpus, tokenize
 from zoo.data.documents import (
@@ -30,9 +30,10 @@ from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_toke
 class Source:
     """Where text comes from, and how it becomes batches of some tokenizer's ids."""
 
-    files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = ""
+    files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
     with commas. Empty: the source code of this Python's standard library."""
+    # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
     documents: Literal["files", "functions"] = "files"
@@ -49,7 +50,7 @@ class Source:
     """What becomes of a document longer than the largest bucket."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
-    cache: Path | None = Path("~/.cache/zoo/corpus")
+    cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
     """Folder that keeps tokenized corpora."""
 
     def __post_init__(self) -> None:

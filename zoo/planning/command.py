@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 import tyro
 
 from zoo import sharding, transformer
 from zoo.base.files import local_path
-from zoo.data.plans import check_batch_size
+from zoo.data.plans import HostBatch, Plan, check_batch_size
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
-from zoo.planning.job import Job, Plan, make_plan
+from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
 from zoo.training import losses, optimizers
+from zoo.training.description import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,35 +59,47 @@ def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
     save = None if config.save is None else local_path(config.save, "save")
     target = prepare(config.target)
-    plan = make_plan(make_job(config, target), target, quick=config.quick)
-    report.show(plan)
+    estimate = make_estimate(make_job(config, target), target, quick=config.quick)
+    report.show(estimate)
     found = None
-    if config.suggest and not plan.memory.fits:
-        found = show_suggestion(plan, "--remat", quick=config.quick)
+    if config.suggest and not estimate.memory.fits:
+        found = show_suggestion(estimate, "--remat", quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(_markdown(config, plan, found))
+        save.write_text(_markdown(config, estimate, found))
+
+
+class TokenRows(Plan):
+    """Rows of tokens with nothing in them, to compile a step for."""
+
+    def __init__(self, batch_size: int, seq_len: int):
+        super().__init__(batch_size, seed=0, shuffle=False)
+        self.buckets = (seq_len,)
+
+    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+        return {name: ((bucket,), dtype) for name, dtype in dtypes.items()}
+
+    def _build(self, k: int, rows: range) -> HostBatch:
+        raise NotImplementedError("these rows have shapes alone")
 
 
 def make_job(config: Config, target: Target) -> Job:
     """The job of a published size."""
     model = published.named(config.model)
     mesh = sharding.make_mesh(config.mesh, target.devices())
-    rows = sharding.num_batch_parts(mesh) * config.accumulate
-    shape = (config.batch_size or rows, config.seq_len)
-    check_batch_size(shape[0], mesh, config.accumulate)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Job(
+    rows = config.batch_size or sharding.num_batch_parts(mesh) * config.accumulate
+    check_batch_size(rows, mesh, config.accumulate)
+    training = Training(
         make_model=lambda key: transformer.Transformer(model, key=key),
-        optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
         loss_fn=losses.next_token,
-        batch={
-            "tokens": ids,
-            "targets": ids,
-            "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-        },
-        tokens=shape[0] * shape[1],
+        optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
+        data=TokenRows(rows, config.seq_len),
+        evaluate=lambda model, whole: {},  # nothing is trained
         flops_per_token=transformer.num_flops_per_token(model, config.seq_len),
+    )
+    return Job(
+        training=training,
         mesh=config.mesh,
         precision=config.precision,
         accumulate=config.accumulate,
@@ -96,10 +108,10 @@ def make_job(config: Config, target: Target) -> Job:
     )
 
 
-def _markdown(config: Config, plan: Plan, found: Attempt | None) -> str:
+def _markdown(config: Config, estimate: Estimate, found: Attempt | None) -> str:
     given = [flag for flag in sys.argv[1:] if flag not in ("--save", str(config.save))]
     command = shlex.join(["python", "-m", "zoo", *given])
-    text = f"`{command}`\n\n{report.markdown(plan)}"
+    text = f"`{command}`\n\n{report.markdown(estimate)}"
     if found is not None:
-        text += f"\nWith `{found.flags}` it fits:\n\n{report.markdown(found.plan)}"
+        text += f"\nWith `{found.flags}` it fits:\n\n{report.markdown(found.estimate)}"
     return text

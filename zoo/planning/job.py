@@ -3,12 +3,10 @@
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import optax
 from jaxtyping import PyTree
 
 from zoo import sharding
@@ -18,32 +16,34 @@ from zoo.nn.remat import Policy
 from zoo.planning import collectives, flops, hlo
 from zoo.planning.targets import Target
 from zoo.sharding.axes import is_parameter
-from zoo.training.state import Trainable, TrainState, abstract_state
-from zoo.training.step import LossFunction, make_train_step
+from zoo.training.description import Training
+from zoo.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that a step is compiled from."""
+    """A training, and the choices that its step is compiled with."""
 
-    make_model: Callable[..., PyTree]
-    optimizer: optax.GradientTransformation
-    loss_fn: LossFunction
-    batch: dict[str, jax.ShapeDtypeStruct]
-    """The arrays of a batch, of all devices together."""
-    tokens: int
-    """Tokens (or examples) in it."""
-    flops_per_token: float | None
-    """What the maths needs: forward and backward, nothing computed twice."""
+    training: Training
     mesh: str
     precision: Precision = "bf16"
     accumulate: int = 1
     sequence_parallel: bool = False
+    clip_norm: float = 1.0
     remat: Policy | None = None
     """Takes the place of the policy that the model's configuration names."""
-    clip_norm: float | None = 1.0
-    trainable: Trainable | None = None
-    pretrained: PyTree = None
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch of the largest bucket, of all devices together."""
+        data = self.training.data
+        return data.shapes()[max(data.buckets)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (or examples) in that batch."""
+        data = self.training.data
+        return data.batch_size * (max(data.buckets) if data.unit == "tokens" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a compiled step needs of each device."""
+class Estimate:
+    """The memory, compute and communication of a compiled step."""
 
     job: Job
     target: Target
@@ -98,10 +98,13 @@ class Plan:
     @property
     def model_flops(self) -> float | None:
         """FLOPs that a step's maths needs, of all devices together."""
-        return self.job.flops_per_token and self.job.flops_per_token * self.job.tokens
+        flops = self.job.training.flops_per_token
+        return flops and flops * self.job.tokens
 
 
-def make_plan(job: Job, target: Target, *, quick: bool = False, compiled: Any = None) -> Plan:
+def make_estimate(
+    job: Job, target: Target, *, quick: bool = False, compiled: Any = None
+) -> Estimate:
     """Compile a job for a target, without the hardware and without allocating an array of it.
 
     `quick` asks the compiler for less effort: in a fraction of the time, a program that moves and
@@ -114,24 +117,13 @@ def make_plan(job: Job, target: Target, *, quick: bool = False, compiled: Any = 
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     began = time.monotonic()
     with remat.overridden(job.remat):
-        state = abstract_state(
-            job.make_model,
-            job.optimizer,
-            key=jax.random.key(0),
-            mesh=mesh,
-            rules=rules,
-            trainable=job.trainable,
-            pretrained=job.pretrained,
-        )
-        step = make_train_step(
-            job.loss_fn,
-            job.optimizer,
+        state = job.training.skeleton(jax.random.key(0), mesh=mesh, rules=rules)
+        step = job.training.step(
             mesh=mesh,
             rules=rules,
             precision=job.precision,
             accumulate=job.accumulate,
             clip_norm=job.clip_norm,
-            trainable=job.trainable,
         )
         traced = step.trace(state, job.batch)
     compiled, refusal = (compiled, "") if compiled else _compile(traced, quick)
@@ -139,7 +131,7 @@ def make_plan(job: Job, target: Target, *, quick: bool = False, compiled: Any = 
     program = None if compiled is None else hlo.read(text)
     parts = sharding.num_batch_parts(mesh, rules)
     batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in job.batch.values()) / parts
-    return Plan(
+    return Estimate(
         job=job,
         target=target,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zoo.planning import collectives
-from zoo.planning.job import Memory, Plan
+from zoo.planning.job import Estimate, Memory
 from zoo.planning.roofline import Roofline, roofline
 
 Rows = list[tuple[str, str, str]]
@@ -15,15 +15,15 @@ CONVENTION = (
 )
 
 
-def title(plan: Plan) -> str:
+def title(estimate: Estimate) -> str:
     """What the plan is of, in a line."""
-    job, chip = plan.job, plan.target.chip
-    mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
+    job, chip = estimate.job, estimate.target.chip
+    mesh = ",".join(f"{axis}={size}" for axis, size in estimate.mesh.items()) or "one device"
     parts = [
-        f"{plan.num_parameters / 1e9:.2f}B parameters"
-        if plan.num_parameters > 1e8
-        else f"{plan.num_parameters:,} parameters",
-        f"{plan.num_devices} × {chip.name} ({mesh})",
+        f"{estimate.num_parameters / 1e9:.2f}B parameters"
+        if estimate.num_parameters > 1e8
+        else f"{estimate.num_parameters:,} parameters",
+        f"{estimate.num_devices} × {chip.name} ({mesh})",
         f"{job.tokens:,} tokens a step",
         job.precision,
     ]
@@ -36,13 +36,13 @@ def title(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def sections(plan: Plan) -> dict[str, Rows]:
+def sections(estimate: Estimate) -> dict[str, Rows]:
     """The table's sections: rows of what, how much, and a remark."""
-    found = {"memory a device": _memory(plan.memory)}
-    found["compute a step"] = _compute(plan)
-    if plan.text and plan.num_devices > 1:
-        found["bytes sent a device a step"] = _collectives(plan)
-    roof = roofline(plan)
+    found = {"memory a device": _memory(estimate.memory)}
+    found["compute a step"] = _compute(estimate)
+    if estimate.text and estimate.num_devices > 1:
+        found["bytes sent a device a step"] = _collectives(estimate)
+    roof = roofline(estimate)
     if roof is not None:
         found["at the chip's peaks"] = _roofline(roof)
     return found
@@ -77,25 +77,25 @@ def _memory(memory: Memory) -> Rows:
     return rows
 
 
-def _compute(plan: Plan) -> Rows:
-    rows = [("FLOPs", f"{plan.flops:.3e}", "all devices, what is recomputed or masked too")]
-    if plan.model_flops is not None:
-        share = plan.model_flops / plan.flops if plan.flops else 0.0
+def _compute(estimate: Estimate) -> Rows:
+    rows = [("FLOPs", f"{estimate.flops:.3e}", "all devices, what is recomputed or masked too")]
+    if estimate.model_flops is not None:
+        share = estimate.model_flops / estimate.flops if estimate.flops else 0.0
         rows.append(
-            ("useful FLOPs", f"{plan.model_flops:.3e}", f"{share:.0%}, what the maths needs")
+            ("useful FLOPs", f"{estimate.model_flops:.3e}", f"{share:.0%}, what the maths needs")
         )
     return rows
 
 
-def _collectives(plan: Plan) -> Rows:
-    totals = collectives.bytes_by_kind(plan.collectives)
+def _collectives(estimate: Estimate) -> Rows:
+    totals = collectives.bytes_by_kind(estimate.collectives)
     rows: Rows = []
     for kind, total in totals.items():
-        times = sum(c.times for c in plan.collectives if c.kind == kind)
+        times = sum(c.times for c in estimate.collectives if c.kind == kind)
         rows.append((kind, gigabytes(total), f"{times:,} times"))
     rows.append(("all", gigabytes(sum(totals.values(), 0.0)), ""))
-    if plan.unknown_loops:
-        names = ", ".join(plan.unknown_loops)
+    if estimate.unknown_loops:
+        names = ", ".join(estimate.unknown_loops)
         rows.append(("", "", f"counted once, as their turns are not known: {names}"))
     return rows
 
@@ -119,10 +119,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3f} ms"
 
 
-def caveats(plan: Plan) -> list[str]:
+def caveats(estimate: Estimate) -> list[str]:
     """What a reader has to know to trust the numbers."""
-    chip, found = plan.target.chip, []
-    if not plan.target.is_exact:
+    chip, found = estimate.target.chip, []
+    if not estimate.target.is_exact:
         found.append(
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
             "as many virtual CPU devices, which fuses and keeps other things than a GPU's."
@@ -132,30 +132,30 @@ def caveats(plan: Plan) -> list[str]:
     return found
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan."""
+def show(estimate: Estimate, console: Console | None = None) -> None:
+    """Print a estimate."""
     console = console or Console()
-    console.print(title(plan), style="bold", highlight=False)
+    console.print(title(estimate), style="bold", highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    for name, rows in sections(plan).items():
+    for name, rows in sections(estimate).items():
         table.add_row(name, "", "", style="bold")
         for what, amount, remark in rows:
             table.add_row(f"  {what}", amount, remark)
     console.print(table)
-    for line in [*caveats(plan), CONVENTION]:
+    for line in [*caveats(estimate), CONVENTION]:
         console.print(line, style="dim", highlight=False)
-    console.print(f"compiled in {plan.compile_seconds:.0f} s", style="dim", highlight=False)
+    console.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
 
 
-def markdown(plan: Plan) -> str:
+def markdown(estimate: Estimate) -> str:
     """A plan as markdown."""
-    lines = [title(plan) + ".", ""]
+    lines = [title(estimate) + ".", ""]
     lines += ["| | | |", "| --- | ---: | --- |"]
-    for name, rows in sections(plan).items():
+    for name, rows in sections(estimate).items():
         lines.append(f"| **{name}** | | |")
         lines += [f"| {what} | {amount} | {remark} |" for what, amount, remark in rows]
-    lines += ["", *caveats(plan), CONVENTION, f"Compiled in {plan.compile_seconds:.0f} s."]
+    lines += ["", *caveats(estimate), CONVENTION, f"Compiled in {estimate.compile_seconds:.0f} s."]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zoo.planning.job import Plan
+from zoo.planning.job import Estimate
 
 Bound = Literal["compute", "memory", "interconnect"]
 
@@ -49,17 +49,22 @@ class Roofline:
         return self.model_flops / (self.seconds * self.peak * self.num_devices)
 
 
-def roofline(plan: Plan) -> Roofline | None:
+def roofline(estimate: Estimate) -> Roofline | None:
     """The roofline of a plan; None where the program or the chip's peaks are not known."""
-    chip = plan.target.chip
-    if chip.flops is None or chip.bandwidth is None or chip.interconnect is None or not plan.text:
+    chip = estimate.target.chip
+    if (
+        chip.flops is None
+        or chip.bandwidth is None
+        or chip.interconnect is None
+        or not estimate.text
+    ):
         return None
     return Roofline(
-        compute=plan.flops / (chip.flops * plan.num_devices),
-        memory=plan.traffic / chip.bandwidth,
-        interconnect=sum(c.total for c in plan.collectives) / chip.interconnect,
-        num_devices=plan.num_devices,
-        tokens=plan.job.tokens,
-        model_flops=plan.model_flops,
+        compute=estimate.flops / (chip.flops * estimate.num_devices),
+        memory=estimate.traffic / chip.bandwidth,
+        interconnect=sum(c.total for c in estimate.collectives) / chip.interconnect,
+        num_devices=estimate.num_devices,
+        tokens=estimate.job.tokens,
+        model_flops=estimate.model_flops,
         peak=chip.flops,
     )

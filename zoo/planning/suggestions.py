@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zoo.planning import report
-from zoo.planning.job import Job, Plan, make_plan
+from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A changed job, and its plan."""
+    """A changed job, and its estimate."""
 
     flags: str
     """What to change on the command line."""
-    plan: Plan
+    estimate: Estimate
 
 
 def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
@@ -47,23 +47,23 @@ def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) ->
 
 
 def suggest(
-    plan: Plan,
+    estimate: Estimate,
     *,
     remat_flag: str | None = None,
     quick: bool = False,
     say: Callable[[str], None] = print,
-    make: Callable[..., Plan] = make_plan,
+    make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Attempt | None, list[Attempt]]:
     """The first change that fits, by its own compiled program, and all that were tried.
 
     None if none of them does. What cannot fit by the state alone is not compiled.
     """
-    job, target = plan.job, plan.target
+    job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
     tried: list[Attempt] = []
     for changed in changes(job, target.num_devices, rows, remat_flag=remat_flag):
         flags = describe(job, changed, remat_flag)
-        if _state_alone(changed, plan, target) > plan.memory.limit:
+        if _state_alone(changed, estimate, target) > estimate.memory.limit:
             continue
         say(f"trying {flags} …")
         try:
@@ -72,11 +72,11 @@ def suggest(
             say(f"  it cannot be: {error}")
             continue
         tried.append(attempt)
-        memory = attempt.plan.memory
+        memory = attempt.estimate.memory
         verdict = "fits" if memory.fits else "does not fit"
         say(f"  {report.gigabytes(memory.total)}: {verdict}")
         # A run may be out of memory although its step would fit: others have some of it.
-        if memory.fits and memory.total < plan.memory.total:
+        if memory.fits and memory.total < estimate.memory.total:
             return attempt, tried
     return None, tried
 
@@ -95,10 +95,10 @@ def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
     return " ".join(flags)
 
 
-def _state_alone(job: Job, plan: Plan, target: Target) -> float:
+def _state_alone(job: Job, estimate: Estimate, target: Target) -> float:
     """About what a device keeps of the state: storage axes alone count, and all of them do."""
-    kept = (plan.memory.parameters + plan.memory.optimizer) * _storage_parts(
-        plan.job.mesh, target.num_devices
+    kept = (estimate.memory.parameters + estimate.memory.optimizer) * _storage_parts(
+        estimate.job.mesh, target.num_devices
     )
     return kept / _storage_parts(job.mesh, target.num_devices)
 
@@ -122,13 +122,15 @@ def _storage_parts(mesh: str, num_devices: int) -> int:
     return sizes.get("fsdp", 1) * sizes.get("tensor", 1)
 
 
-def show_suggestion(plan: Plan, remat_flag: str | None, *, quick: bool = False) -> Attempt | None:
+def show_suggestion(
+    estimate: Estimate, remat_flag: str | None, *, quick: bool = False
+) -> Attempt | None:
     """Look for a change that fits; print what is tried, and the plan of what does."""
     print()
-    found, _ = suggest(plan, remat_flag=remat_flag, quick=quick)
+    found, _ = suggest(estimate, remat_flag=remat_flag, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:
         print(f"This fits: {found.flags}\n")
-        report.show(found.plan)
+        report.show(found.estimate)
     return found

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zoo.base import configuration
-from zoo.base.configuration import require
+from zoo.base.configuration import may_differ, require
 from zoo.nn.layers import Norm
 from zoo.rnn.cells import CELLS, CellName, Chunks
 
@@ -40,13 +40,13 @@ class Config:
     """Use the embedding as the output head: one leaf."""
     truncate: int | None = None
     """Truncated back-propagation: the gradient stops every so many steps, the state goes on."""
-    remat: Literal["none", "full"] = "none"
+    remat: Literal["none", "full"] = may_differ("none")
     """full keeps the states at the ends of chunks of √seq (or truncate) steps, and recomputes."""
-    implementation: Literal["auto", "scan", "cudnn"] = "auto"
+    implementation: Literal["auto", "scan", "cudnn"] = may_differ("auto")
     """How an lstm runs: by lax.scan, or by cuDNN (one NVIDIA GPU, padding last, no packed rows)."""
-    hoist: bool = False
+    hoist: bool = may_differ(False)
     """Take the products with the input out of the scan, into one."""
-    unroll: int = 1
+    unroll: int = may_differ(1)
     """Steps that an iteration of the scan runs."""
 
     def __post_init__(self) -> None:

@@ -2,25 +2,22 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from jaxtyping import Array, PyTree
 
 from zoo.data.loader import load
 from zoo.data.plans import Plan
-from zoo.runs.run import Run
+from zoo.runs.run import Config, Run
 from zoo.training.compiled import CompiledStep
+from zoo.training.description import Evaluate
 from zoo.training.step import LossFunction, make_eval_step
 
 
-def evaluator(
-    run: Run, loss_fn: LossFunction, plan: Plan
-) -> Callable[[PyTree, bool], dict[str, float]]:
-    """A function `(model, whole) -> sums` of the loss over a plan's first epoch, or part of it."""
-    step_fn = make_eval_step(
-        loss_fn, mesh=run.mesh, rules=run.rules, precision=run.config.precision
-    )
+def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluate:
+    """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it."""
+    step_fn = make_eval_step(loss_fn, mesh=run.mesh, rules=run.rules, precision=run.precision)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -34,7 +31,7 @@ def evaluator(
 
 
 def results(
-    run: Run, step_fn: CompiledStep, model: PyTree, plan: Plan, whole: bool
+    run: Run[Config], step_fn: CompiledStep, model: PyTree, plan: Plan, whole: bool
 ) -> Iterator[tuple[int, dict[str, Array]]]:
     """(k, the metrics of batch k) over a plan's first epoch, or its first `eval_batches`.
 

@@ -1,7 +1,6 @@
 """What a run shows of itself: metrics, curves, a progress line, speed, compiles and traces."""
 
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -129,49 +128,6 @@ class CompileCounter:
 
     def _on_event(self, event: str, **_: Any) -> None:
         self.cache_hits += event == "/jax/compilation_cache/cache_hits"
-
-
-# Published dense peaks in TFLOP/s for each jax device, by the first of these patterns that
-# `device_kind` holds as a word: (bf16, fp16, fp32), None where there is none. Sources: NVIDIA's
-# data sheets (GeForce: with fp32 accumulation) and the Cloud TPU documentation (halved for v2, v3
-# and 7x, whose chips are two devices each).
-_PEAKS: dict[str, tuple[float | None, float | None, float | None]] = {
-    "GB200": (2500, 2500, 80),
-    "B200": (2250, 2250, 75),
-    "H100 PCIe": (756, 756, 51),
-    "GH200|H200|H100": (989, 989, 67),
-    "A100": (312, 312, 19.5),
-    "L40S": (362, 362, 91.6),
-    "L4": (121, 121, 30.3),
-    "V100": (None, 125, 15.7),
-    "T4": (None, 65, 8.1),
-    "RTX 4090": (165.2, 165.2, 82.6),
-    "TPU v2": (22.5, None, None),
-    "TPU v3": (61.5, None, None),
-    "TPU v4$": (275, None, None),
-    "TPU v5 lite|TPU v5e": (197, None, None),
-    "TPU v5p?": (459, None, None),
-    "TPU v6 lite|TPU v6e": (918, None, None),
-    "TPU7x": (1153.5, None, None),
-}
-
-
-def peak_flops(device: jax.Device, dtype: Literal["bf16", "fp16", "fp32"]) -> float | None:
-    """The published dense peak of a device in FLOP/s; None where it is not known, as on a CPU.
-
-    fp32 is the peak outside the tensor cores. JAX computes fp32 products on recent GPUs as TF32
-    unless told otherwise, and may then be several times faster.
-    """
-    return published_peak(device.device_kind, dtype)
-
-
-def published_peak(device_kind: str, dtype: Literal["bf16", "fp16", "fp32"]) -> float | None:
-    """`peak_flops` of the device that JAX calls `device_kind`, such as "TPU v5 lite"."""
-    for pattern, peaks in _PEAKS.items():
-        if re.search(rf"\b({pattern})(?!\w)", device_kind):
-            peak = peaks[("bf16", "fp16", "fp32").index(dtype)]
-            return None if peak is None else peak * 1e12
-    return None
 
 
 @dataclass(kw_only=True)

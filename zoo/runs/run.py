@@ -1,36 +1,33 @@
-"""A run: its folder, its configuration and its command line.
+"""A run: its folder and its configuration.
 
 A run folder holds `config.json`, `metrics.jsonl`, `curves.png`, `checkpoints/` and, at the end,
-`model/`. The same command on the same folder goes on where the run was, bit for bit.
+`model/`. The same command on the same folder resumes the run, bit for bit.
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import fcntl
 import importlib.metadata
 import json
 import logging
 import os
 import shutil
-import signal
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
-import tyro
-from jax.experimental import multihost_utils
 
 from zoo import sharding
 from zoo.base import checksums, configuration, files
+from zoo.base.configuration import may_differ
 from zoo.data.plans import check_batch_size
 from zoo.nn.precision import Precision, native_precision
-from zoo.publishing.tensors import PublishError
-from zoo.runs.checkpoint import Checkpointer, CheckpointError, read_meta
+from zoo.planning import targets
+from zoo.runs import processes
+from zoo.runs.checkpoint import Checkpointer, read_meta
+from zoo.runs.processes import RunError
 from zoo.runs.signals import Signals
 
 
@@ -38,11 +35,11 @@ from zoo.runs.signals import Signals
 class Config:
     """What every recipe's command line has."""
 
-    run_dir: Path
+    run_dir: Path = may_differ()
     """Folder of the run; the same command on the same folder resumes it."""
-    steps: int
+    steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
-    mesh: str = ""
+    mesh: str = may_differ("")
     """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
     precision: Precision | Literal["auto"] = "auto"
     """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
@@ -53,31 +50,31 @@ class Config:
     """Global norm that gradients are clipped to."""
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
     """What a loss, gradient or update that is not finite does: stop the run, or skip the step and
     go on."""
-    log_every: int = 10
+    log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
-    eval_every: int = 100
+    eval_every: int = may_differ(100)
     """Steps between evaluations on the held-out part."""
-    eval_batches: int = 16
+    eval_batches: int = may_differ(16)
     """Batches of an evaluation on the way; the last one takes the whole held-out part."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = may_differ(100)
     """Steps between checkpoints."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
-    distributed: bool = False
+    distributed: bool = may_differ(False)
     """One of several processes: see the README for the environment variables."""
-    plan: str = ""
+    plan: str = may_differ("")
     """Train nothing: say what a step would need on devices such as v5e:4x4, v5p:4x4x4, h200:8 or
     cpu:8, and how fast it can be there. An empty --mesh is then fsdp=-1."""
-    tensorboard: bool = False
+    tensorboard: bool = may_differ(False)
     """Write TensorBoard events too (extra: tensorboard)."""
-    profile: bool = False
+    profile: bool = may_differ(False)
     """Trace steps 10 to 15 of this start into the run folder."""
-    compilation_cache: Path | None = Path("~/.cache/zoo/jax")
+    compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
     """Folder that keeps compiled programs for the next start."""
 
     def __post_init__(self) -> None:
@@ -100,6 +97,14 @@ class Config:
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
 
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, where the configuration says it: checked before data is read."""
+        return None
+
+
+ConfigT = TypeVar("ConfigT", bound=Config, covariant=True)
+
 
 def check_seed(seed: int) -> None:
     """Raise a ValueError where two seeds would give the same numbers."""
@@ -108,46 +113,16 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed}: must be in 0 to {2**32 - 1}")
 
 
-# What does not change the maths may differ from one start of a run to the next.
-MAY_DIFFER = {
-    "run_dir",
-    "steps",
-    "mesh",
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "sequence_parallel",
-    "distributed",
-    "plan",
-    "tensorboard",
-    "profile",
-    "compilation_cache",
-    "on_nonfinite",
-    "sample_tokens",
-    "data.files",  # what they hold may not: the fingerprint of the tokens is compared
-    "data.cache",
-    "model.attention",
-    "model.remat",
-    "model.scan_layers",
-}
-
-
-class RunError(RuntimeError):
-    """A run that cannot start, or cannot go on, with what to do about it."""
-
-
-class Run:
-    """A run's folder, open: `with Run(config) as run: zoo.fit(run, …)`.
+class Run(Generic[ConfigT]):
+    """A run's folder, open: `with Run(config) as run: zoo.fit(run, training)`.
 
     Raises:
         RunError: another configuration in the folder (with the fields that differ), or another
             process at work in it.
     """
 
-    def __init__(self, config: Config):
-        self.config: Any = config  # the recipe's own, with fields beyond these
+    def __init__(self, config: ConfigT):
+        self.config = config
         # A plan leaves nothing behind.
         folder = tempfile.mkdtemp() if config.plan else config.run_dir
         self.folder = files.local_path(folder, "run_dir")
@@ -155,15 +130,16 @@ class Run:
         self._is_new = False  # to process 0: nothing says that there was one in the folder
         self.signals = Signals()  # heeded in `zoo.fit`
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "Run[ConfigT]":
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         logging.getLogger("absl").addFilter(_has_no_traceback)
         if config.distributed:
-            _join_processes()
-        native = _plan_precision(config.plan) if config.plan else native_precision()
+            processes.join_processes()
+        # For a plan JAX computes on this machine's CPU alone from here on.
+        native = targets.prepare(config.plan).precision if config.plan else native_precision()
         if config.precision == "auto":
-            # Written down, so that a run goes on in it or is refused, and never changes it.
+            # Written down, so that a run resumes in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
         if config.compilation_cache is not None and not config.plan:
             folder = files.local_path(config.compilation_cache, "compilation_cache")
@@ -171,21 +147,20 @@ class Run:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
-        batch_size = getattr(getattr(config, "data", None), "batch_size", None)
-        if batch_size is not None:  # now, as the data may take long to read
-            check_batch_size(batch_size, self.mesh, config.accumulate)
+        if config.batch_size is not None:  # now, as the data may take long to read
+            check_batch_size(config.batch_size, self.mesh, config.accumulate)
         if jax.default_backend() == "cpu":
-            _keep_freed_memory()
+            processes.keep_freed_memory()
         with contextlib.ExitStack() as stack:
             if config.plan:
                 stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if self.is_main:
-                stack.enter_context(_lock(self.folder))
+                stack.enter_context(processes.lock(self.folder))
                 self._check_config()
                 for ending in ("json", "jsonl", "png"):
                     for leftover in self.folder.glob(f"*.{ending}.tmp"):  # of a write killed in it
                         leftover.unlink()
-            _barrier("run folder")
+            processes.barrier("run folder")
             checkpoints = self.folder / "checkpoints"
             self.checkpointer = Checkpointer(checkpoints, keep=config.keep_checkpoints)
             stack.push(self._unbind)
@@ -202,6 +177,13 @@ class Run:
             return
         for path in self._written_once:
             files.remove(path)
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of activations and products, decided where the configuration says auto."""
+        if self.config.precision == "auto":
+            raise RunError("a run decides what precision='auto' is when it opens: `with Run(…)`")
+        return self.config.precision
 
     @property
     def is_main(self) -> bool:
@@ -233,7 +215,7 @@ class Run:
             files.sync_all(partial)
             partial.rename(target)
             files.sync(self.folder)
-        _barrier(name)
+        processes.barrier(name)
         # Runs of earlier versions have no list there.
         is_listed = (target / checksums.NAME).exists() or not any(target.glob("*"))
         if is_listed and (problems := checksums.problems(target)):
@@ -246,27 +228,30 @@ class Run:
     def _check_config(self) -> None:
         """Refuse another configuration in the folder; write this one."""
         path, checkpoints = self.folder / "config.json", self.folder / "checkpoints"
-        wanted = as_json(self.config)
         # Both: either may have been put there, or taken away, by hand.
         copies = (_read_config(path), (read_meta(checkpoints) or {}).get("config"))
         stored = [copy for copy in copies if copy is not None]
         self._is_new = not stored
         for found in stored:
-            found = configuration.current(type(self.config), found)
-            old, new = _flatten(found), _flatten(wanted)
-            differing = [
-                f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
-                for name in sorted(old.keys() | new.keys())
-                if old.get(name) != new.get(name) and name not in MAY_DIFFER
-            ]
-            if differing:
+            if differing := _difference(found, self.config):
                 raise RunError(
                     f"{self.folder} holds a run of another configuration:\n"
                     + "\n".join(differing)
                     + "\nGive the same flags to resume it, or another --run-dir to start anew."
                 )
-        text = json.dumps(wanted, indent=2) + "\n"
+        text = json.dumps(as_json(self.config), indent=2) + "\n"
         files.replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _difference(found: dict[str, Any], config: Config) -> list[str]:
+    """The fields of a stored configuration that forbid a run to resume with this one."""
+    found = configuration.current(type(config), found)
+    old, new = _flatten(found), _flatten(as_json(config))
+    differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    return [
+        f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in sorted(differing - configuration.names_that_may_differ(config))
+    ]
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
@@ -285,88 +270,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def cli(config_class: type, main: Callable[[Any], object], module: str) -> None:
-    """Parse the command line of `python -m module` into a configuration, and run `main` with it."""
-    with cli_errors():
-        main(tyro.cli(config_class, prog=f"python -m {module}"))
-
-
-@contextlib.contextmanager
-def cli_errors() -> Iterator[None]:
-    """Within, what the user can mend is shown as its message alone, and ends the program.
-
-    ZOO_TRACEBACK=1 shows where it came from.
-    """
-    try:
-        yield
-    except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
-        if os.environ.get("ZOO_TRACEBACK"):
-            raise
-        print(f"error: {error}\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("left at once; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
-
-
 def _has_no_traceback(record: logging.LogRecord) -> bool:
     """Orbax logs what it raises, too, and each of its threads does."""
     return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
-
-
-def _plan_precision(target: str) -> Precision:
-    """What a plan's devices compute in; from here on JAX computes on this machine's CPU alone."""
-    from zoo.planning import targets  # here: `import zoo` need not wait for it
-
-    return targets.prepare(target).precision
-
-
-def _keep_freed_memory() -> None:
-    """Keep what is freed in this process, as XLA for CPU allocates all temporaries in each step.
-
-    Given back and faulted in again, they cost a small step over a quarter of its time.
-    """
-    # mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX; other C libraries have none.
-    with contextlib.suppress(AttributeError, OSError):
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):
-            ctypes.CDLL(None).mallopt(option, value)
-
-
-def _join_processes() -> None:
-    variables = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = [os.environ.get(name) for name in variables]
-    if jax.distributed.is_initialized():
-        return
-    if not any(given):  # a cluster that JAX knows: Slurm, TPU pods, …
-        try:
-            return jax.distributed.initialize()
-        except ValueError as error:
-            raise RunError(
-                f"--distributed: this is no cluster that JAX knows ({error}); set "
-                f"{', '.join(variables)} in the environment of each process"
-            ) from error
-    missing = [name for name, value in zip(variables, given, strict=True) if value is None]
-    if missing:
-        raise RunError(f"--distributed: {', '.join(missing)} must be set in the environment")
-    jax.distributed.initialize(given[0], int(str(given[1])), int(str(given[2])))
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    files.make_folder(folder, "run_dir")
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"another process is training in {folder}; use another --run-dir"
-            ) from None
-        yield
 
 
 def versions() -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""Classifiers of any family, from plans to a published model and its pictures: training, judging.
+"""Classifiers of any family: training, evaluation, pictures, a published model.
 
 Legend of suffixes: M members of an ensemble (one, of a model alone), N examples, C classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,108 +19,140 @@ from zoo.data.plans import Plan
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
-from zoo.runs.run import Run
+from zoo.runs.run import Config, Run
 from zoo.training import losses, optimizers
+from zoo.training.description import Training
 from zoo.training.state import TrainState
-from zoo.training.step import make_eval_step
+from zoo.training.step import LossFunction, make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15
 
 
 class Predictions(NamedTuple):
-    """The probabilities that each member gives each class, and the right labels."""
+    """Each member's probabilities of the classes, and the true labels."""
 
     probabilities_MNC: Float[np.ndarray, "members examples classes"]
     labels_N: Int[np.ndarray, "examples"]
 
     @property
     def mean_NC(self) -> Float[np.ndarray, "examples classes"]:
-        """What the members say together."""
+        """The ensemble's probabilities: the mean over its members."""
         return self.probabilities_MNC.mean(0)
 
 
-def train(
-    run: Run,
-    make_model: Callable[[Any], PyTree],
-    plan: Plan,
-    held_out: Plan,
-    *,
-    tokenizer: Tokenizer | None = None,
-    **options: Any,
-) -> None:
-    """`fit` a classifier, or an ensemble of more than one, and save it."""
-    state, metrics = fit(run, make_model, plan, held_out, **options)
-    save(run, state.model, metrics, tokenizer)
+@runtime_checkable
+class Labelled(Protocol):
+    """Labelled rows to train on and held out: a `tabular.Table`, or a `text.Text` of them."""
+
+    @property
+    def train(self) -> Plan:
+        """The rows to train on."""
+
+    @property
+    def held_out(self) -> Plan:
+        """The rows to evaluate on."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the labels 0, 1, …"""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it."""
 
 
-def fit(
-    run: Run,
+@dataclass(frozen=True, kw_only=True)
+class Classification(Training):
+    """The training of a classifier."""
+
+    evaluate: "Judge"
+    classes: tuple[str, ...]
+    """The names of the labels 0, 1, …"""
+
+
+def training(
+    run: Run[Config],
+    optimizer: optimizers.Config,
+    data: Labelled,
     make_model: Callable[..., PyTree],
-    plan: Plan,
-    held_out: Plan,
     *,
-    classes: Sequence[str],
     num_members: int = 1,
-    flops_per_example: float | None = None,
-    **options: Any,
-) -> tuple[TrainState, dict[str, Any]]:
-    """Train a classifier, or an ensemble of more than one; judge and draw it.
+) -> Classification:
+    """The training of a classifier, or of an ensemble of more than one.
 
-    The model takes a batch of the plan as `losses.classification` does. The run's folder gets
-    `confusion.png` and `calibration.png`. `loop.fit` takes the options, and a `fingerprint`.
-    Returns the state, and what a saved model's metrics are.
+    The model takes a batch of the plan as `losses.classification` does.
     """
-    config = run.config
-    optimizer = optimizers.make_optimizer(config.optimizer, config.steps)
-    loss_fn: Any = losses.classification
+    rule = optimizers.make_optimizer(optimizer, run.config.steps)
+    loss_fn: LossFunction = losses.classification
     make, alone = make_model, num_members == 1
     if not alone:
         # Each member is trained as it would be alone, and so clipped alone.
-        optimizer = per_member(optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer))
+        rule = per_member(optax.chain(optax.clip_by_global_norm(run.config.clip_norm), rule))
         loss_fn = member_loss(losses.classification)
         make = lambda key: Ensemble(make_model, num_members, key=key)  # noqa: E731
-    predict = predictor(run, held_out)
-    predictions: Predictions
-
-    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        nonlocal predictions
-        predictions = predict(model, whole)
-        return judge(predictions)
-
-    state, result = loop.fit(
-        run,
-        make,
-        loss_fn,
-        optimizer,
-        plan,
-        evaluate=evaluate,
-        schedule=optimizers.make_schedule(config.optimizer, config.steps),
-        flops_per_token=flops_per_example,
-        clip=alone,
-        **options,
+    return Classification(
+        make_model=make,
+        loss_fn=loss_fn,
+        optimizer=rule,
+        schedule=optimizers.make_schedule(optimizer, run.config.steps),
+        clips=alone,
+        data=data.train,
+        fingerprint=data.fingerprint,
+        evaluate=Judge(run, data.held_out),
+        classes=data.classes,
     )
-    # The last evaluation was of all that is held out.
+
+
+def train(run: Run[Config], training: Classification, tokenizer: Tokenizer | None = None) -> None:
+    """`fit` a classifier, or an ensemble of more than one, and save it."""
+    state, metrics = fit(run, training)
+    save(run, state.model, metrics, tokenizer)
+
+
+def fit(run: Run[Config], training: Classification) -> tuple[TrainState, dict[str, Any]]:
+    """Train a classifier, or an ensemble of more than one; judge and draw it.
+
+    The run's folder gets `confusion.png` and `calibration.png`. Returns the state, and the metrics
+    of the model to be saved.
+    """
+    state, result = loop.fit(run, training)
+    predictions = training.evaluate.predictions  # the last evaluation was of all that is held out
     run.say(report(predictions, result))
     if run.is_main:
-        plot_confusion(run.folder / "confusion.png", predictions, classes)
+        plot_confusion(run.folder / "confusion.png", predictions, training.classes)
         plot_calibration(run.folder / "calibration.png", predictions)
     run.say(
-        "pictures of what it takes for what, and of how sure it is, are confusion.png and "
-        f"calibration.png in {run.folder}"
+        "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
+        f"in {run.folder}"
     )
-    return state, {**result, "steps": int(state.step), "classes": list(classes)}
+    return state, {**result, "steps": int(state.step), "classes": list(training.classes)}
 
 
 def save(
-    run: Run, model: PyTree, metrics: dict[str, Any], tokenizer: Tokenizer | None = None
+    run: Run[Config], model: PyTree, metrics: dict[str, Any], tokenizer: Tokenizer | None = None
 ) -> None:
     """Save a classifier as the run's model."""
     save_model(run.folder / "model", model, tokenizer=tokenizer, metrics=metrics)
     run.say(f"the model is in {run.folder / 'model'}")
 
 
-def predictor(run: Run, plan: Plan) -> Callable[[PyTree, bool], Predictions]:
+class Judge:
+    """The metrics `judge` gives a model on a plan's first epoch, or part of it."""
+
+    predictions: Predictions
+    """Of the last evaluation."""
+
+    def __init__(self, run: Run[Config], plan: Plan):
+        self._predict = predictor(run, plan)
+
+    def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
+        """Evaluate a model, on the whole epoch or its first batches."""
+        self.predictions = self._predict(model, whole)
+        return judge(self.predictions)
+
+
+def predictor(run: Run[Config], plan: Plan) -> Callable[[PyTree, bool], Predictions]:
     """A function `(model, whole) -> Predictions` on a plan's first epoch, or part of it."""
 
     def probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
@@ -128,9 +161,7 @@ def predictor(run: Run, plan: Plan) -> Callable[[PyTree, bool], Predictions]:
         members = logits.reshape(-1, *logits.shape[-2:])
         return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32))}
 
-    step = make_eval_step(
-        probabilities, mesh=run.mesh, rules=run.rules, precision=run.config.precision
-    )
+    step = make_eval_step(probabilities, mesh=run.mesh, rules=run.rules, precision=run.precision)
 
     def predict(model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
@@ -189,7 +220,7 @@ def report(predictions: Predictions, result: Mapping[str, float]) -> str:
 
 
 class Bins(NamedTuple):
-    """Examples by their confidence, the probability of the likeliest class: a number a bin."""
+    """Examples by their confidence, the probability of the likeliest class: one number per bin."""
 
     size: Int[np.ndarray, "bins"]
     confidence: Float[np.ndarray, "bins"]
@@ -226,7 +257,7 @@ def calibration_error(
 def confusion_matrix(
     predictions: Predictions, num_classes: int
 ) -> Int[np.ndarray, "classes classes"]:
-    """How many examples of each class (row) were taken for each class (column)."""
+    """How many examples of each true class (row) were predicted as each class (column)."""
     matrix = np.zeros((num_classes, num_classes), np.int64)
     np.add.at(matrix, (predictions.labels_N, predictions.mean_NC.argmax(1)), 1)
     return matrix
@@ -252,7 +283,8 @@ def plot_confusion(path: Path, predictions: Predictions, classes: Sequence[str])
     ticks: Any = {"ticks": range(len(classes)), "labels": classes}
     axes.set_xticks(**ticks, rotation=0 if max(map(len, classes)) < 4 else 90)
     axes.set_yticks(**ticks)
-    axes.set(xlabel="taken for", ylabel="is", title=f"{matrix.trace()} of {matrix.sum()} right")
+    title = f"{matrix.trace()} of {matrix.sum()} predicted correctly"
+    axes.set(xlabel="predicted", ylabel="true", title=title)
     figure.savefig(path, format="png", dpi=130)
 
 
@@ -262,20 +294,20 @@ def plot_calibration(path: Path, predictions: Predictions) -> None:
 
     figure = Figure(figsize=(6, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    top.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="as sure as right")
+    top.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="perfectly calibrated")
     members = predictions.probabilities_MNC
-    curves = {"the model": members[0]}
+    curves = {"model": members[0]}
     if len(members) > 1:
         curves = {
             f"ensemble of {len(members)}": predictions.mean_NC,
-            "its first member": members[0],
+            "first member": members[0],
         }
     width = 1 / NUM_BINS
     for index, (name, probabilities_NC) in enumerate(curves.items()):
         bins = calibration_bins(probabilities_NC, predictions.labels_N)
         error = calibration_error(probabilities_NC, predictions.labels_N)
         label, color = f"{name} (error {error:.2%})", f"C{index}"
-        # No line joins them, as a bin of one example says next to nothing: its dot is small.
+        # No line joins them: a bin of one example is hardly evidence, and its dot is small.
         area = 12 * np.sqrt(bins.size)
         top.scatter(bins.confidence, bins.accuracy, area, color=color, alpha=0.7, label=label)
         share = width / len(curves)

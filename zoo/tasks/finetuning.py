@@ -1,9 +1,10 @@
 """Fine-tuning: a published model, whatever its format, on other data, in full or in part."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
+from zoo.base.configuration import may_differ
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
@@ -21,11 +23,14 @@ from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
-from zoo.runs import run
+from zoo.runs import loop
 from zoo.runs.metrics import read_metrics
+from zoo.runs.run import Config as RunConfig
+from zoo.runs.run import Run
 from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
 from zoo.training import optimizers
+from zoo.training.description import Training
 from zoo.training.state import Trainable
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, Pooling
@@ -34,11 +39,11 @@ from zoo.wrappers.lora import Config as LoraConfig
 
 @dataclass(frozen=True)
 class Data(text.Source):
-    """What to fine-tune on, in the tokens of the model's own tokenizer."""
+    """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
     format: Literal["text", "completions", "chats"] = "text"
     """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
-    by the tokenizer's own template, in which what the assistant says counts."""
+    by the tokenizer's own template, in which the assistant's answers count."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -50,11 +55,11 @@ class Data(text.Source):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(run.Config):
-    """What fine-tuning has beyond a run."""
+class Config(RunConfig):
+    """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
 
     model: str = "lm-python"
-    """What to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
+    """Model to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
     freeze: tuple[str, ...] = ()
@@ -62,9 +67,9 @@ class Config(run.Config):
     label: str | None = None
     """Field of --data that holds a row's label: puts a new head on the model, which classifies."""
     pooling: Pooling = "auto"
-    """What that head reads: a row's last token, its first, the mean, or (auto) the last of a
+    """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
-    sample_tokens: int = 128
+    sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
     lora: LoraConfig = LoraConfig()
     data: Data = Data()
@@ -77,11 +82,16 @@ class Config(run.Config):
         if self.method == "lora" and self.freeze:
             raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self.data.batch_size
+
 
 class Base:
     """The model that a run begins with: its folder and format, its parameters, its tokenizer."""
 
-    def __init__(self, run: run.Run):
+    def __init__(self, run: Run[Config]):
         config = run.config
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
@@ -96,7 +106,7 @@ class Base:
             )
 
 
-def _load_tokenizer(run: run.Run, base: Base) -> Tokenizer:
+def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     """The model's own, in a copy that the run keeps."""
     given = run.config.data.tokenizer
     if not given and not (base.folder / FILE_NAME).is_file():
@@ -107,9 +117,9 @@ def _load_tokenizer(run: run.Run, base: Base) -> Tokenizer:
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 
-def load(run: run.Run, tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
+def load(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
     """The run's text; without files, Python's help texts, which are English and no code."""
-    config: Data = run.config.data
+    config = run.config.data
     text.check_label(config, label)
     documents, tokenize = _documents(config, tokenizer, label)
     data = text.make_text(
@@ -125,7 +135,7 @@ def load(run: run.Run, tokenizer: Tokenizer, *, label: str | None = None) -> tex
 
 
 def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[list[Document], Any]:
-    """The documents, and what makes a corpus of them."""
+    """The documents, and the function that makes a corpus of them."""
     if config.format != "text" and (label is not None or not config.files):
         raise ValueError(
             f"data.format={config.format!r} takes data.files (now {config.files!r}) and no label "
@@ -143,7 +153,7 @@ def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[l
 
 
 def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
-    """What training makes of a model at its start: adapters and a head, if it trains those."""
+    """A model as training begins with it: with adapters and a head, if it trains those."""
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
         model = lora.adapt(model, config.lora, key=adapters_key)
@@ -153,14 +163,14 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
 
 
 def trainable(config: Config) -> Trainable | None:
-    """What is trained of it; a new head always is."""
+    """The part of it that is trained; a new head always is."""
     if config.method == "lora":
         return _adapters_and_head
     return frozen(config.freeze) if config.freeze else None
 
 
 def frozen(patterns: Sequence[str]) -> Trainable:
-    """What to train: all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
+    """Train all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
 
     Raises:
         ValueError: at the call with a model, a pattern that matches none of its parameters.
@@ -186,22 +196,22 @@ def _adapters_and_head(model: PyTree) -> PyTree:
     return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))
 
 
-def train(run: run.Run, base: Base, data: text.Text) -> None:
+def train(run: Run[Config], base: Base, data: text.Text) -> None:
     """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
-    config: Config = run.config
-    state, after = language.fit(
-        run,
-        data,
-        lambda key, model: prepare(config, model, key),
-        pretrained=base.model,
-        trainable=trainable(config),
-        prompt=sample_prompt(data),
+    config, prompt = run.config, sample_prompt(data)
+    training = _from_base(
+        language.training(
+            run, config.optimizer, data, lambda key, model: prepare(config, model, key)
+        ),
+        config,
+        base,
     )
+    language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
+    state, after = loop.fit(run, training)
     model = save(run, base, state.model, {**after, "steps": int(state.step)})
     del state  # and its optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
-    prompt = sample_prompt(data)
     published = _merged(run, models.load(base.folder, mesh=run.mesh))
     for when, shown in (("before", published), ("after", model)):
         sample = language.sample(
@@ -214,7 +224,15 @@ def train(run: run.Run, base: Base, data: text.Text) -> None:
         run.say(f"\n--- a sample {when} ---\n{sample}")
 
 
-def _merged(run: run.Run, model: PyTree) -> PyTree:
+AnyTraining = TypeVar("AnyTraining", bound=Training)
+
+
+def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
+    """The same training, of a model that there is, in full or in part."""
+    return dataclasses.replace(training, pretrained=base.model, trainable=trainable(config))
+
+
+def _merged(run: Run[Config], model: PyTree) -> PyTree:
     """The plain model that computes the same, on the run's mesh as the model was."""
     if not lora.has_adapters(model):
         return model
@@ -227,23 +245,17 @@ def _merged(run: run.Run, model: PyTree) -> PyTree:
     return merge(model)
 
 
-def train_classifier(run: run.Run, base: Base, data: text.Text) -> None:
+def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
     """Fine-tune a model under a head for the classes of labelled rows; judge and save it."""
-    state, metrics = classification.fit(
-        run,
-        lambda key, model: prepare(run.config, model, key, len(data.classes)),
-        data.train,
-        data.held_out,
-        classes=data.classes,
-        fingerprint=data.fingerprint,
-        pretrained=base.model,
-        trainable=trainable(run.config),
-    )
+    config = run.config
+    make_model = lambda key, model: prepare(config, model, key, len(data.classes))  # noqa: E731
+    training = classification.training(run, config.optimizer, data, make_model)
+    state, metrics = classification.fit(run, _from_base(training, config, base))
     # No format but the zoo's has this head, and without it adapters are of no use.
     classification.save(run, _merged(run, state.model), metrics, base.tokenizer)
 
 
-def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
+def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
     """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
         save_adapters(run.folder / "adapters", model, base=run.config.model)
@@ -261,7 +273,7 @@ def save(run: run.Run, base: Base, model: PyTree, metrics: dict[str, Any]) -> Py
 
 
 def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:
-    """What to begin a sample with: the first held-out prompt, or nothing."""
+    """The beginning of a sample: the first held-out prompt, or nothing."""
     corpus = data.held_out.corpus
     if corpus.counts is None:
         return np.zeros(0, np.int32)

@@ -1,8 +1,7 @@
-"""Language models of any family, from text to a published model: what their recipes share."""
+"""Language models of any family, from text to a published model, for all of their recipes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,23 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from zoo.base.configuration import may_differ
 from zoo.data import text
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
-from zoo.runs import evaluation, loop, run
+from zoo.runs import evaluation, loop
+from zoo.runs.run import Config as RunConfig
+from zoo.runs.run import Run
 from zoo.training import losses, optimizers
-from zoo.training.state import TrainState
-from zoo.training.step import LossFunction
+from zoo.training.description import Training
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(run.Config):
-    """What the recipes of language models have beyond a run: text, an optimizer, a sample."""
+class Config(RunConfig):
+    """The fields of every language model's recipe: those of a run, text, an optimizer, a sample."""
 
-    sample_tokens: int = 256
+    sample_tokens: int = may_differ(256)
     """Tokens of the sample at the end."""
     data: text.Config = text.Config(tokenizer="bpe")
     optimizer: optimizers.Config = optimizers.Config()
@@ -35,15 +36,20 @@ class Config(run.Config):
         super().__post_init__()
         check_sample_tokens(self.sample_tokens)
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self.data.batch_size
+
 
 def check_sample_tokens(count: int) -> None:
-    """Raise a ValueError for less than none."""
+    """Raise a ValueError for a negative number."""
     if count < 0:
         raise ValueError(f"sample_tokens={count}: must not be negative; 0 is no sample")
 
 
-def load(run: run.Run, *, label: str | None = None) -> text.Text:
-    """The run's text, with a tokenizer that the run keeps; says what there is of it."""
+def load(run: Run[Config], *, label: str | None = None) -> text.Text:
+    """The run's text, with a tokenizer that the run keeps; says how much text there is."""
     config = run.config
     data = text.load(
         config.data,
@@ -55,7 +61,7 @@ def load(run: run.Run, *, label: str | None = None) -> text.Text:
     return data
 
 
-def say_what_there_is(run: run.Run, data: text.Text) -> None:
+def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
     """Say how much text there is to train on, and in which rows."""
     run.say(
         f"{len(data.train.corpus.tokens):,} tokens to train on, "
@@ -66,47 +72,13 @@ def say_what_there_is(run: run.Run, data: text.Text) -> None:
         run.say(data.train.describe_buckets())
 
 
-def train(
-    run: run.Run,
-    data: text.Text,
-    make_model: Callable[[Any], PyTree],
-    flops_per_token: float,
-    loss: LossFunction = losses.next_token,
-) -> None:
-    """Train a language model, compare it with compressors, save it, and show a sample of it."""
-    state, result = fit(run, data, make_model, loss=loss, flops_per_token=flops_per_token)
-    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
-    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    save_model(
-        run.folder / "model",
-        state.model,
-        tokenizer=data.tokenizer,
-        metrics={**result, "steps": int(state.step), "compressors": data.compressors},
-    )
-    run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
-    config = run.config
-    run.say(sample(state.model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
-
-
-def fit(
-    run: run.Run,
+def training(
+    run: Run[RunConfig],
+    optimizer: optimizers.Config,
     data: text.Text,
     make_model: Callable[..., PyTree],
-    *,
-    loss: LossFunction = losses.next_token,
-    pretrained: PyTree = None,
-    prompt: Sequence[int] | np.ndarray = (),
-    **options: Any,
-) -> tuple[TrainState, dict[str, float]]:
-    """`loop.fit`, which takes the options, of a language model: the state, and how good it is.
-
-    Raises:
-        ValueError: before any compute, a model that sees the tokens it is to predict, or that has
-            fewer positions than a row or than the sample to come, after its `prompt`, takes.
-    """
-    config = run.config
-    given = () if pretrained is None else (pretrained,)
-    _check(config, data, eqx.filter_eval_shape(make_model, jax.random.key(0), *given), len(prompt))
+) -> Training:
+    """The training of a language model on the next token, with its held-out bits per byte."""
     mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
@@ -117,26 +89,48 @@ def fit(
             "bits_per_byte": data.bits_per_byte(loss),
         }
 
-    return loop.fit(
-        run,
-        make_model,
-        loss,
-        optimizers.make_optimizer(config.optimizer, config.steps),
-        data.train,
+    return Training(
+        make_model=make_model,
+        loss_fn=losses.next_token,
+        optimizer=optimizers.make_optimizer(optimizer, run.config.steps),
+        schedule=optimizers.make_schedule(optimizer, run.config.steps),
+        data=data.train,
         fingerprint=data.fingerprint,
         evaluate=evaluate,
-        schedule=optimizers.make_schedule(config.optimizer, config.steps),
-        pretrained=pretrained,
-        **options,
     )
 
 
-def _check(config: Any, data: text.Text, skeleton: PyTree, prompt: int) -> None:
+def train(run: Run[Config], data: text.Text, training: Training) -> None:
+    """Train a language model, compare it with compressors, save it, and show a sample of it."""
+    config = run.config
+    check(training, data, sample_tokens=config.sample_tokens)
+    state, result = loop.fit(run, training)
+    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
+    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
+    save_model(
+        run.folder / "model",
+        state.model,
+        tokenizer=data.tokenizer,
+        metrics={**result, "steps": int(state.step), "compressors": data.compressors},
+    )
+    run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
+    run.say(sample(state.model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
+
+
+def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: int = 0) -> None:
+    """Refuse a model before any compute that could not be trained on the text, or sampled from.
+
+    Raises:
+        ValueError: it sees the tokens that it is to predict, or has fewer positions than a row, or
+            than the sample after a `prompt` of so many tokens, takes.
+    """
+    given = () if training.pretrained is None else (training.pretrained,)
+    skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)
     decoder = decoder_of(skeleton)
     decoder.check_decoder(0)
     lengths = {
         "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
-        f"sample_tokens={config.sample_tokens}": 1 + prompt + config.sample_tokens,
+        f"sample_tokens={sample_tokens}": 1 + prompt + sample_tokens,
     }
     for what, length in lengths.items():
         try:

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array
 
 from zoo.base import configuration
-from zoo.base.configuration import formerly, require
+from zoo.base.configuration import formerly, may_differ, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import RopeScaling, gelu, gelu_erf
 from zoo.nn.remat import Policy
@@ -123,11 +123,11 @@ class Config:
     """Bounds the output logits likewise (Gemma 2)."""
     dropout: float = 0.0
     """Rate of dropout on the embedding and on what each part adds to the residual stream."""
-    attention: attention_module.Implementation = "auto"
+    attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
-    remat: Policy = "none"
+    remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
-    scan_layers: bool = True
+    scan_layers: bool = may_differ(True)
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 
     def __post_init__(self) -> None:

@@ -29,8 +29,6 @@ IGNORED = frozenset(
     unsloth_fixed unsloth_version use_cache use_return_dict
     """.split()  # noqa: SIM905
 )
-# Of no consequence to the maths of the zoo's model either, and not in Hugging Face's fields.
-_RUNTIME = ("dropout", "attention", "remat", "scan_layers")
 _ABSENT = object()
 
 
@@ -203,8 +201,10 @@ class Family:
         except (PublishError, ValueError, TypeError) as error:
             return [str(error)]
         mine = self.canonical(config)
+        # Of no consequence to what a published model computes, and not in Hugging Face's fields.
+        ignored = configuration.names_that_may_differ(config) | {"dropout"}
         return [
             f"{x.name}={getattr(mine, x.name)!r}"
             for x in dataclasses.fields(config)
-            if x.name not in _RUNTIME and getattr(mine, x.name) != getattr(again, x.name)
+            if x.name not in ignored and getattr(mine, x.name) != getattr(again, x.name)
         ]

@@ -1,0 +1,40 @@
+"""The command line of a recipe: from flags to a configuration, and errors as messages."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import tyro
+
+from zoo.publishing.tensors import PublishError
+from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.processes import RunError
+
+T = TypeVar("T")
+
+
+def cli(config_class: type[T], main: Callable[[T], object], module: str) -> None:
+    """Parse the command line of `python -m module` into a configuration, and run `main` with it."""
+    with cli_errors():
+        main(tyro.cli(config_class, prog=f"python -m {module}"))
+
+
+@contextlib.contextmanager
+def cli_errors() -> Iterator[None]:
+    """Within, an error that the user can mend is shown as its message alone, and ends the program.
+
+    ZOO_TRACEBACK=1 shows where it came from.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
+        if os.environ.get("ZOO_TRACEBACK"):
+            raise
+        print(f"error: {error}\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("left at once; the same command resumes from the last checkpoint", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None

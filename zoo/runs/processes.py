@@ -1,0 +1,76 @@
+"""The processes of a run: joining them, waiting for all of them, one at a time in a folder."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from zoo.base import files
+
+
+class RunError(RuntimeError):
+    """A run that cannot start, or cannot continue, with what to do about it."""
+
+
+def keep_freed_memory() -> None:
+    """Keep what is freed in this process, as XLA for CPU allocates all temporaries in each step.
+
+    Given back and faulted in again, they cost a small step over a quarter of its time.
+    """
+    # mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX; other C libraries have none.
+    with contextlib.suppress(AttributeError, OSError):
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def join_processes() -> None:
+    """Join the other processes of a run, by JAX's variables or as members of a cluster.
+
+    Raises:
+        ValueError: variables that are missing, or no cluster that JAX knows.
+    """
+    variables = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = [os.environ.get(name) for name in variables]
+    if jax.distributed.is_initialized():
+        return
+    if not any(given):  # a cluster that JAX knows: Slurm, TPU pods, …
+        try:
+            return jax.distributed.initialize()
+        except ValueError as error:
+            raise RunError(
+                f"--distributed: this is no cluster that JAX knows ({error}); set "
+                f"{', '.join(variables)} in the environment of each process"
+            ) from error
+    missing = [name for name, value in zip(variables, given, strict=True) if value is None]
+    if missing:
+        raise RunError(f"--distributed: {', '.join(missing)} must be set in the environment")
+    jax.distributed.initialize(given[0], int(str(given[1])), int(str(given[2])))
+
+
+def barrier(name: str) -> None:
+    """Wait until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Within, no other process trains in the folder, which is made.
+
+    Raises:
+        RunError: another one does.
+    """
+    files.make_folder(folder, "run_dir")
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process is training in {folder}; use another --run-dir"
+            ) from None
+        yield

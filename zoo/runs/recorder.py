@@ -1,0 +1,169 @@
+"""The record of a training loop: progress, metrics.jsonl, curves, a trace."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.planning.chips import peak_flops
+from zoo.runs import monitor
+from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves
+from zoo.runs.processes import RunError
+from zoo.runs.run import Config, Run
+from zoo.training.description import Evaluate, Training
+from zoo.training.state import TrainState
+
+
+class Recorder:
+    """The metrics of steps, checked one step late; the logs, pictures and checkpoints of a run."""
+
+    def __init__(self, run: Run[Config], training: Training, start: int):
+        self._run, self._start, self._unit = run, start, training.data.unit
+        self._pending: list[tuple[int, dict[str, Any]]] = []
+        self._logs: list[MetricsLog | TensorBoard] = []
+        self._stack = contextlib.ExitStack()
+        self._throughput = monitor.Throughput(
+            flops_per_token=training.flops_per_token,
+            peak=peak_flops(run.mesh.devices.flat[0], run.precision),
+            devices=run.mesh.size,
+        )
+        # All of them at once: eager operations would be compiled one by one, in the loop.
+        self._learning_rates = training.schedule and np.asarray(
+            jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
+        )
+        self.bar = monitor.ProgressBar(run.config.steps, start=start)
+        self._trace = contextlib.ExitStack()
+
+    def __enter__(self) -> "Recorder":
+        run = self._run
+        if jax.process_index() == 0:
+            path = run.folder / "metrics.jsonl"
+            self._logs.append(MetricsLog(path, resume_step=self._start))
+            if run.config.tensorboard:
+                folder = run.folder / "tensorboard"
+                self._logs.append(TensorBoard(folder, resume_step=self._start))
+        for log in self._logs:
+            self._stack.callback(log.close)
+        self._stack.enter_context(self.bar)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Where the run failed, as on a full disk, the curves must not fail in its place.
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self._trace.close()
+            self._stack.close()
+            self.plot()
+
+    @contextlib.contextmanager
+    def step(self, k: int) -> Iterator[None]:
+        """Around the dispatch of step k."""
+        if self._run.config.profile and k == self._start + 10:
+            folder = self._run.folder / "profile"
+            self._trace.enter_context(monitor.profile(folder, say=self.bar.print))
+        with monitor.step_annotation(k):
+            yield
+
+    def add(self, step: int, metrics: dict[str, Any]) -> None:
+        """Take the metrics of a step under way; they are read when the next one is under way."""
+        if self._pending:
+            before, result = self._pending[-1]
+            jax.block_until_ready(result)
+            if self._is_due(before):
+                self.flush()
+            else:
+                self.bar.update(before)
+            if before == self._start + 15:
+                self._trace.close()
+        self._pending.append((step, metrics))
+
+    def flush(self) -> None:
+        """Wait for the steps under way, check them all, and write the last one if it is due.
+
+        Before a save too: a resumed run would not see again what is not finite.
+        """
+        if not self._pending:
+            return
+        steps = [step for step, _ in self._pending]
+        values = [
+            {name: float(x) for name, x in metrics.items()}
+            for metrics in jax.device_get([metrics for _, metrics in self._pending])
+        ]
+        self._pending.clear()
+        self._throughput.update(sum(v["tokens"] for v in values))
+        if self._is_due(steps[-1]):
+            self._show(steps[-1], values[-1])
+        for step, value in zip(steps, values, strict=True):
+            self._check_finite(step, value)
+
+    def _is_due(self, step: int) -> bool:
+        config = self._run.config
+        return step == 1 or step % config.log_every == 0 or step == config.steps
+
+    def _show(self, step: int, values: dict[str, float]) -> None:
+        values[self._unit] = values.pop("tokens")
+        speeds = {
+            f"{self._unit}_per_second": self._throughput.tokens_per_second,
+            "mfu": self._throughput.mfu,
+        }
+        values |= {name: speed for name, speed in speeds.items() if speed is not None}
+        if self._learning_rates is not None:
+            updates = step - int(values["skipped"])  # a skipped step does not advance the schedule
+            values["learning_rate"] = float(self._learning_rates[max(updates - 1, 0)])
+        self._write(step, **values)
+        self.bar.update(step, **values)
+
+    def _check_finite(self, step: int, value: dict[str, float]) -> None:
+        gradient = bool(np.isfinite(value["loss"] + value["grad_norm"]))
+        # In fp16 a skipped step is how the loss scale finds its level, until it is at the bottom.
+        if (
+            (gradient and np.isfinite(value["param_norm"]))
+            or self._run.config.on_nonfinite == "skip"
+            or (not gradient and value.get("loss_scale", 1.0) > 1)
+        ):
+            return
+        self._run.checkpointer.wait()
+        good = self._run.checkpointer.good_steps()
+        raise RunError(
+            f"step {step}: the loss is {value['loss']} and the norms of the gradient and the new "
+            f"parameters {value['grad_norm']} and {value['param_norm']}. The step changed nothing; "
+            f"the last good checkpoint is {f'of step {good[-1]}' if good else 'none yet'}. Try "
+            "--on-nonfinite skip, which leaves such steps out, or"
+            f"{' in another --run-dir' if good else ''} a lower "
+            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
+        )
+
+    def evaluation(
+        self, step: int, evaluate: Evaluate, model: PyTree, whole: bool
+    ) -> dict[str, float]:
+        """Evaluate, and write, show and return the result."""
+        self.flush()
+        with self.pause():
+            values = evaluate(model, whole)
+            self._write(step, **values)
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.bar.print(f"step {step}: {shown}")
+            if not whole:  # the end draws it once more
+                self.plot()
+        return values
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+        """Save a checkpoint, once all steps are checked."""
+        self.flush()
+        with self.pause():
+            self._run.checkpointer.save(step, state, meta | {"data_position": step})
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Leave the time within out of the tokens per second."""
+        return self._throughput.pause()
+
+    def plot(self) -> None:
+        """Draw curves.png."""
+        if jax.process_index() == 0:
+            plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
+
+    def _write(self, step: int, **values: Any) -> None:
+        for log in self._logs:
+            log.write(step, **values)

@@ -1,0 +1,97 @@
+"""The description of a training: all that `zoo.fit` trains from, and that a plan compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Key, PyTree
+
+from zoo import sharding
+from zoo.data.plans import Plan
+from zoo.nn.precision import Precision
+from zoo.nn.remat import Policy
+from zoo.training.compiled import CompiledStep
+from zoo.training.state import Trainable, TrainState, abstract_state, init_state
+from zoo.training.step import LossFunction, make_train_step
+
+Evaluate = Callable[[PyTree, bool], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model, a loss, an optimizer, data, and how the model is evaluated."""
+
+    make_model: Callable[..., PyTree]
+    """From a key to the model; given `pretrained`, from a key and that."""
+    loss_fn: LossFunction
+    """From a model, a batch and a key to the summed loss, the summed weight and further sums."""
+    optimizer: optax.GradientTransformation
+    """Update rule, with its schedule."""
+    data: Plan
+    """Batch k as a function of k."""
+    evaluate: Evaluate
+    """From a model to held-out metrics; given True, over the whole held-out part."""
+    fingerprint: str = ""
+    """Hash of the data: a run refuses to resume with other data."""
+    schedule: optax.Schedule | None = None
+    """The optimizer's learning rate by its updates, to be logged."""
+    flops_per_token: float | None = None
+    """FLOPs of the maths per unit of the data (a token, an example), forward and backward."""
+    clips: bool = True
+    """Clip the gradient's global norm; False where the optimizer does, as an ensemble's."""
+    trainable: Trainable | None = None
+    """From a model to a tree of booleans like it: the rest stays as it is."""
+    pretrained: PyTree = None
+    """A model to begin with, which is evaluated before the first step."""
+    remat: Policy | None = None
+    """The policy that `--model.remat` chose, where there is that flag."""
+
+    def init(
+        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
+    ) -> TrainState:
+        """The state at step 0; see `init_state`."""
+        return init_state(
+            self.make_model,
+            self.optimizer,
+            key=key,
+            mesh=mesh,
+            rules=rules,
+            trainable=self.trainable,
+            pretrained=self.pretrained,
+        )
+
+    def skeleton(
+        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
+    ) -> TrainState:
+        """The state's shapes, dtypes and shardings; see `abstract_state`."""
+        return abstract_state(
+            self.make_model,
+            self.optimizer,
+            key=key,
+            mesh=mesh,
+            rules=rules,
+            trainable=self.trainable,
+            pretrained=self.pretrained,
+        )
+
+    def step(
+        self,
+        *,
+        mesh: Mesh | None,
+        rules: sharding.Rules | None = None,
+        precision: Precision,
+        accumulate: int = 1,
+        clip_norm: float = 1.0,
+    ) -> CompiledStep:
+        """The train step; see `make_train_step`."""
+        return make_train_step(
+            self.loss_fn,
+            self.optimizer,
+            mesh=mesh,
+            rules=rules,
+            precision=precision,
+            accumulate=accumulate,
+            clip_norm=clip_norm if self.clips else None,
+            trainable=self.trainable,
+        )
