@@ -20,7 +20,7 @@ from helpers import (
 
 import zoo
 from zoo import losses, optimizers, sharding
-from zoo.sharding.axes import is_matrix
+from zoo.sharding.kinds import is_matrix
 from zoo.transformer import moe
 
 EXPERTS, CHOICES = 8, 3

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import sharding, transformer
+from zoo import optimizers, sharding, transformer
 from zoo.nn.parameters import gather
 from zoo.sharding import make_mesh
-from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
+from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
@@ -177,10 +178,89 @@ def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, messag
         ((None, "heads", "head_dim"), False),
         ((None, "embed"), False),
         ((), False),
+        (("gates", "hidden"), False),
+        (("embed", "gates", "hidden"), True),
+        (("member", "experts", "embed"), False),
+        (("experts", "embed", "mlp"), True),
+        (("vocab", "embed"), True),
     ],
 )
 def test_is_matrix(names: tuple, expected: bool):
     assert is_matrix(names) is expected
+
+
+@pytest.mark.parametrize(
+    ("names", "inputs", "outputs"),
+    [
+        ((None, "embed", "heads", "head_dim"), (1,), (2, 3)),
+        ((None, "heads", "head_dim", "embed"), (1, 2), (3,)),
+        (("member", None, "experts", "embed", "mlp"), (3,), (4,)),
+        (("embed", "gates", "hidden"), (0,), (1, 2)),
+        (("gates", "hidden", "embed"), (0, 1), (2,)),
+    ],
+)
+def test_a_part_of_a_dimension_stays_with_it(names: tuple, inputs: tuple, outputs: tuple):
+    assert matrix_axes(names) == (inputs, outputs)
+
+
+class Grouped(eqx.Module):
+    scale: Float[Array, "group embed"]
+    weight: Float[Array, "group embed mlp"]
+
+
+def grouped(key: Any = None) -> Grouped:
+    return Grouped(jnp.ones((2, 8)), jnp.ones((2, 8, 4)))
+
+
+def test_an_axis_that_no_table_knows_is_an_error_and_no_dimension_of_a_matrix():
+    with pytest.raises(ShardingError, match=r"scale: the logical axis 'group' is not in the"):
+        optimizers.matrices(grouped())
+    with pytest.raises(ShardingError, match=r"scale: 'batch' is an axis of activations"):
+        is_matrix(("batch", "embed"), field="scale")
+
+
+def test_a_kind_of_axis_that_there_is_not_is_an_error():
+    axis = sharding.Axis(None)
+    object.__setattr__(axis, "kind", "stck")  # past the run-time type checker
+    with pytest.raises(ShardingError, match=r"kind='stck': choose one of .*'stack'"):
+        axis.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_scale"), [(sharding.Axis("tensor", "stack"), False), ("tensor", True)]
+)
+def test_a_rule_says_what_an_axis_is(rule: Any, of_scale: bool):
+    rules = {**sharding.RULES, "group": rule}
+    mesh = make_mesh("tensor=2")
+    with sharding.use(mesh, rules):
+        assert optimizers.matrices(grouped()) == Grouped(of_scale, True)
+        assert (optimizers.muon_dimensions(grouped()).scale is None) is not of_scale
+        with sharding.mapped("group"):
+            assert is_matrix(("group", "embed")) is of_scale
+    spec = sharding.shardings(grouped(), mesh, rules).weight.spec
+    assert spec == P("tensor", "fsdp", None)  # the group has taken what would be for "mlp"
+
+
+def test_decay_takes_the_rules_of_the_step():
+    """A stack of vectors is not decayed; the gradient is zero, and so decay alone changes them."""
+    rules = {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}
+    mesh, key = make_mesh("tensor=2"), jax.random.key(0)
+    config = optimizers.Config(learning_rate=0.1, warmup_steps=0, schedule="constant")
+    optimizer = optimizers.make_optimizer(config, 10)
+    state = zoo.init_state(grouped, optimizer, key=key, mesh=mesh, rules=rules)
+
+    def loss(model: Any, batch: Any, key: Any) -> tuple:
+        return 0.0 * (model.scale.sum() + model.weight.sum()), jnp.float32(1), {}
+
+    step = zoo.make_train_step(loss, optimizer, mesh=mesh, rules=rules, precision="fp32")
+    state, _ = step(state, {"x": jnp.zeros((2, 1))})
+    assert (state.model.scale == 1).all()
+    assert (state.model.weight < 1).all()
+
+
+def test_a_stacked_axis_is_a_stack():
+    with pytest.raises(ShardingError, match=r"part.weight: stacked_axis='embed' is of the kind 'd"):
+        logical_axes(Stacked(part((2, 8, 4)), "embed"))
 
 
 def test_the_placement_table_adds_up():

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from zoo.base.configuration import check
 from zoo.nn.layers import normal
 from zoo.nn.parameters import Derived, resolve
-from zoo.sharding.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
+from zoo.sharding.axes import annotated_axes, keystr, map_parameters
+from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 
 Model = TypeVar("Model")
 
@@ -73,8 +74,8 @@ class Adapted(Derived):
         self.scale = config.alpha / config.rank
         self.num_inputs = len(inputs)
 
-        # What stacks layers or members is named from outside, as it was; experts are not.
-        experts = [name for name in names[: inputs[0]] if name == "experts"]
+        # Layers and members are stacked from outside, and have no name here; experts have one.
+        experts = [name for name in names[: inputs[0]] if name is not None]
         into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
         self.axes = (
             ("*matrix", " ".join([*experts, *into, *out])),
@@ -119,6 +120,7 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
         if name not in chosen:
             return leaf
         # By its name: what a matrix draws does not depend on which others are adapted.
+        names = annotated_axes(model, path, leaf)
         return Adapted(leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
     return map_parameters(replace, model)
@@ -129,7 +131,7 @@ def targets(model: PyTree, config: Config) -> list[str]:
     matrices: dict[str, bool] = {}  # and whether it is a hidden one
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        if is_matrix(names):
+        if is_matrix(names, field=keystr(path)):
             matrices[keystr(path)] = is_hidden_matrix(names)
 
     map_parameters(add, model)
