@@ -1,5 +1,7 @@
 """zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -361,6 +363,39 @@ def inside(mesh: Any, function: Any, x: Any, rules: Any = None) -> Any:
     with sharding.use(mesh, rules):
         jax.jit(program).lower(x).compile()
     return found[0]
+
+
+# Dimensions that no rule may shard: everything else that is constrained has a name.
+UNNAMED = {
+    ("rnn/cells", ("batch", None)): "the state, whole for the product with the recurrent weight",
+    ("rnn/cells", ("batch", None, "hidden")): "the terms of a cell",
+    ("rnn/cells", ("batch", "inner_seq", None, "hidden")): "the gates of a cell",
+    ("decoding/cache", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
+    ("wrappers/classifier", ("batch", None)): "the classes",
+}
+UNNAMED_YET = ("transformer/", "rnn/", "decoding/", "bert", "wrappers/", "training/losses")
+
+
+def constrained() -> list[tuple[str, tuple[Any, ...]]]:
+    """The module and the literal names of each call in zoo that names an activation's axes."""
+    folder = Path(zoo.__file__).parent
+    return [
+        (
+            path.relative_to(folder).with_suffix("").as_posix(),
+            tuple(arg.value for arg in call.args if isinstance(arg, ast.Constant)),
+        )
+        for path in folder.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).split(".")[-1] in ("constrain", "num_parts")
+    ]
+
+
+def test_the_sequence_of_an_activation_has_a_name():
+    calls = constrained()
+    assert ("nn/readout", ("batch", "inner_seq")) in calls
+    unnamed = {call for call in calls if "batch" in call[1] and None in call[1]}
+    assert not {x for x in unnamed - UNNAMED.keys() if not x[0].startswith(UNNAMED_YET)}
 
 
 def test_constrain_without_a_mesh_is_the_identity():

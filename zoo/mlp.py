@@ -180,7 +180,7 @@ class MLP(eqx.Module):
     ) -> Float[Array, "batch out_size"]:
         """The outputs, float32[batch, out_size]; a `key` turns dropout on."""
         first_key, blocks_key, last_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        x = constrain(x.astype(self.head.weight.dtype), "batch", None)
+        x = constrain(x.astype(self.head.weight.dtype), "batch", "features")
         x = gather(self.first)(x, first_key)
         if self.blocks is not None:
 
@@ -195,7 +195,7 @@ class MLP(eqx.Module):
             x = gather(self.final_norm)(x)
         head = gather(self.head)
         outputs = add_bias(matmul(x, head.weight, dtype=jnp.float32), head.bias)
-        return constrain(outputs, "batch", None)
+        return constrain(outputs, "batch", "classes")
 
 
 def num_flops_per_example(config: Config) -> float:
