@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -20,6 +19,7 @@ from zoo import sharding
 from zoo.nn.precision import DTYPES
 from zoo.sharding.axes import is_parameter, keystr, map_parameters
 from zoo.sharding.kinds import is_stack
+from zoo.sharding.placement import on_host
 
 # In the order in which safetensors lays them out.
 _CODES = {
@@ -123,11 +123,11 @@ def open_file(path: Path) -> Iterator[Any]:
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: `pieces` gives it in parts, one after the other, on process 0."""
+    """A tensor to be written: `pieces` gives it in parts, one after the other."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    pieces: Callable[[], Iterator[np.ndarray | None]]
+    pieces: Callable[[], Iterator[np.ndarray]]
 
 
 def write_tensors(path: Path | None, model: PyTree) -> None:
@@ -140,7 +140,7 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
         in_parts = leaf.ndim > 0 and is_stack(names[0])
 
-        def pieces() -> Iterator[np.ndarray | None]:
+        def pieces() -> Iterator[np.ndarray]:
             for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
                 yield on_host(part)
 
@@ -182,13 +182,6 @@ def write_file(
                 if file is not None:
                     # The buffer as it lies would be wrong for any other order than C.
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-
-
-def on_host(array: jax.Array) -> np.ndarray | None:
-    """An array, gathered from all processes, which all call it; None on any but process 0."""
-    if not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array) if jax.process_index() == 0 else None
 
 
 def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
