@@ -7,6 +7,7 @@ from helpers import VOCAB, arrays, drawn_transformer
 
 import zoo
 from zoo import bert, losses, mlp, rnn, sharding
+from zoo.nn.precision import in_precision
 from zoo.wrappers.classifier import Classifier
 
 KEY = jax.random.key(0)
@@ -41,6 +42,18 @@ def test_the_head_reads_what_it_should(name):
     other = jnp.where(MASK, TOKENS, 1)
     np.testing.assert_allclose(model(other, mask=MASK), found, atol=1e-5)
     np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_any_body_computes_in_the_precision_of_the_step(name):
+    model = Classifier(BODIES[name](), 3, key=KEY)
+    with in_precision(model, "bf16") as given:
+        # An RNN leaves the cast to the step; the others cast a layer at a time.
+        expected = jnp.bfloat16 if "rnn" in name else jnp.float32
+        assert given.body.embedding.weight.dtype == expected
+        assert given.head.weight.dtype == expected
+        assert jax.eval_shape(given.body.hidden, TOKENS).dtype == jnp.bfloat16
+        assert jax.eval_shape(given, TOKENS).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -16,7 +16,7 @@ from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
@@ -124,7 +124,7 @@ class Block(eqx.Module):
         return dropout(constrain(x_BTE, "batch", "seq", "embed"), self.dropout, key)
 
 
-class BERT(eqx.Module):
+class BERT(CastsAtUse):
     """An encoder of token ids: int32[batch, seq] to [batch, seq, d_model]."""
 
     embedding: Embedding
@@ -134,7 +134,6 @@ class BERT(eqx.Module):
     blocks: Block
     pooler: Linear | None
     config: Config = eqx.field(static=True)
-    casts_at_use: ClassVar[bool] = True
     is_causal: ClassVar[bool] = False
     is_pooled: ClassVar[bool] = False
 
