@@ -33,7 +33,8 @@ class Config(language.Config):
     steps: int = 300
     """Optimizer steps in all; more than before continues a finished run."""
     label: str | None = None
-    """Field of --data that holds a row's label: trains a classifier of rows."""
+    """Field of --data that holds a row's label: trains a classifier of rows, which reads the mean of
+    a row's steps unless --model.pooling is last."""
     model: rnn.Config = rnn.Config(vocab_size=64, hidden_size=384, num_layers=1, embed_size=256)
     data: text.Config = text.Config(
         documents="functions",
@@ -69,12 +70,21 @@ def main(config: Config) -> None:
 
 
 def model_config(config: Config, data: text.Text) -> rnn.Config:
-    """The model's configuration, with room for all ids of the tokenizer, and for the classes."""
+    """The model's configuration, with room for all ids of the tokenizer, and for the classes.
+
+    Raises:
+        ValueError: another number of outputs than classes was given.
+    """
     model = dataclasses.replace(
         config.model, vocab_size=data.vocab_size(at_least=config.model.vocab_size or 0)
     )
     if not data.classes:
         return model
+    if model.out_size not in (None, len(data.classes)):
+        raise ValueError(
+            f"model.out_size={model.out_size}: the data has {len(data.classes)} classes; leave the "
+            "flag out"
+        )
     pooling = "mean" if model.pooling == "none" else model.pooling
     return dataclasses.replace(model, out_size=len(data.classes), pooling=pooling)
 
