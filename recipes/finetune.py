@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     """Train, evaluate, save, and show before and after."""
     with zoo.Run(config) as run:
         base = finetuning.Base(run)
-        data = finetuning.load(run, base.tokenizer, label=config.label)
+        data = finetuning.read_text(run, base.tokenizer, label=config.label)
         train = finetuning.train_classifier if config.label else finetuning.train
         train(run, base, data)
 

@@ -71,7 +71,7 @@ class Config(RunConfig):
 def main(config: Config) -> None:
     """Train, evaluate, draw and save."""
     with zoo.Run(config) as run:
-        data = tabular.load(config.data, seed=config.seed)
+        data = tabular.read_table(config.data, seed=config.seed)
         model = model_config(config, data)
         training = classification.training(
             run,

@@ -33,8 +33,8 @@ class Config(language.Config):
     steps: int = 300
     """Optimizer steps in all; more than before continues a finished run."""
     label: str | None = None
-    """Field of --data that holds a row's label: trains a classifier of rows, which reads the mean of
-    a row's steps unless --model.pooling is last."""
+    """Field of --data that holds a row's label: trains a classifier of rows, from the mean of a
+    row's steps unless --model.pooling is last."""
     model: rnn.Config = rnn.Config(vocab_size=64, hidden_size=384, num_layers=1, embed_size=256)
     data: text.Config = text.Config(
         documents="functions",
@@ -50,7 +50,7 @@ class Config(language.Config):
 def main(config: Config) -> None:
     """Train, evaluate, show and save."""
     with zoo.Run(config) as run:
-        data = language.load(run, label=config.label)
+        data = language.read_text(run, label=config.label)
         model = model_config(config, data)
 
         def make_model(key: Any) -> rnn.RNN:

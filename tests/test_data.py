@@ -325,7 +325,7 @@ def as_numpy(batch):
 def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
     plan = make_plan(batch_size=8)
     mesh = None if spec is None else make_mesh(spec)
-    loaded = list(data.load(plan, mesh, start=1, stop=5))
+    loaded = list(data.batches(plan, mesh, start=1, stop=5))
     assert [k for k, _ in loaded] == [1, 2, 3, 4]
     for k, batch in loaded:
         expected = plan.batch(k)
@@ -349,30 +349,32 @@ def test_only_the_rows_of_this_process_are_built():
             return super().batch(k, rows)
 
     plan = Watched(make_corpus(LENGTHS), SEPARATOR, 16, 8, 0)
-    list(data.load(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
+    list(data.batches(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
     assert asked == {(0, 2), (2, 4), (4, 6), (6, 8)}  # each once, whatever the tensor axis
 
 
 def test_a_batch_size_that_the_mesh_does_not_divide():
     with pytest.raises(ValueError, match=r"batch_size=6 .* divisible by 4.*fsdp.*a multiple of 4"):
-        data.load(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
-    data.load(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
+        data.batches(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
+    data.batches(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
 
 
 def test_resume_at_any_batch(make_plan):
     plan = make_plan()
     stop = 2 * plan.batches_per_epoch + 1
-    whole = [(k, as_numpy(batch)) for k, batch in data.load(plan, stop=stop)]
+    whole = [(k, as_numpy(batch)) for k, batch in data.batches(plan, stop=stop)]
     for start in range(stop + 1):
-        tail = [(k, as_numpy(batch)) for k, batch in data.load(make_plan(), start=start, stop=stop)]
+        tail = [
+            (k, as_numpy(batch)) for k, batch in data.batches(make_plan(), start=start, stop=stop)
+        ]
         np.testing.assert_equal(tail, whole[start:])
     with pytest.raises(ValueError, match="start=3 and stop=2"):
-        data.load(plan, start=3, stop=2)
+        data.batches(plan, start=3, stop=2)
 
 
 def test_load_has_no_end_without_stop():
     plan = packed()
-    stream = data.load(plan, start=10 * plan.batches_per_epoch)
+    stream = data.batches(plan, start=10 * plan.batches_per_epoch)
     k, batch = next(stream)
     stream.close()
     assert plan.epoch(k) == 10
@@ -387,7 +389,7 @@ def test_an_error_in_the_plan_reaches_the_loop():
             return super().batch(k, rows)
 
     plan = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
-    stream = data.load(plan)
+    stream = data.batches(plan)
     assert [next(stream)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(stream)
@@ -405,7 +407,7 @@ def test_batches_are_on_the_device_ahead_of_use(monkeypatch):
         return placed[-1]
 
     monkeypatch.setattr(data, "_place", watched)
-    stream = data.load(packed())
+    stream = data.batches(packed())
     next(stream)
     assert third.wait(5)  # although nobody has asked for the second
     stream.close()
@@ -417,7 +419,7 @@ def test_a_dropped_iterator_ends_its_threads():
 
     before = len(working())
     for _ in range(5):
-        for _ in data.load(packed()):
+        for _ in data.batches(packed()):
             break
     gc.collect()
     deadline = time.monotonic() + 5
@@ -428,10 +430,10 @@ def test_a_dropped_iterator_ends_its_threads():
 
 SCRIPT = """
 import numpy as np
-from zoo import data, token_plans
+from zoo.data import loader as data, token_plans
 from zoo.data.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
-stream = data.load(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
+stream = data.batches(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
 next(stream)
 print("done")
 """
@@ -450,7 +452,7 @@ import sys
 import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
-from zoo import data, token_plans
+from zoo.data import loader as data, token_plans
 from zoo.data.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
@@ -463,7 +465,7 @@ class Watched(token_plans.PackedPlan):
         return super().batch(k, rows)
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
 plan = Watched(corpus, 49, 8, 4, 0)
-for k, batch in data.load(plan, mesh, stop=5):
+for k, batch in data.batches(plan, mesh, stop=5):
     whole = token_plans.PackedPlan.batch(token_plans.PackedPlan(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
@@ -531,7 +533,7 @@ def test_batches_of_arrays_are_pure_and_shaped_as_announced():
 
 def test_arrays_load_onto_a_mesh_by_rank():
     mesh = make_mesh("data=2,fsdp=2")
-    loaded = dict(data.load(array_plan(), mesh, stop=3))
+    loaded = dict(data.batches(array_plan(), mesh, stop=3))
     assert list(loaded) == [0, 1, 2]
     for k, batch in loaded.items():
         for name, array in batch.items():

@@ -58,7 +58,7 @@ class Table:
         return digest.hexdigest()
 
 
-def load(config: Config, *, seed: int) -> Table:
+def read_table(config: Config, *, seed: int) -> Table:
     """Read the rows and split them; a hash of its number decides whether a row is held out.
 
     Raises:

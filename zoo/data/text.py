@@ -123,7 +123,7 @@ class Text:
         }
 
 
-def load(
+def read_text(
     config: Config,
     *,
     seed: int,
