@@ -16,7 +16,7 @@ import zoo
 from benchmarks.report import Table
 from benchmarks.timing import Timing, median_ratio
 from zoo import rnn, transformer
-from zoo.nn import precision
+from zoo.nn import parameters, precision
 
 Model = Literal["transformer", "window", "lstm"]
 
@@ -157,4 +157,4 @@ def _make(options: Options, name: Model) -> Any:
             ),
             key=key,
         )
-    return precision.cast(model, precision.compute_dtype(options.dtype))
+    return parameters.cast(model, precision.compute_dtype(options.dtype))

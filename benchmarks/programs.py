@@ -21,7 +21,7 @@ from benchmarks.peers.transformer import zoo_model
 from benchmarks.peers.transformer.given import Shape
 from benchmarks.report import Table
 from zoo import losses, transformer
-from zoo.training.step import abstract_state
+from zoo.training.state import abstract_state
 
 GPT_124M = Shape(12, 768, 12, 3072, vocab_size=50304, seq_len=1024, batch_size=16, tied=True)
 

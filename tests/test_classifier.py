@@ -91,5 +91,5 @@ def test_training_on_a_mesh_is_training(name):
 def test_what_gives_no_vector_a_token_is_refused():
     pooled = rnn.RNN(rnn.Config(VOCAB, out_size=2, pooling="mean", hidden_size=8), key=KEY)
     for body in (mlp.MLP(mlp.Config(4, 2), key=KEY), pooled):
-        with pytest.raises(ValueError, match="gives no vector a token: take a transformer"):
+        with pytest.raises(ValueError, match="gives no vector per token: take a transformer"):
             Classifier(body, 2, key=KEY)

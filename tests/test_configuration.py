@@ -21,6 +21,7 @@ import recipes.mlp
 import recipes.rnn
 from zoo import bert, lora, mlp, rnn, transformer
 from zoo.base import configuration
+from zoo.nn.layers import RopeScaling
 from zoo.wrappers.classifier import Classifier
 
 # A small configuration of each family, and values that none of its fields can have.
@@ -65,7 +66,8 @@ def test_no_field_takes_a_value_of_another_type(name: str):
         ("transformer", {"num_layers": True}, "num_layers=True: must be an integer"),
         ("transformer", {"num_layers": 2.0}, "num_layers=2.0: must be an integer"),
         ("transformer", {"d_ff": "4"}, "d_ff='4': must be an integer of 32 bits or None"),
-        ("transformer", {"rope_scaling": (1.0, None)}, "must be a tuple, of a finite number each"),
+        ("transformer", {"rope_scaling": (1.0,)}, "must be a RopeScaling"),
+        ("lora", {"targets": ("a", None)}, "must be a tuple, of a text each"),
         ("transformer", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
         ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
         ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),
@@ -77,7 +79,7 @@ def test_the_error_says_the_field_the_value_and_the_choices(
     config: str, changes: dict, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        changed(CONFIGS[config], **changes)
+        changed(lora.Config() if config == "lora" else CONFIGS[config], **changes)
 
 
 def test_a_pooling_that_there_is_not_is_refused():
@@ -125,6 +127,89 @@ def test_values_out_of_json():
 def test_values_out_of_json_that_do_not_fit(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         configuration.from_json(Small, values)
+
+
+# Fields of earlier versions
+
+
+def from_percent(value: Any) -> Any:
+    return {"rate": value / 100} if isinstance(value, int) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    rate: float = 0.0
+    places: int = dataclasses.field(default=1, metadata=configuration.formerly("slots"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    size: int
+    inner: Inner = dataclasses.field(
+        default=Inner(), metadata=configuration.formerly("percent", convert=from_percent)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"size": 1, "percent": 50}, Outer(1, Inner(0.5))),
+        ({"size": 1, "inner": 25}, Outer(1, Inner(0.25))),
+        ({"size": 1, "percent": {"slots": 3}}, Outer(1, Inner(0.0, 3))),
+        ({"size": 1, "inner": {"rate": 1, "places": 2}}, Outer(1, Inner(1.0, 2))),
+        ({"size": 1}, Outer(1)),
+    ],
+    ids=str,
+)
+def test_fields_of_earlier_versions_are_read(values: dict[str, Any], expected: Outer):
+    given = copy.deepcopy(values)
+    assert configuration.from_json(Outer, values) == expected
+    assert values == given
+    found = configuration.current(Outer, {**values, "other": [1]})
+    assert found.pop("other") == [1]
+    assert configuration.current(Outer, found) == found
+    assert found.keys() <= {"size", "inner"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 1, "percent": 50, "inner": {}}, "no field percent"),
+        ({"size": 1, "inner": {"speed": 1}}, r"no field inner.speed \(known are rate, places"),
+        ({"size": 1, "inner": {"slots": "a"}}, "inner.places='a': must be an integer"),
+        ({"size": 1, "inner": "half"}, "inner='half': must be a Inner"),
+    ],
+    ids=str,
+)
+def test_an_error_in_a_nested_configuration_has_its_path(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        configuration.from_json(Outer, values)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scaling"),
+    [
+        ([], RopeScaling()),
+        ([8], RopeScaling(8.0)),
+        ([8.0, 1.0, 4.0, 64.0], RopeScaling(8.0, 1.0, 4.0, 64)),
+    ],
+)
+def test_a_transformer_of_version_0_1_0_is_read(numbers: list[float], scaling: RopeScaling):
+    values = {"vocab_size": 8, "norms": "both", "rope_scaling": numbers}
+    config = configuration.from_json(transformer.Config, values)
+    assert config == transformer.Config(8, norm_placement="both", rope_scaling=scaling)
+    written = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert configuration.from_json(transformer.Config, written) == config
+    # What a run compares with its own, field by field.
+    assert (
+        configuration.current(transformer.Config, {**written, "rope_scaling": numbers}) == written
+    )
+
+
+@pytest.mark.parametrize("numbers", [[8.0, 1.0], [8.0, 1.0, 4.0, 64.5], [None], "8"])
+def test_a_damaged_scaling_of_version_0_1_0_is_refused(numbers: Any):
+    with pytest.raises(ValueError, match="rope_scaling"):
+        configuration.from_json(transformer.Config, {"vocab_size": 8, "rope_scaling": numbers})
 
 
 def test_a_value_however_deep_is_refused_without_going_down_it():
@@ -178,7 +263,7 @@ def test_there_are_floats_to_try():
     }
     names |= {
         "recipes.rnn.clip_norm",
-        "zoo.transformer.config.rope_scaling",
+        "zoo.nn.layers.low_freq_factor",
         "zoo.data.text.held_out",
     }
     assert FIELDS.keys() >= names
@@ -188,9 +273,8 @@ def test_there_are_floats_to_try():
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_number_that_is_not_finite_is_refused_by_name(field: str, bad: float):
     config, name = FIELDS[field]
-    value = (bad,) if name == "rope_scaling" else bad
-    with pytest.raises(ValueError, match=rf"\b{name}=\(?{bad}\b"):
-        dataclasses.replace(config, **{name: value})
+    with pytest.raises(ValueError, match=rf"\b{name}={bad}\b"):
+        dataclasses.replace(config, **{name: bad})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
@@ -203,20 +287,26 @@ def test_a_number_that_is_not_finite_is_refused_by_name(field: str, bad: float):
         "attention_scale",
         "attention_soft_cap",
         "logit_soft_cap",
-        "rope_scaling",
     ],
 )
 def test_numbers_that_the_maths_divides_by_are_positive(name: str, value: float):
-    given = (value,) if name == "rope_scaling" else value
-    with pytest.raises(ValueError, match=rf"^{name}=\(?{value}.* must be positive"):
-        transformer.Config(vocab_size=8, **{name: given})
+    with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
+        transformer.Config(vocab_size=8, **{name: value})
     if name == "norm_eps":
         with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
             bert.Config(vocab_size=8, norm_eps=value)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0])
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_numbers_of_a_scaling_are_positive(name: str, value: float):
+    with pytest.raises(ValueError, match=rf"^rope_scaling.{name}={value}: must be positive"):
+        RopeScaling(**{name: value})
+
+
 def test_finite_numbers_are_taken():
-    assert transformer.Config(vocab_size=8, rope_scaling=(8.0, 1.0, 4.0, 8192.0), norm_eps=1e-6)
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert transformer.Config(vocab_size=8, rope_scaling=scaling, norm_eps=1e-6)
     assert rnn.Config(vocab_size=8, dropout=0.1).dropout == 0.1
     assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
     assert recipes.generate.Config(top_p=0.9).top_p == 0.9

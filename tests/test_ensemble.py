@@ -7,7 +7,8 @@ import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
 from zoo.sharding.axes import is_matrix, logical_axes
-from zoo.training.step import init_state, make_train_step
+from zoo.training.state import init_state
+from zoo.training.step import make_train_step
 from zoo.wrappers.ensemble import Ensemble
 
 KEY = jax.random.key(0)
@@ -30,7 +31,7 @@ def make_transformer(key):
     return transformer.Transformer(config, key=key)
 
 
-FAMILIES = [(make_mlp, POINTS), (make_rnn, TOKENS), (make_transformer, TOKENS)]
+MODELS = [(make_mlp, POINTS), (make_rnn, TOKENS), (make_transformer, TOKENS)]
 
 
 def loss_fn(model, batch, key):
@@ -47,7 +48,7 @@ def make_batch(x=POINTS) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize(("make_model", "x"), FAMILIES, ids=["mlp", "rnn", "transformer"])
+@pytest.mark.parametrize(("make_model", "x"), MODELS, ids=["mlp", "rnn", "transformer"])
 def test_members_are_born_and_called_as_each_alone(make_model, x):
     model = eqx.filter_jit(lambda key: Ensemble(make_model, NUM_MEMBERS, key=key))(KEY)
     call = eqx.filter_jit(lambda model: model(x))
@@ -101,7 +102,7 @@ def test_members_train_as_each_alone(name):
     np.testing.assert_allclose(history, np.mean(histories, axis=0), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("make_model", "x"), FAMILIES[:2], ids=["mlp", "rnn"])
+@pytest.mark.parametrize(("make_model", "x"), MODELS[:2], ids=["mlp", "rnn"])
 def test_a_mesh_shards_members_and_changes_nothing(make_model, x):
     model = Ensemble(make_model, NUM_MEMBERS, key=KEY)
     mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")

@@ -14,8 +14,10 @@ from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_
 
 import zoo
 from zoo import mlp, rnn, sharding
+from zoo.decoding.attention import AttentionDecoder
+from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import Sampling, sample
-from zoo.nn import precision
+from zoo.nn import parameters
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
@@ -94,7 +96,7 @@ def test_greedy_with_the_cache_is_greedy_without_it(name: str):
 def test_a_sliding_window_keeps_its_window_alone():
     tokens, mask = jnp.ones((2, 16), jnp.int32), jnp.ones((2, 16), bool)
     for name, slots in (("rotary", 64), ("window", 5)):
-        prefill = eqx.filter_eval_shape(decoder(name).prefill, tokens, mask, 64)
+        prefill = eqx.filter_eval_shape(decoder_of(decoder(name)).prefill, tokens, mask, 64)
         assert prefill[1].layers
         for layer in prefill[1].layers:
             assert layer.keys.shape == layer.values.shape == (2 * 8, slots, 4)
@@ -102,13 +104,13 @@ def test_a_sliding_window_keeps_its_window_alone():
 
 @pytest.mark.parametrize("name", ["rotary", "lstm"])
 def test_in_bf16_tokens_are_among_the_likeliest(name: str):
-    model = precision.cast(decoder(name), jnp.bfloat16)
+    model = parameters.cast(decoder(name), jnp.bfloat16)
     prompt = np.random.default_rng(4).integers(0, VOCAB, (2, 9)).astype(np.int32)
     tokens = zoo.generate(model, prompt, max_new_tokens=12, temperature=0.0)
     logits = np.asarray(eqx.filter_jit(model)(tokens))[:, 8:-1]
     chosen = np.take_along_axis(logits, np.asarray(tokens)[:, 9:, None], -1)[:, :, 0]
     assert (logits.max(-1) - chosen < 0.05 * logits.std()).all()
-    _, cache = eqx.filter_eval_shape(model.prefill, tokens, tokens > -1, 32)
+    _, cache = eqx.filter_eval_shape(decoder_of(model).prefill, tokens, tokens > -1, 32)
     if name != "lstm":
         assert {x.dtype for x in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -125,7 +127,8 @@ def test_on_a_mesh_as_on_one_device(name: str, axes: str):
     if name != "lstm":
         with sharding.use(mesh):
             tokens = jnp.ones((4, 16), jnp.int32)
-            _, cache = eqx.filter_jit(type(model).prefill)(placed, tokens, tokens > 0, 32)
+            prefill = eqx.filter_jit(AttentionDecoder.prefill)
+            _, cache = prefill(decoder_of(placed), tokens, tokens > 0, 32)
         keys, devices = cache.layers[0].keys, mesh.size
         assert keys.addressable_shards[0].data.size == keys.size // devices
 
@@ -314,13 +317,34 @@ class Called(Twice):
 class TwiceDecoded(Twice):
     """And decoding to go with it."""
 
+    def check_decoder(self, length: int) -> None:
+        AttentionDecoder(self).check_decoder(length)
+
     def prefill(self, *arguments: Any) -> Any:
-        logits, cache = super().prefill(*arguments)
+        logits, cache = AttentionDecoder(self).prefill(*arguments)
         return 2 * logits, cache
 
+    def for_decoding(self) -> Any:
+        return AttentionDecoder(self).for_decoding().model
+
     def decode(self, *arguments: Any) -> Any:
-        logits, cache = super().decode(*arguments)
+        logits, cache = AttentionDecoder(self).decode(*arguments)
         return 2 * logits, cache
+
+
+class Again(TwiceDecoded):
+    def __call__(self, tokens: Any, **options: Any) -> Any:
+        return 2 * super().__call__(tokens, **options)
+
+
+class Half(Transformer):
+    """A decoder that lacks two methods."""
+
+    def prefill(self, *arguments: Any) -> Any:
+        return AttentionDecoder(self).prefill(*arguments)
+
+    def decode(self, *arguments: Any) -> Any:
+        return AttentionDecoder(self).decode(*arguments)
 
 
 class Loud(rnn.RNN):
@@ -334,6 +358,8 @@ class Loud(rnn.RNN):
     [
         ("rotary", Twice, "Twice overrides hidden, and decoding would not call it: prefill and"),
         ("rotary", Called, "Called overrides __call__"),
+        ("rotary", Again, "Again overrides __call__, .*, of TwiceDecoded, call the parts"),
+        ("rotary", Half, "Half has no check_decoder; a decoder has check_decoder, prefill, for_"),
         ("lstm", Loud, "Loud overrides run, .*, of RecurrentDecoder, call the parts"),
     ],
 )
@@ -380,8 +406,9 @@ def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[A
 
     @eqx.filter_jit
     def decoded(model: Any) -> jax.Array:
-        logits, cache = model.prefill(tokens[:, :14], tokens[:, :14] > -1, 16)
-        last, _ = model.for_decoding().decode(tokens[:, 14], cache)
+        decoder = decoder_of(model)
+        logits, cache = decoder.prefill(tokens[:, :14], tokens[:, :14] > -1, 16)
+        last, _ = decoder.for_decoding().decode(tokens[:, 14], cache)
         return jnp.stack([logits, last], axis=1)
 
     want = changed(tokens)[:, 13:15]

@@ -17,6 +17,7 @@ import safetensors.numpy
 import zoo
 from zoo import bert
 from zoo.data.tokenizer import load_tokenizer
+from zoo.decoding.decoder import decoder_of
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
@@ -90,7 +91,7 @@ def test_a_layer_with_a_window_keeps_only_its_window(name: str):
     model, length = zoo.load(GOLDEN / name), 31
     tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)
     mask = jax.ShapeDtypeStruct((2, 11), jnp.bool_)
-    prefill = lambda tokens, mask: model.prefill(tokens, mask, length)[1]
+    prefill = lambda tokens, mask: decoder_of(model).prefill(tokens, mask, length)[1]
     cache = eqx.filter_eval_shape(prefill, tokens, mask)
     windows = [model.config.window_of(kind) for kind in model.config.all_layer_kinds]
     assert [x.keys.shape[-2] for x in cache.layers] == [window or length for window in windows]

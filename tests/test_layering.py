@@ -1,4 +1,4 @@
-"""The house keeps its order: who imports whom, and nothing of the user's is imported by mistake."""
+"""The house keeps its order: rooms, imports that run downwards only, and light imports."""
 
 import ast
 import importlib.util
@@ -10,26 +10,16 @@ import pytest
 
 ZOO = Path(importlib.util.find_spec("zoo").origin).parent
 MODULES = {path.relative_to(ZOO).with_suffix("").as_posix(): path for path in ZOO.rglob("*.py")}
-FAMILIES = {"bert", "blocks", "mlp", "moe", "rnn", "rnn_config"}
-FAMILIES |= {"transformer", "transformer_config"}
-# What works for every family, and so knows none.
-SHARED = {"attention", "checkpoint", "data", "evaluation", "layers", "loop", "losses", "optimizers"}
-SHARED |= {
-    "beam_search",
-    "cache",
-    "compiled",
-    "decoder",
-    "generate",
-    "precision",
-    "publish",
-    "remat",
-    "run",
-    "sharding",
-    "tensors",
-    "train",
-}
-# What layers and families stand on.
-GROUND = {"axes", "precision", "remat", "sharding"}
+PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith("/__init__")}
+
+# The rooms from the ground up; a module imports from its own room and from those before it.
+ROOMS = ["base", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
+ROOMS += ["data", "training", "decoding", "publishing", "planning", "runs", "tasks"]
+ROOMS += ["__main__", "__init__"]
+FAMILIES = {"transformer", "rnn", "mlp", "bert"}
+# What serves models of any family knows none.
+IGNORANT = {"wrappers": FAMILIES, "data": {*FAMILIES, "nn"}, "training": FAMILIES}
+MESH_AXES = {"data", "fsdp", "tensor"}
 
 
 def imports(path: Path) -> set[str]:
@@ -45,40 +35,92 @@ def imports(path: Path) -> set[str]:
 
 
 def zoo_imports(path: Path) -> set[str]:
-    """The modules of zoo that a file imports."""
+    """The modules of zoo that a file imports; a package stands for its `__init__`."""
     names = {name.removeprefix("zoo.").replace(".", "/") for name in imports(path)}
-    return names & set(MODULES)
+    return (names & set(MODULES)) | {f"{name}/__init__" for name in names & PACKAGES}
 
 
-def test_the_imports_are_seen(tmp_path: Path):
+def room(module: str) -> str:
+    return module.partition("/")[0]
+
+
+def test_imports_are_seen(tmp_path: Path):
     file = tmp_path / "file.py"
     file.write_text("import models.x\ndef f():\n  from zoo import rnn\n  from zoo.mlp import MLP")
     assert imports(file) == {"models.x", "zoo", "zoo.rnn", "zoo.mlp", "zoo.mlp.MLP"}
-    assert zoo_imports(MODULES["transformer"]) >= {"blocks", "layers", "remat", "sharding"}
+    assert zoo_imports(file) == {"rnn/__init__", "mlp"}
+    assert zoo_imports(MODULES["transformer/model"]) >= {"nn/remat", "transformer/blocks"}
+
+
+def test_every_module_has_a_room():
+    assert {room(name) for name in MODULES} == set(ROOMS)
+    entries = [path.name for path in ZOO.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 17, sorted(entries)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_zoo_imports_none_of_its_users(name: str):
+def test_imports_run_downwards(name: str):
+    floor = ROOMS.index(room(name))
+    above = {other for other in zoo_imports(MODULES[name]) if ROOMS.index(room(other)) > floor}
+    assert not above
+    assert not {room(other) for other in zoo_imports(MODULES[name])} & IGNORANT.get(
+        room(name), set()
+    )
+
+
+def test_no_modules_import_each_other():
+    # The `__init__` of a room re-exports, and so is of the room's modules, not beside them.
+    graph = {
+        name: {x for x in zoo_imports(path) if not x.endswith("__init__")}
+        for name, path in MODULES.items()
+        if not name.endswith("__init__")
+    }
+    assert sum(map(len, graph.values())) > 200
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_inside_zoo_names_come_from_their_own_module(name: str):
+    if name == "__init__":
+        return
     roots = {module.partition(".")[0] for module in imports(MODULES[name])}
     assert not roots & {"benchmarks", "helpers", "models", "recipes", "tests"}
+    tree = ast.parse(MODULES[name].read_text())
+    lazily = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "zoo"
+        for alias in node.names
+    }
+    assert lazily <= set(MODULES) | PACKAGES
 
 
-@pytest.mark.parametrize("name", sorted(SHARED))
-def test_what_serves_every_family_knows_none(name: str):
-    assert not zoo_imports(MODULES[name]) & FAMILIES
+@pytest.mark.parametrize(
+    "name", sorted(n for n in MODULES if room(n) not in ("sharding", "planning"))
+)
+def test_only_sharding_and_planning_name_mesh_axes(name: str):
+    # "data" is the name of much else: it counts only beside another axis, as in ("data", "fsdp").
+    tree = ast.parse(MODULES[name].read_text())
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert not {text for text in texts if isinstance(text, str)} & (MESH_AXES - {"data"})
 
 
-@pytest.mark.parametrize("name", sorted(GROUND))
-def test_the_ground_stands_on_nothing_but_itself(name: str):
-    assert zoo_imports(MODULES[name]) <= GROUND
-
-
-def test_only_sharding_names_mesh_axes():
-    axes = {"data", "fsdp", "tensor"}
-    for name in FAMILIES | {"attention", "layers", "losses", "remat", "train"}:
-        tree = ast.parse(MODULES[name].read_text())
-        texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        assert not texts & axes, name
+def run(program: str, folder: Path) -> list[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, check=False
+    )
+    assert not result.returncode, result.stderr + result.stdout
+    return result.stdout.split()
 
 
 def test_folders_of_the_same_name_as_ours_are_not_imported(tmp_path: Path):
@@ -91,7 +133,28 @@ def test_folders_of_the_same_name_as_ours_are_not_imported(tmp_path: Path):
         f"for name in {names}: importlib.import_module(name)\n"
         "print(*sorted({'models', 'recipes'} & set(sys.modules)), 'done')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    assert run(program, tmp_path) == ["done"]
+
+
+def test_a_family_loads_jax_and_equinox_alone(tmp_path: Path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
+        "from zoo import bert, mlp, rnn, transformer\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
     )
-    assert result.stdout.split() == ["done"], result.stderr + result.stdout
+    loaded = set(run(program, tmp_path))
+    assert {"jax", "equinox", "jaxtyping", "zoo"} <= loaded
+    heavy = {"grain", "matplotlib", "optax", "orbax", "rich", "safetensors", "tokenizers", "tyro"}
+    assert not loaded & heavy
+
+
+def test_each_public_name_is_there(tmp_path: Path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
+        "import zoo\n"
+        "names = [name for name in dir(zoo) if not name.startswith('_')]\n"
+        "for name in names: getattr(zoo, name)\n"
+        "print(*names)"
+    )
+    names = run(program, tmp_path)
+    assert {"transformer", "generate", "load", "make_train_step", "lora", "losses"} <= set(names)

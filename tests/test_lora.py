@@ -22,7 +22,7 @@ from helpers import (
 import zoo
 from zoo import lora, losses, mlp, sharding
 from zoo.base import checksums
-from zoo.nn import precision
+from zoo.nn import parameters
 from zoo.publishing.tensors import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
@@ -94,7 +94,7 @@ def test_stacked_matrices_are_merged_one_by_one():
 
 
 def test_adapters_in_bf16_are_merged_in_fp32():
-    model = precision.cast(drawn(drawn_transformer()), jnp.bfloat16)
+    model = parameters.cast(drawn(drawn_transformer()), jnp.bfloat16)
     wo, mixed = lora.merge(model).blocks.attention.wo, model.blocks.attention.wo
     weight, down, up = (np.asarray(x, np.float32) for x in (mixed.weight, mixed.down, mixed.up))
     expected = weight + 2.0 * np.einsum("lnhr,lre->lnhe", down, up)
@@ -238,7 +238,7 @@ def test_adapters_that_do_not_fit_are_refused(saved):
     folder, adapted = saved
     with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
         zoo.load_adapters(folder / "adapters", adapted)
-    with pytest.raises(PublishError, match=r"of a zoo.transformer.Transformer, not of a zoo.rnn"):
+    with pytest.raises(PublishError, match=r"family 'transformer', and the model is of 'rnn'"):
         zoo.load_adapters(folder / "adapters", make_rnn(0.0)(KEY))
     with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
         zoo.load_adapters(folder / "adapters", drawn_transformer(d_ff=128))
@@ -265,7 +265,9 @@ def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
     model = drawn(drawn_transformer())
     with pytest.raises(PublishError, match=r"attention\.wk\.scale: 2\.0 here, 7\.0 by"):
         zoo.save_adapters(tmp_path / "a", other_scale(model), base="base")
-    with pytest.raises(PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP"):
+    with pytest.raises(
+        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
+    ):
         zoo.save_adapters(tmp_path / "a", with_loud_mlp(model), base="base")
     assert not list(tmp_path.iterdir())
 

@@ -26,7 +26,7 @@ def test_the_list_has_a_line_for_each_model(shelf, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "what it is" in lines[0]
     [line] = [line for line in lines if line.strip().startswith("flowers")]
-    assert "MLP" in line
+    assert " mlp " in line
     assert "130" in line  # 4·8 + 8 + 8·8 + 8 + 8·2 + 2
     assert "Tells irises from roses." in line
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 import zoo
 from zoo import mlp, optimizers
 from zoo.sharding.axes import is_parameter
-from zoo.training import step as train
 from zoo.training.optimizers import Config, make_optimizer, make_schedule
+from zoo.training.state import TrainState
 
 NAMES = ["adam", "adamw", "lion", "adafactor", "muon"]
 KEY = jax.random.key(0)
@@ -89,7 +89,7 @@ OPTIMIZERS |= {"chain": chained, "partition": partitioned, "factored": factored}
 
 
 @pytest.fixture(scope="module")
-def stepped() -> tuple[train.TrainState, train.TrainState]:
+def stepped() -> tuple[TrainState, TrainState]:
     """The state after two steps of every optimizer on a mesh, and that on one device."""
     optimizer = optax.multi_transform(
         {name: make() for name, make in OPTIMIZERS.items()},

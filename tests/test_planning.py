@@ -32,7 +32,8 @@ from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
 from zoo.runs import planned
 from zoo.runs.processes import RunError
 from zoo.sharding.axes import ShardingError, is_parameter
-from zoo.training.step import abstract_state, init_state, make_train_step
+from zoo.training.state import abstract_state, init_state
+from zoo.training.step import make_train_step
 
 TEXTS = Path(__file__).parent / "golden" / "hlo"
 MiB = 2**20

@@ -11,7 +11,7 @@ import pytest
 from helpers import equations, value_and_gradients
 from jaxtyping import Array
 
-from zoo.nn import precision
+from zoo.nn import parameters, precision
 from zoo.nn.precision import LossScale, matmul
 
 
@@ -102,9 +102,9 @@ class CastsItself(Weight):
 
 def test_parameters_are_cast_at_use_within_a_step_and_not_after():
     tree = {"w": jnp.ones(2)}
-    with precision.computing_in(jnp.bfloat16):
-        assert precision.cast_for_use(tree)["w"].dtype == jnp.bfloat16
-    assert precision.cast_for_use(tree)["w"].dtype == jnp.float32
+    with parameters.computing_in(jnp.bfloat16):
+        assert parameters.cast_for_use(tree)["w"].dtype == jnp.bfloat16
+    assert parameters.cast_for_use(tree)["w"].dtype == jnp.float32
 
 
 def test_a_model_is_cast_as_a_whole_or_by_itself():
@@ -112,7 +112,7 @@ def test_a_model_is_cast_as_a_whole_or_by_itself():
         assert model.w.dtype == jnp.bfloat16
     with precision.in_precision(CastsItself(jnp.ones(2)), "bf16") as model:
         assert model.w.dtype == jnp.float32
-        assert precision.cast_for_use(model).w.dtype == jnp.bfloat16
+        assert parameters.cast_for_use(model).w.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("name", "exact"), [("fp32", True), ("bf16", False)])
@@ -126,7 +126,7 @@ def test_products_in_fp32_are_of_fp32(name: Any, exact: bool):
 
 def test_cast_leaves_what_is_no_float():
     tree = {"w": jnp.ones(2), "ids": jnp.arange(2), "key": jax.random.key(0), "rate": 0.5}
-    got = precision.cast(tree, jnp.bfloat16)
+    got = parameters.cast(tree, jnp.bfloat16)
     assert got["w"].dtype == jnp.bfloat16
     assert got["ids"] is tree["ids"]
     assert got["key"] is tree["key"]

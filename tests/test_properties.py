@@ -24,6 +24,7 @@ from benchmarks.soak.damage import KINDS, hurt
 from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.data.corpus import Corpus
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.nn.layers import RopeScaling
 from zoo.runs.checkpoint import Checkpointer
 
 
@@ -175,7 +176,7 @@ def worlds(draw: st.DrawFn, family: str) -> World:
     fixed = ("gates", "features", "classes", "rank", "member")
     rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}
     rules = {**sharding.RULES, **(rules if draw(st.booleans()) else {})}
-    return World(mesh, rules, *FAMILIES[family](draw, unit, math.prod(sizes)))
+    return World(mesh, rules, *WORLDS[family](draw, unit, math.prod(sizes)))
 
 
 def token_rows(unit: int, rows: int) -> dict[str, np.ndarray]:
@@ -201,9 +202,11 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
         mlp=draw(plain if experts is None else gated),
         num_experts=experts,
         norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
-        norms=draw(st.sampled_from(["pre", "post", "both"])),
+        norm_placement=draw(st.sampled_from(["pre", "post", "both"])),
         positions=draw(st.sampled_from(["rotary", "learned"])),
-        rope_scaling=draw(st.sampled_from([(), (2.0,), (8.0, 1.0, 4.0, 8.0)])),
+        rope_scaling=draw(
+            st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
+        ),
         max_seq_len=unit * math.ceil(16 / unit),
         bias=experts is None and draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 9)),
@@ -255,7 +258,7 @@ def draw_mlp(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]
     return functools.partial(mlp.MLP, config), labelled_batch(rows), losses.classification
 
 
-FAMILIES = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
+WORLDS = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
 
 
 def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
@@ -266,7 +269,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
     return float(metrics["loss"]), state.opt_state.trace
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WORLDS)
 @examples(2, 15)
 def test_any_mesh_and_rules_give_the_gradient_of_one_device(options: settings, family: str):
     @options

@@ -14,7 +14,9 @@ import safetensors.numpy
 from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float, Int
 
+import zoo
 from zoo import bert, lora, mlp, rnn, sharding, transformer
+from zoo.base import checksums
 from zoo.publishing import families, tensors
 from zoo.publishing import shelf as the_shelf
 from zoo.publishing.tensors import PublishError, Tensor, write_file
@@ -350,11 +352,11 @@ def own_ensemble(make) -> Ensemble:
         ),
         (
             lambda: own_ensemble(lambda key: small()),
-            r"Own here, zoo\.ensemble\.Ensemble by",
+            r"Own here, zoo\.wrappers\.ensemble\.Ensemble by",
         ),
         (
             lambda: Classifier(with_loud_mlp(drawn_transformer()), 3, key=jax.random.key(0)),
-            r"body\.blocks\.mlp: helpers\.LoudMLP here, zoo\.blocks\.MLP by the",
+            r"body\.blocks\.mlp: helpers\.LoudMLP here, zoo\.transformer\.blocks\.MLP by the",
         ),
         (
             lambda: lora.adapt(small(), lora.Config(), key=jax.random.key(0)),
@@ -460,7 +462,7 @@ def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monke
         ({"pooling": ...}, "a classifier has the field pooling"),
         ({"num_classes": "3"}, "num_classes='3': must be an integer"),
         ({"config": [1]}, r"config=\[1\]: must be"),
-        ({"family": ...}, "family None is unknown; known are zoo"),
+        ({"family": ...}, "family None is unknown; known are bert, "),
         ({"family": ["zoo.rnn.RNN"]}, r"family \['zoo.rnn.RNN'\] is unknown"),
         ({"cell": "foo"}, "cell='foo': choose one of .*'lstm', 'gru'"),
         ({"bidirectional": "false"}, "bidirectional='false': must be True or False"),

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import sharding, transformer
+from zoo.nn.parameters import gather
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
-from zoo.training import step as train
+from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
 
@@ -214,7 +215,7 @@ def never(*_: Any) -> Any:
         lambda rules: sharding.batch_sharding(make_mesh(), 2, rules),
         lambda rules: sharding.num_batch_parts(make_mesh(), rules),
         lambda rules: zoo.init_state(never, SGD, key=jax.random.key(0), rules=rules),
-        lambda rules: train.abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
+        lambda rules: abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
         lambda rules: zoo.make_train_step(never, SGD, mesh=make_mesh(CUBE), rules=rules),
         lambda rules: zoo.make_eval_step(never, rules=rules),
     ],
@@ -330,7 +331,7 @@ def test_gather_undoes_what_stores_or_splits_the_batch_and_nothing_else(
     mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
     tree = eqx.filter_shard(part(), sharding.shardings(part(), mesh, rules))
     assert tree.weight.sharding.spec == stored
-    found = inside(mesh, lambda tree: sharding.gather(tree).weight * 1, tree, rules)
+    found = inside(mesh, lambda tree: gather(tree).weight * 1, tree, rules)
     assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
     without = inside(mesh, lambda tree: tree.weight * 1, tree, rules)
     assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
@@ -341,7 +342,7 @@ def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
     tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
 
     def gradient(tree: Any) -> jax.Array:
-        return jax.grad(lambda weight: sharding.gather(replace(weight)).weight.sum())(tree.weight)
+        return jax.grad(lambda weight: gather(replace(weight)).weight.sum())(tree.weight)
 
     def replace(weight: jax.Array) -> Any:
         return eqx.tree_at(lambda tree: tree.weight, tree, weight)
@@ -352,7 +353,7 @@ def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
 
 def test_gather_without_a_mesh_is_the_identity():
     tree = part()
-    assert sharding.gather(tree) is tree
+    assert gather(tree) is tree
 
 
 def test_rules_and_mesh_end_with_their_use():
@@ -371,6 +372,6 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
     def create(*_, **__):  # as of 7 of v5e:2x4
         raise AssertionError("jax_devices=[TpuDevice(id=0, …")
 
-    monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", create)
+    monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")

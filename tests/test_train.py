@@ -32,6 +32,7 @@ from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train
 from zoo.training.compiled import CompiledStep
+from zoo.training.state import abstract_state, state_shardings
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 KEY = jax.random.key(0)
@@ -172,7 +173,7 @@ def test_fsdp_divides_parameters_and_optimizer_state_by_eight(family: Family):
 def test_the_abstract_state_is_the_state_without_its_numbers(family: Family):
     state = train_five_steps(family, "all").state
     mesh, make_model = zoo.make_mesh(MESHES["all"][0]), family.make_model(0.1)
-    abstract = train.abstract_state(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh)
+    abstract = abstract_state(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for want, got in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
@@ -197,7 +198,7 @@ class Gradients:
         step = zoo.make_train_step(self.family.loss, KEEP_GRADIENT, **options)
         state = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, self._state)
         if mesh := options.get("mesh"):
-            state = eqx.filter_shard(state, train.state_shardings(state, mesh))
+            state = eqx.filter_shard(state, state_shardings(state, mesh))
         state, metrics = step(state, batch)
         return state.opt_state.trace, metrics
 
@@ -256,7 +257,7 @@ def test_bf16_multiplies_in_bf16_and_reduces_in_fp32(options: dict):
     make_model = make_transformer(attention="chunked", dropout=0.1, **options)
     optimizer = optax.adamw(1e-3)
     step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", accumulate=2)
-    state = train.abstract_state(make_model, optimizer, key=KEY)
+    state = abstract_state(make_model, optimizer, key=KEY)
     jaxpr = eqx.filter_make_jaxpr(step._function)(token_batch(8, 16), state)[0]
     found: dict[str, list] = {}
     for equation in equations(jaxpr):
@@ -297,7 +298,7 @@ def test_training_in_half_precision_follows_fp32(one_device: Any, precision: Any
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "HIGHEST"), ("bf16", "None")])
 def test_fp32_products_are_of_fp32_on_every_device(family: Family, precision: Any, expected: str):
     step = zoo.make_train_step(family.loss, KEEP_GRADIENT, precision=precision)
-    state = train.abstract_state(family.make_model(0.1), KEEP_GRADIENT, key=KEY)
+    state = abstract_state(family.make_model(0.1), KEEP_GRADIENT, key=KEY)
     jaxpr = eqx.filter_make_jaxpr(step._function)(family.make_batch(8, 16, 0), state)[0]
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert products

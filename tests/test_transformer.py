@@ -19,6 +19,7 @@ from helpers import (
 from jaxtyping import Array
 
 from zoo import losses, transformer
+from zoo.nn.layers import RopeScaling
 
 KEY = jax.random.key(0)
 
@@ -168,7 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "capped": {"attention_soft_cap": 5.0, "logit_soft_cap": 3.0, "d_ff": None, "head_dim": None},
     "encoder": {"causal": False, "bias": True, "attention": "xla", "mlp": "swiglu"},
     "both norms": {
-        "norms": "both",
+        "norm_placement": "both",
         "norm": "rms_offset",
         "scale_embedding": True,
         "attention_scale": 0.3,
@@ -176,15 +177,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "window_pattern": ("local", "global"),
         "num_layers": 3,
         "local_rope_theta": 100.0,
-        "rope_scaling": (8.0,),
+        "rope_scaling": RopeScaling(8.0),
     },
     "post norms": {
-        "norms": "post",
+        "norm_placement": "post",
         "qk_norm": True,
         "qk_norm_per_head": False,
         "qkv_bias": True,
         "mlp": "gelu_erf",
-        "rope_scaling": (8.0, 1.0, 4.0, 16.0),
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
     },
     "experts": {"num_experts": 4, "experts_per_token": 2, "d_ff": 12},
 }
@@ -300,7 +301,6 @@ def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: st
         ({"window": 0}, "window=0: must be positive"),
         ({"d_ff": 0}, "d_ff=0: must be positive"),
         ({"window_pattern": ()}, "needs a 'local' or 'global'"),
-        ({"rope_scaling": (8.0, 1.0)}, r"rope_scaling=\(8.0, 1.0\): give nothing, a factor, or"),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3: must be in 1 to"),
         ({"num_experts": 2, "mlp": "gelu"}, "num_experts=2: experts are gated MLPs"),
     ],
@@ -309,6 +309,19 @@ def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: st
 def test_a_configuration_that_cannot_be_names_its_field(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         small_config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low_freq_factor": 1.0}, "rope_scaling has low_freq_factor: give all of low_freq_factor"),
+        ({"high_freq_factor": 0.0}, "rope_scaling.high_freq_factor=0.0: must be positive"),
+    ],
+    ids=str,
+)
+def test_a_scaling_that_cannot_be_names_its_field(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(8.0, **options)
 
 
 def test_an_unknown_policy_names_its_field():

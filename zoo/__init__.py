@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.training import optimizers as optimizers
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
-    from zoo.training.step import TrainState as TrainState
-    from zoo.training.step import init_state as init_state
+    from zoo.training.state import TrainState as TrainState
+    from zoo.training.state import init_state as init_state
     from zoo.training.step import make_eval_step as make_eval_step
     from zoo.training.step import make_train_step as make_train_step
     from zoo.wrappers import ensemble as ensemble
@@ -74,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _homes().keys())
+    return sorted(_homes())

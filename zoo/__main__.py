@@ -11,6 +11,7 @@ from rich.table import Table
 from zoo import sharding
 from zoo.base import checksums
 from zoo.planning import command as planning
+from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
@@ -26,8 +27,7 @@ def list_models() -> None:
         lines = (line.strip() for line in card.text.splitlines())
         summary = next((line for line in lines if line and not line.startswith("#")), "")
         megabytes = f"{folder_bytes(card.folder) / 1e6:.1f}"
-        family = card.family.rpartition(".")[2]
-        table.add_row(card.name, family, f"{card.num_parameters:,}", megabytes, summary)
+        table.add_row(card.name, card.family, f"{card.num_parameters:,}", megabytes, summary)
     Console().print(table if cards else "The shelf is empty.")
 
 
@@ -44,7 +44,7 @@ def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
     readme = folder / README
     if readme.is_file():
         print(readme.read_text(encoding="utf-8"))
-    print(loaded.config if hasattr(loaded, "config") else loaded.members.config, end="\n\n")
+    print(body_of(loaded).config, end="\n\n")
     print(sharding.placement_table(loaded, devices))
 
 

@@ -16,8 +16,9 @@ from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
+from zoo.nn.parameters import gather
 from zoo.nn.remat import Policy, scan_layers
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
 from zoo.transformer.blocks import MLP, Attention
 
@@ -110,12 +111,17 @@ class Block(eqx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Apply the layer."""
         keys = (None, None) if key is None else jax.random.split(key)
-        added = self.attention(constrain(x_BTE, "batch", None, "embed"), segment_ids, None, None)
-        added = constrain(added, "batch", "seq", "embed")
-        x_BTE = self.attention_norm(x_BTE + dropout(added, self.dropout, keys[0]))
-        added = self.mlp(constrain(x_BTE, "batch", None, "embed"))
-        added = constrain(added, "batch", "seq", "embed")
-        return self.mlp_norm(x_BTE + dropout(added, self.dropout, keys[1]))
+        whole_BTE = constrain(x_BTE, "batch", "inner_seq", "embed")
+        added_BTE = self._added(self.attention(whole_BTE, segment_ids, None, None), keys[0])
+        x_BTE = self.attention_norm(x_BTE + added_BTE)
+        whole_BTE = constrain(x_BTE, "batch", "inner_seq", "embed")
+        return self.mlp_norm(x_BTE + self._added(self.mlp(whole_BTE), keys[1]))
+
+    def _added(
+        self, x_BTE: Float[Array, "batch seq embed"], key: Key[Array, ""] | None
+    ) -> Float[Array, "batch seq embed"]:
+        """What is added to the residual stream, from the output of a part."""
+        return dropout(constrain(x_BTE, "batch", "seq", "embed"), self.dropout, key)
 
 
 class BERT(eqx.Module):
@@ -129,6 +135,8 @@ class BERT(eqx.Module):
     pooler: Linear | None
     config: Config = eqx.field(static=True)
     casts_at_use: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = False
+    is_pooled: ClassVar[bool] = False
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         keys = jax.random.split(key, 5)
@@ -148,10 +156,15 @@ class BERT(eqx.Module):
             else None
         )
 
+    @property
+    def width(self) -> int:
+        """Size of the vectors that `hidden` gives."""
+        return self.config.d_model
+
     def hidden(
         self, tokens: Int[Array, "batch seq"], **options: Any
     ) -> Float[Array, "batch seq embed"]:
-        """The output of the model, [batch, seq, d_model]: an encoder has no head behind it."""
+        """The output of the model, [batch, seq, d_model]: an encoder has no output head."""
         return self(tokens, **options)
 
     def __call__(
@@ -183,7 +196,7 @@ class BERT(eqx.Module):
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         token_types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
+        x_BTE = gather(self.embedding)(constrain(tokens, "batch", "inner_seq"))
         x_BTE = x_BTE + gather(self.type_embedding)(token_types)
         x_BTE = x_BTE + gather(self.position_embedding)(positions)
         x_BTE = constrain(gather(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
@@ -197,10 +210,10 @@ class BERT(eqx.Module):
             return block(x_BTE, segment_ids, layer_key)
 
         x_BTE = scan_layers(block, self.blocks, x_BTE, policy=config.remat, scan=config.scan_layers)
-        return constrain(x_BTE, "batch", None, "embed")
+        return constrain(x_BTE, "batch", "inner_seq", "embed")
 
     def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:
-        """A vector a row, from that of its first token: what classifiers are trained on.
+        """A vector per row, from that of its first token, as classifiers are trained on.
 
         Raises:
             ValueError: a model without a pooler.
@@ -208,6 +221,10 @@ class BERT(eqx.Module):
         if self.pooler is None:
             raise ValueError("pooler=False: this model has none; take a token's vector, or `embed`")
         return jnp.tanh(gather(self.pooler)(x_BTE[:, 0]))
+
+    def without_head(self) -> "BERT":
+        """The model without the parameters that `hidden` does not use."""
+        return self if self.pooler is None else eqx.tree_at(lambda model: model.pooler, self, None)
 
 
 def embed(

@@ -27,9 +27,10 @@ from zoo.nn.layers import (
     make_norm,
     normal,
 )
+from zoo.nn.parameters import gather
 from zoo.nn.precision import matmul
 from zoo.nn.remat import Policy, scan_layers
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 
 
 @dataclass(frozen=True)

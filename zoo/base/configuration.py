@@ -1,7 +1,8 @@
 """Configurations are dataclasses whose fields have values of the types they are annotated with.
 
-A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields. A
-field that `may_differ` between two starts of a run says so in its own declaration.
+A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields,
+those of earlier versions too: a field says by `formerly` what it was then. A field that
+`may_differ` between two starts of a run says so in its own declaration.
 """
 
 import dataclasses
@@ -10,9 +11,9 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 _TEXTS = {
     bool: "True or False",
@@ -80,24 +81,66 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         raise ValueError(f"{name}={reprlib.repr(value)}: {wanted}")
 
 
-def from_json(cls: Any, values: Mapping[str, Any]) -> Any:
+class Former(NamedTuple):
+    """A field as files of earlier versions have it; see `formerly`."""
+
+    name: str | None
+    convert: Callable[[Any], Any] | None
+
+
+def formerly(
+    name: str | None = None, *, convert: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """Metadata of a dataclass field that files of earlier versions have in another form.
+
+    `name` is the name that it had; `convert` maps a JSON value of then to that of now, and leaves
+    every other value as it is.
+    """
+    return {"formerly": Former(name, convert)}
+
+
+def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON fields of a configuration as this version has them, whichever version wrote them.
+
+    So are those of the configurations in it. Unknown fields stay.
+    """
+    found = dict(values)
+    for field in dataclasses.fields(cls):
+        name, former = field.name, field.metadata.get("formerly", Former(None, None))
+        if former.name in found and name not in found:
+            found[name] = found.pop(former.name)
+        if former.convert is not None and name in found:
+            found[name] = former.convert(found[name])
+    for name, annotation in annotations(cls).items():
+        if dataclasses.is_dataclass(annotation) and isinstance(found.get(name), dict):
+            found[name] = current(annotation, found[name])
+    return found
+
+
+def from_json(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """A configuration of values out of JSON, in which tuples are lists, and 1.0 may be 1.
+
+    `prefix` is as for `check`.
 
     Raises:
         ValueError: a field that is missing, unknown, or has a value that it can't have.
     """
-    known = annotations(cls)
+    known, values = annotations(cls), current(cls, values)
     if unknown := sorted(values.keys() - known.keys()):
-        raise ValueError(f"no field {', '.join(unknown)} (known are {', '.join(known)})")
+        raise ValueError(f"no field {prefix}{', '.join(unknown)} (known are {', '.join(known)})")
     absent = dataclasses.MISSING
     for field in dataclasses.fields(cls):
         if field.name not in values and field.default is absent is field.default_factory:
-            raise ValueError(f"the field {field.name} is missing")
-    return cls(**{name: value_from_json(name, x, known[name]) for name, x in values.items()})
+            raise ValueError(f"the field {prefix}{field.name} is missing")
+    return cls(
+        **{name: value_from_json(prefix + name, x, known[name]) for name, x in values.items()}
+    )
 
 
 def value_from_json(name: str, value: Any, annotation: Any) -> Any:
     """The value of one field; see `from_json`."""
+    if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
+        return from_json(annotation, value, f"{name}.")
     value = tuple(value) if isinstance(value, list) else value
     check_value(name, value, annotation)
     if annotation in (float, float | None) and value is not None:
@@ -145,4 +188,6 @@ def _text(annotation: Any) -> str:
         return " or ".join(map(_text, arguments))
     if origin is tuple:
         return f"a tuple, of {_text(arguments[0])} each"
+    if dataclasses.is_dataclass(annotation):
+        return f"a {getattr(annotation, '__name__', annotation)}"
     return _TEXTS.get(annotation, str(annotation))

@@ -40,7 +40,7 @@ def beam_search(
     new = np.zeros((count, num_beams, 0), np.int32)
     scores = np.zeros((count, num_beams), np.float32)
     if max_new_tokens > 0:
-        arrays = (model, rows.tokens, rows.mask, rows.stops)
+        arrays = (rows.decoder, rows.tokens, rows.mask, rows.stops)
         with sharding.use(rows.mesh):
             found = _search(arrays, rows.length, num_beams, max_new_tokens)
         new, scores = np.asarray(found.tokens)[:count], np.asarray(found.scores)[:count]
@@ -64,9 +64,9 @@ class _Beams(eqx.Module):
 
 @eqx.filter_jit
 def _search(arrays: tuple[Any, ...], length: int, num_beams: int, num_tokens: int) -> _Beams:
-    model, tokens, mask, stops = arrays
+    decoder, tokens, mask, stops = arrays
     batch = tokens.shape[0]
-    logits, cache = model.prefill(tokens, mask, length)
+    logits, cache = decoder.prefill(tokens, mask, length)
     # At first all beams are the same, and only one of them is to have successors.
     scores = jnp.where(jnp.arange(num_beams) == 0, 0.0, -jnp.inf)
     beams = _Beams(
@@ -76,12 +76,12 @@ def _search(arrays: tuple[Any, ...], length: int, num_beams: int, num_tokens: in
     )
     rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), num_beams)
     beams, _ = _grow(beams, logits[rows], stops, jnp.int32(0))
-    model = model.for_decoding()
+    decoder = decoder.for_decoding()
 
     def step(carry: tuple[PyTree, _Beams], index: Array) -> tuple[tuple[PyTree, _Beams], None]:
         cache, beams = carry
         last = jax.lax.dynamic_index_in_dim(beams.tokens, index - 1, 2, keepdims=False)
-        logits, cache = model.decode(last.reshape(-1), cache)
+        logits, cache = decoder.decode(last.reshape(-1), cache)
         beams, rows = _grow(beams, logits, stops, index)
         return (cache.take(rows), beams), None
 

@@ -1,189 +1,93 @@
-"""What makes a model a decoder for `zoo.generate`: for attention with a cache, for recurrence with
-the state in its place.
+"""Decoders: what `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and which models are one.
 
-A decoder has these methods, whatever its family:
-
-- `check_decoder(length)` raises a ValueError if it cannot continue a text to that length;
-- `prefill(tokens, mask, length)` reads right-aligned prompts, and gives the logits behind each and
-  a cache with room for `length` tokens a row, padding included;
-- `for_decoding()` is the model as `decode` takes it;
-- `decode(tokens, cache)` reads one more token a row, and gives the logits behind it and the cache.
-
-A cache has `take(rows)`, which gives the cache of those rows, in that order.
-
-`prefill` and `decode` call the parts of a model, those of subclasses too, in the place of its
-forward pass. The methods that they go round are in `goes_round`: a subclass that overrides one
-overrides `prefill` and `decode` as well, or is refused. A part maps each position on its own, but
-for attention, which `attend` stands in for.
+A family is decoded by the adapter that stands beside it in `DECODERS`. The adapter calls the parts
+of a model, those of subclasses too, in the place of its forward pass. A subclass that overrides a
+method which this bypasses is refused, unless it is a decoder itself.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Protocol, runtime_checkable
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.decoding.cache import Cache, Clock, LayerCache
-from zoo.nn.attention import attention
-from zoo.nn.remat import scan_layers
-from zoo.sharding import gather
-
-Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
-Tokens = Int[Array, "batch seq"]
-Logits = Float[Array, "batch vocab"]
+from zoo.decoding.attention import AttentionDecoder
+from zoo.decoding.recurrent import RecurrentDecoder
+from zoo.rnn import RNN
+from zoo.transformer import Transformer
 
 
-def check_overrides(cls: type) -> None:
-    """Refuse a subclass of a family whose own forward pass decoding would go round.
+@runtime_checkable
+class Decoder(Protocol):
+    """A model that continues texts.
+
+    It is a tree of arrays, and its methods but for `check_decoder` are traced. The cache is a tree
+    of arrays too; its `take(rows)` is the cache of those rows, in that order.
+    """
+
+    @property
+    def config(self) -> Any:
+        """A configuration with a `vocab_size`."""
+
+    def check_decoder(self, length: int) -> None:
+        """Raise a ValueError if the model cannot continue a text to that length."""
+
+    def prefill(
+        self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], length: int
+    ) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Read right-aligned prompts; `mask` is False at the padding before them.
+
+        Returns the logits behind each, and a cache with room for `length` tokens per row, padding
+        included.
+        """
+
+    def for_decoding(self) -> "Decoder":
+        """The model as `decode` takes it."""
+
+    def decode(
+        self, tokens: Int[Array, "batch"], cache: Any
+    ) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Read one more token per row: the logits behind it, and the cache."""
+
+
+METHODS = ("check_decoder", "prefill", "for_decoding", "decode")
+DECODERS: dict[type, type[AttentionDecoder] | type[RecurrentDecoder]] = {
+    Transformer: AttentionDecoder,
+    RNN: RecurrentDecoder,
+}
+
+
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a model (a skeleton will do): the model itself, or its family's adapter on it.
 
     Raises:
-        ValueError: it names the class and the method.
+        ValueError: a model that is no decoder, or of a class that its family's decoder bypasses;
+            it names the class and the method.
     """
+    cls = type(model)
+    missing = [name for name in METHODS if not hasattr(cls, name)]
+    if 0 < len(missing) < len(METHODS):
+        raise ValueError(f"{cls.__name__} has no {missing[0]}; a decoder has {', '.join(METHODS)}")
+    for family, adapter in DECODERS.items():
+        if issubclass(cls, family):
+            _check_overrides(cls, family, adapter)
+            return adapter(model) if missing else model
+    if missing:
+        raise ValueError(f"a {cls.__name__} is no decoder: it has no next token")
+    return model
+
+
+def _check_overrides(cls: type, family: type, adapter: Any) -> None:
+    """Refuse a subclass of a family whose own forward pass decoding would bypass."""
     mro = cls.__mro__
-    decoder = next((x for x in mro if "goes_round" in vars(x)), None)
-    if decoder is None:
-        return
-    family = max(place for place, x in enumerate(mro) if decoder in x.__bases__)
 
     def owner(name: str) -> int:
         return next((place for place, x in enumerate(mro) if name in vars(x)), len(mro))
 
-    for name in vars(decoder)["goes_round"]:
-        place, passes = owner(name), max(owner("prefill"), owner("decode"))
-        if place < family and place < passes:
+    passes = max(owner("prefill"), owner("decode"))
+    for name in adapter.bypassed:
+        if (place := owner(name)) < min(mro.index(family), passes):
+            decoder = mro[passes] if passes < len(mro) else adapter
             raise ValueError(
                 f"{mro[place].__name__} overrides {name}, and decoding would not call it: prefill "
-                f"and decode, of {mro[passes].__name__}, call the parts of the model themselves. "
-                "Override these two as well (to be the same ones, if they fit), or the parts that "
-                "they call"
+                f"and decode, of {decoder.__name__}, call the parts of the model themselves. "
+                f"Override those parts, or define {', '.join(METHODS)} as well"
             )
-
-
-class AttentionDecoder(eqx.Module):
-    """Decoding for a stack of `blocks` that take an `attend` in the place of `attention`.
-
-    Kinds of layers take turns, each with a window and positions of its own.
-    """
-
-    goes_round: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "hidden_and_balance")
-
-    def check_decoder(self: Any, length: int) -> None:
-        """Refuse an encoder, and more tokens than a table of learned positions has."""
-        if not self.config.causal:
-            raise ValueError("causal=False: this is an encoder, which has no next token")
-        self.check_length(length)
-
-    def prefill(
-        self: Any, tokens: Tokens, mask: Bool[Array, "batch seq"], length: int
-    ) -> tuple[Logits, Cache]:
-        """Read prompts; a layer with a sliding window keeps only its window."""
-        config = self.config
-        positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-        x_BTE, rotaries = self.embed(tokens, positions)
-        segment_ids = mask.astype(jnp.int32)
-
-        def block(kind: Any, block: Any, carry: tuple, index: Array) -> tuple:
-            x_BTE, *stacks = carry
-            kept: list[Array] = []
-            name = type(getattr(block, "attention", block)).__name__
-
-            def attend(q: Array, k: Array, v: Array, **options: Any) -> Array:
-                kept.extend((k, v))
-                causal, window = options["causal"], options["window"]
-                if not causal or window != config.window_of(kind):
-                    raise ValueError(
-                        f"{name} attends with causal={causal}, window={window}, and decoding with "
-                        f"causal=True, window={config.window_of(kind)}"
-                    )
-                return attention(q, k, v, **options)
-
-            window = config.window_of(kind)
-            x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, attend)
-            if len(kept) != 2:
-                raise ValueError(
-                    f"{name} calls `attend` {len(kept) // 2} times, and decoding keeps the keys "
-                    "and values of one call a layer"
-                )
-            return (x_BTE, *(s.at[index].set(new) for s, new in zip(stacks, kept, strict=True)))
-
-        shape = (config.num_layers, *tokens.shape, config.kv_heads, config.head_size)
-        empty = jnp.zeros(shape, x_BTE.dtype)
-        x_BTE, keys, values = scan_layers(
-            [partial(block, kind) for kind in config.layer_kinds],
-            self.blocks,
-            (x_BTE, empty, empty),
-            scan=config.scan_layers,
-        )
-        windows = [config.window_of(kind) for kind in config.all_layer_kinds]
-        layers = tuple(
-            LayerCache.filled(k, v, min(length, window or length))
-            for k, v, window in zip(keys, values, windows, strict=True)
-        )
-        logits = self.readout()(self.finish(x_BTE[:, -1:]))[:, 0]
-        return logits, Cache(layers, Clock.after(mask))
-
-    def for_decoding(self: Any) -> Any:
-        """The model with its blocks apart: no step copies their weights out of the stack."""
-        arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        blocks = tuple(
-            eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)  # noqa: B023
-            for index in range(self.config.num_layers)
-        )
-        return eqx.tree_at(lambda model: model.blocks, self, blocks)
-
-    def decode(self: Any, tokens: Int[Array, "batch"], cache: Cache) -> tuple[Logits, Cache]:
-        """Read one more token a row."""
-        clock = cache.clock
-        x_B1E, rotaries = self.embed(tokens[:, None], clock.positions[:, None])
-        layers: list[LayerCache] = []
-        kinds = self.config.all_layer_kinds
-        for kind, block, before in zip(kinds, self.blocks, cache.layers, strict=True):
-
-            def attend(
-                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
-            ) -> Array:
-                layers.append(before.write(k, v, clock))  # noqa: B023
-                return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
-
-            x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
-        return self.readout()(self.finish(x_B1E))[:, 0], Cache(tuple(layers), clock.tick())
-
-
-class RecurrentDecoder(eqx.Module):
-    """Decoding for a network whose state is all that it knows of the tokens before."""
-
-    goes_round: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "run")
-
-    def check_decoder(self: Any, length: int) -> None:
-        """Refuse a network that reads from the end, pools its steps, or gives no tokens."""
-        config = self.config
-        for name, wanted in (("bidirectional", False), ("pooling", "none"), ("out_size", None)):
-            if getattr(config, name) != wanted:
-                raise ValueError(
-                    f"{name}={getattr(config, name)!r}: this network has no next token; a "
-                    f"language model has {wanted!r}"
-                )
-
-    def prefill(
-        self: Any, tokens: Tokens, mask: Bool[Array, "batch seq"], length: int
-    ) -> tuple[Logits, Any]:
-        """Read prompts; the state takes the same room whatever the length."""
-        count = mask.sum(1, dtype=jnp.int32)
-        # With the padding last, as cuDNN wants it.
-        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - count[:, None]
-        tokens, mask = (jnp.take_along_axis(x, order % x.shape[1], 1) for x in (tokens, mask))
-        x_BTD, state = self.read(tokens, self.initial_state(tokens.shape[0]), mask=mask)
-        x_B1D = jnp.take_along_axis(x_BTD, count[:, None, None] - 1, 1)
-        return self.readout()(x_B1D)[:, 0], state
-
-    def for_decoding(self: Any) -> Any:
-        """The model itself."""
-        return self
-
-    def decode(self: Any, tokens: Int[Array, "batch"], cache: Any) -> tuple[Logits, Any]:
-        """Read one more token a row."""
-        outputs, state = self.run(tokens[:, None], cache)
-        return outputs[:, 0], state

@@ -1,6 +1,6 @@
 """Text from a model: sampling token by token, at once or as a stream.
 
-Any decoder will do, whatever its family: `zoo.decoding.decoder` says what that is. Prompts are
+Any `zoo.decoding.decoder.Decoder` will do, whatever its family. Prompts are
 aligned to the right and padded to a bucket, so that a model's two programs, one that reads prompts
 and one that continues them, are compiled once per bucket. A model computes in the dtype of its
 parameters.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.decoding.decoder import check_overrides
+from zoo.decoding.decoder import Decoder, decoder_of
 from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
@@ -53,8 +53,8 @@ def generate(
     new = np.zeros((len(rows.prompts), 0), np.int32)
     if max_new_tokens > 0:
         with sharding.use(rows.mesh):
-            state = _prefill(rows, model, sampling)
-            arrays = (for_decoding(model), sampling, rows.stops, np.int32(max_new_tokens))
+            state = _prefill(rows, sampling)
+            arrays = (for_decoding(rows.decoder), sampling, rows.stops, np.int32(max_new_tokens))
             state = _advance(arrays, state)
         new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
         count = int(state.count)
@@ -87,7 +87,7 @@ def stream(
 
     def tokens() -> Iterator[np.ndarray]:
         with sharding.use(rows.mesh):
-            state, decoder = _prefill(rows, model, sampling), for_decoding(model)
+            state, decoder = _prefill(rows, sampling), for_decoding(rows.decoder)
         for count in range(1, max_new_tokens + 1):
             if count > 1:
                 with sharding.use(rows.mesh):
@@ -111,9 +111,10 @@ class Rows:
         self.prompts = _check_prompts(prompt)
         self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
         longest = max(len(ids) for ids in self.prompts)
-        check_decoder(model, longest + max_new_tokens)
-        _check_ids("prompt", np.concatenate(self.prompts), model.config.vocab_size)
-        _check_ids("stop_tokens", self.stops, model.config.vocab_size)
+        self.decoder = decoder_of(model)
+        self.decoder.check_decoder(longest + max_new_tokens)
+        _check_ids("prompt", np.concatenate(self.prompts), self.decoder.config.vocab_size)
+        _check_ids("stop_tokens", self.stops, self.decoder.config.vocab_size)
         self.mesh = sharding.mesh_of(model)
         parts = 1 if self.mesh is None else sharding.num_batch_parts(self.mesh)
         num_rows = -(-len(self.prompts) // parts) * parts
@@ -132,14 +133,6 @@ class Rows:
         """A row's new tokens up to its first stop token."""
         stopped = np.flatnonzero(np.isin(tokens, self.stops))
         return tokens[: stopped[0] + 1 if len(stopped) else None].tolist()
-
-
-def check_decoder(model: PyTree, length: int) -> None:
-    """Raise a ValueError for a model (a skeleton will do) that continues no text to that length."""
-    if not hasattr(model, "check_decoder"):
-        raise ValueError(f"a {type(model).__name__} is no decoder: it has no next token")
-    check_overrides(type(model))
-    model.check_decoder(length)
 
 
 def bucket_of(length: int) -> int:
@@ -233,22 +226,22 @@ class _State(eqx.Module):
     cache: PyTree
 
 
-def _prefill(rows: Rows, model: PyTree, sampling: Sampling) -> _State:
-    arrays = (model, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
+def _prefill(rows: Rows, sampling: Sampling) -> _State:
+    arrays = (rows.decoder, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
     return _read_prompts(arrays, rows.length, rows.room)
 
 
 @eqx.filter_jit
-def for_decoding(model: PyTree) -> PyTree:
-    """The model as its `decode` takes it."""
-    return model.for_decoding()
+def for_decoding(decoder: Decoder) -> Decoder:
+    """The decoder as its `decode` takes it."""
+    return decoder.for_decoding()
 
 
 @eqx.filter_jit
 def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
-    model, sampling, tokens, mask, stops, is_padding = arrays
-    logits, cache = model.prefill(tokens, mask, length)
+    decoder, sampling, tokens, mask, stops, is_padding = arrays
+    logits, cache = decoder.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
     state = _State(empty, jnp.int32(0), is_padding, cache)
     return _append(state, sampling, logits, stops)
@@ -257,14 +250,14 @@ def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
 @eqx.filter_jit(donate="all-except-first")
 def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
     """Go on to so many tokens in all, or until all rows have stopped."""
-    model, sampling, stops, limit = arrays
+    decoder, sampling, stops, limit = arrays
 
     def goes_on(state: _State) -> Array:
         return (state.count < limit) & ~state.done.all()
 
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
-        logits, cache = model.decode(last, state.cache)
+        logits, cache = decoder.decode(last, state.cache)
         state = eqx.tree_at(lambda s: s.cache, state, cache)
         return _append(state, sampling, logits, stops)
 

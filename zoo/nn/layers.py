@@ -7,6 +7,7 @@ activations compute in fp32 inside. Legend of suffixes: B batch, T time, N heads
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from zoo.base.configuration import check, require
 from zoo.nn.precision import matmul
 
 Activation = Literal["gelu", "relu", "silu", "tanh"]
@@ -229,28 +231,57 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
     return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros_like(x))
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the wavelengths of rotary positions are stretched, for longer sequences than before."""
+
+    factor: float = 1.0
+    """Multiplies the wavelengths (Chen et al. 2023); 1 leaves them as they are."""
+    low_freq_factor: float | None = None
+    """With the next two (Llama 3): waves that fit the original length less often are stretched."""
+    high_freq_factor: float | None = None
+    """Waves that fit it more often are not; those in between are in part."""
+    original_max_seq_len: int | None = None
+    """The original length: the longest sequence that the model was trained on before."""
+
+    def __post_init__(self) -> None:
+        check(self, "rope_scaling.")
+        of_waves = {
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_seq_len": self.original_max_seq_len,
+        }
+        for name, value in {"factor": self.factor, **of_waves}.items():
+            require(value is None or value > 0, f"rope_scaling.{name}={value}: must be positive")
+        given = [name for name, value in of_waves.items() if value is not None]
+        require(
+            len(given) in (0, 3),
+            f"rope_scaling has {' and '.join(given)}: give all of {', '.join(of_waves)}, or none",
+        )
+
+    def stretch(self, frequency: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
+        """The frequencies of the stretched wavelengths (Grattafiori et al. 2024 for Llama 3's)."""
+        if self.factor == 1:
+            return frequency
+        stretched = frequency / self.factor
+        low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
+        if low is None or high is None or length is None:
+            return stretched
+        fits = length * frequency / (2 * math.pi)
+        kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
+        return stretched + kept * (frequency - stretched)
+
+
 def rotary_tables(
     positions: Int[Array, "batch seq"],
     head_dim: int,
     theta: float,
-    scaling: tuple[float, ...] = (),
+    scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
-    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32.
-
-    `scaling` stretches the wavelengths: all by one factor (Chen et al. 2023); or, given a factor,
-    a low, a high and a length, by the factor those that fit the length less than `low` times, by
-    nothing those that fit it more than `high` times, and in between by something in between
-    (Llama 3, Grattafiori et al. 2024).
-    """
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling:
-        stretched = frequency / scaling[0]
-        kept = jnp.zeros(())
-        if len(scaling) == 4:
-            _, low, high, length = scaling
-            fits = length * frequency / (2 * math.pi)
-            kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
-        frequency = stretched + kept.reshape(-1) * (frequency - stretched)
+    if scaling is not None:
+        frequency = scaling.stretch(frequency)
     angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)

@@ -4,12 +4,10 @@ Every matrix product of the zoo with a weight goes through `matmul`, the one pla
 a platform multiplies.
 """
 
-import abc
 import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
+
+from zoo.nn.parameters import cast, computing_in, resolve
 
 Tree = TypeVar("Tree")
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -46,57 +46,6 @@ def native_precision() -> Precision:
     cpuinfo = Path("/proc/cpuinfo")
     words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return "bf16" if words & {"avx512_bf16", "amx_bf16"} else "fp32"
-
-
-def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest as it is."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
-
-
-class Derived(eqx.Module):
-    """What stands in a model where a parameter would, and is computed from others at its use.
-
-    A model works as it did: what gathers or casts its parameters gets `value()` in their place.
-    """
-
-    @abc.abstractmethod
-    def value(self) -> Array:
-        """The parameter."""
-
-
-def is_derived(x: Any) -> bool:
-    """Whether a node of a model is computed from others."""
-    return isinstance(x, Derived)
-
-
-def resolve(tree: Tree) -> Tree:
-    """The tree with each derived parameter as an array."""
-    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
-        return tree
-    return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
-
-
-_compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
-
-
-@contextlib.contextmanager
-def computing_in(dtype: DTypeLike) -> Iterator[None]:
-    """Within, `cast_for_use` casts to `dtype`."""
-    token = _compute_dtype.set(dtype)
-    try:
-        yield
-    finally:
-        _compute_dtype.reset(token)
-
-
-def cast_for_use(tree: Tree) -> Tree:
-    """Resolve parameters, and cast them to the compute dtype of the step around, if there is one.
-
-    A model that does so a layer at a time, in `zoo.sharding.gather`, says it by a class attribute
-    `casts_at_use = True`: then no copy of the whole model in the compute dtype is ever made.
-    """
-    dtype, tree = _compute_dtype.get(), resolve(tree)
-    return tree if dtype is None else cast(tree, dtype)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from zoo import sharding
+from zoo.nn.parameters import gather
 
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
@@ -80,7 +80,7 @@ def scan_layers(
 
     def one(turn: int, in_scan: bool) -> LayerFunction:
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
-            return functions[turn](sharding.gather(eqx.combine(layer, static)), carry, index)
+            return functions[turn](gather(eqx.combine(layer, static)), carry, index)
 
         return checkpoint(body, policy, in_scan=in_scan)
 

@@ -17,7 +17,7 @@ from zoo.planning import collectives, flops, hlo
 from zoo.planning.targets import Target
 from zoo.sharding.axes import is_parameter
 from zoo.training.description import Training
-from zoo.training.step import TrainState
+from zoo.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

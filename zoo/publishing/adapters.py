@@ -71,7 +71,9 @@ def load_adapters(
     folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
     description, config = _read(folder)
     if (family := family_name(base)) != (stored := current_name(description.get("family"))):
-        raise PublishError(f"{folder} holds adapters of a {stored}, not of a {family}")
+        raise PublishError(
+            f"{folder} holds adapters of the family {stored!r}, and the model is of {family!r}"
+        )
     key = jax.random.key(0)
     try:
         skeleton = eqx.filter_eval_shape(lora.adapt, base, config, key=key)

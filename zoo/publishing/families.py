@@ -72,7 +72,7 @@ def describe(model: eqx.Module) -> dict:
     """What `config.json` holds, after the proof that the model can be made again from it."""
     check_model(model, fresh(model))
     config = body_of(model).config
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields = dataclasses.asdict(config)
     for field, value in fields.items():
         try:
             again = json.loads(json.dumps(value))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zoo.base import checksums
-from zoo.nn.precision import is_derived
+from zoo.nn.parameters import is_derived
 from zoo.publishing import adapters, hf
 from zoo.publishing.families import describe, family_name, read_skeleton
 from zoo.publishing.folder import (

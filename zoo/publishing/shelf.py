@@ -5,6 +5,7 @@ from pathlib import Path
 
 from zoo.base.files import local_path
 from zoo.publishing import hf
+from zoo.publishing.families import current_name
 from zoo.publishing.folder import CONFIG, METRICS, README, read_json
 from zoo.publishing.tensors import PublishError
 
@@ -40,7 +41,7 @@ def _card(folder: Path) -> Card:
     return Card(
         name=folder.name,
         folder=folder,
-        family=description.get("family", "unknown"),
+        family=current_name(description.get("family", "unknown")),
         num_parameters=description.get("num_parameters", 0),
         text=readme.read_text(encoding="utf-8") if readme.is_file() else "",
         metrics=read_json(metrics) if metrics.is_file() else {},

@@ -316,7 +316,7 @@ def _pick(terms: Array, which: tuple[int, ...]) -> Array:
 def _gates(x_BTI: Array, w_IGH: Array) -> Array:
     """The products of all inputs with their weight, [B, T, G, H], in the dtype of x."""
     gates = product(x_BTI, w_IGH, ((2,), (0,)), x_BTI.dtype)
-    return constrain(gates, "batch", None, None, "hidden")
+    return constrain(gates, "batch", "inner_seq", None, "hidden")
 
 
 def _gates_forward(x_BTI: Array, w_IGH: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -5,6 +5,7 @@ bidirectional. The cells are in `zoo.rnn.cells`.
 """
 
 import functools
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -12,14 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.decoding.decoder import RecurrentDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm, normal
+from zoo.nn.parameters import gather
+from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
 from zoo.rnn.cells import CELLS, Chunks, Marks, Options, Weights, make_marks, over_time
 from zoo.rnn.config import Config as Config
 from zoo.rnn.config import num_flops_per_token as num_flops_per_token
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]
@@ -82,7 +84,7 @@ class State(eqx.Module):
         return jax.tree.map(lambda x: x[rows], self)
 
 
-class RNN(RecurrentDecoder):
+class RNN(eqx.Module):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
     Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].
@@ -112,39 +114,34 @@ class RNN(RecurrentDecoder):
                 config.width, config.num_outputs, in_axis="embed", out_axis=out_axis, key=head_key
             )
 
-    def __call__(
-        self,
-        inputs: Inputs,
-        *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
-        mask: Bool[Array, "batch seq"] | None = None,
-        key: Key[Array, ""] | None = None,
-    ) -> Outputs:
-        """The outputs, from a state of zeros.
+    @property
+    def width(self) -> int:
+        """Size of the vectors that `hidden` gives."""
+        return self.config.width
 
-        `segment_ids` tells the packed documents of a row apart (0 is padding): each begins with a
-        state of zeros. `mask` is False at padding, which may lie anywhere in a row, and which no
-        state and no other output depends on. `positions` make no difference here. A `key` turns
-        dropout on.
+    @property
+    def is_causal(self) -> bool:
+        """Whether a step depends on those up to itself alone."""
+        return not self.config.bidirectional
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the head reads one vector per row."""
+        return self.config.pooling != "none"
+
+    def __call__(self, inputs: Inputs, **options: Unpack[SequenceOptions]) -> Outputs:
+        """The outputs, from a state of zeros; the options are those of `read`.
 
         Raises:
             ValueError: implementation="cudnn" where it does not apply, with the reason.
         """
-        return self.run(inputs, segment_ids=segment_ids, mask=mask, key=key)[0]
+        return self.run(inputs, **options)[0]
 
     def hidden(
-        self,
-        inputs: Inputs,
-        *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
-        mask: Bool[Array, "batch seq"] | None = None,
-        key: Key[Array, ""] | None = None,
+        self, inputs: Inputs, **options: Unpack[SequenceOptions]
     ) -> Float[Array, "batch read width"]:
-        """What the head reads, from a state of zeros."""
-        state = self.initial_state(inputs.shape[0])
-        return self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)[0]
+        """The input of the output head, from a state of zeros."""
+        return self.read(inputs, self.initial_state(inputs.shape[0]), **options)[0]
 
     def initial_state(self, batch_size: int) -> State:
         """A state of zeros for that many rows."""
@@ -157,18 +154,15 @@ class RNN(RecurrentDecoder):
         self,
         inputs: Inputs,
         state: State | None = None,
-        *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        mask: Bool[Array, "batch seq"] | None = None,
-        key: Key[Array, ""] | None = None,
+        **options: Unpack[SequenceOptions],
     ) -> tuple[Outputs, State]:
         """The outputs from a given state on, and the state at the end.
 
-        So a stream can be read in pieces: what comes out is what the whole would give (but for
-        the mean of its steps, and for a second direction, which begins at the end of each piece).
+        So a stream can be read in pieces, with the outputs of the whole (except for the mean of its
+        steps, and for a second direction, which begins at the end of each piece).
         """
         state = self.initial_state(inputs.shape[0]) if state is None else state
-        x, state = self.read(inputs, state, segment_ids=segment_ids, mask=mask, key=key)
+        x, state = self.read(inputs, state, **options)
         outputs = self.readout()(x)
         return outputs if self.config.pooling == "none" else outputs[:, 0], state
 
@@ -178,10 +172,17 @@ class RNN(RecurrentDecoder):
         state: State,
         *,
         segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch read width"], State]:
-        """What the head reads: of each step, or with a pooling one vector a row."""
+        """The input of the output head at each step, or with a pooling one vector per row.
+
+        `segment_ids` tells the packed documents of a row apart (0 is padding): each begins with a
+        state of zeros. `mask` is False at padding, which may lie anywhere in a row, and which no
+        state and no other output depends on. `positions` make no difference here. A `key` turns
+        dropout on.
+        """
         config = self.config
         require(
             inputs.ndim == (2 if config.in_size is None else 3),
@@ -224,7 +225,7 @@ class RNN(RecurrentDecoder):
         """All layers over a stretch of time: their final states, and what the last one gives."""
         dtype = self.layers[0].directions[0].bias.dtype
         if self.embedding is not None:
-            x = self.embedding(constrain(x, "batch", None))
+            x = self.embedding(constrain(x, "batch", "inner_seq"))
         elif marks[0].valid is not None:
             x = jnp.where(marks[0].valid[:, :, None], x, 0)
         x = self._finish(0, x.astype(dtype), key)
@@ -262,7 +263,7 @@ class RNN(RecurrentDecoder):
     ) -> Float[Array, "batch seq width"]:
         """Norm and dropout of what layer `index` gives, counted from one; 0 is the embedding."""
         norm = self.layers[index - 1].norm if index > 0 else None
-        x_BTD = constrain(x_BTD if norm is None else norm(x_BTD), "batch", None, "embed")
+        x_BTD = constrain(x_BTD if norm is None else norm(x_BTD), "batch", "inner_seq", "embed")
         if key is None or self.config.dropout == 0:
             return x_BTD
         # One mask for all steps (Gal & Ghahramani 2016): it is the same however time is cut.
@@ -270,12 +271,16 @@ class RNN(RecurrentDecoder):
         return x_BTD * dropout(ones, self.config.dropout, jax.random.fold_in(key, index))
 
     def readout(self) -> Readout:
-        """The output head: from what `hidden` gives to outputs in fp32."""
+        """The output head: from `hidden` to outputs in fp32."""
         if self.head is None:
             assert self.embedding is not None
             return Readout(gather(self.embedding).weight.T)
         head = gather(self.head)
         return Readout(head.weight, head.bias, head.axes)
+
+    def without_head(self) -> "RNN":
+        """The network without the parameters that `hidden` does not use."""
+        return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)
 
 
 def _use_cudnn(config: Config, marks: Marks) -> bool:

@@ -22,7 +22,7 @@ from zoo.runs.run import Config, Run, as_json, versions
 from zoo.runs.signals import Stopped
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training
-from zoo.training.step import TrainState
+from zoo.training.state import TrainState
 
 
 def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, float]]:

@@ -14,7 +14,7 @@ from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves
 from zoo.runs.processes import RunError
 from zoo.runs.run import Config, Run
 from zoo.training.description import Evaluate, Training
-from zoo.training.step import TrainState
+from zoo.training.state import TrainState
 
 
 class Recorder:

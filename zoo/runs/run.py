@@ -245,6 +245,7 @@ class Run(Generic[ConfigT]):
 
 def _difference(found: dict[str, Any], config: Config) -> list[str]:
     """The fields of a stored configuration that forbid a run to resume with this one."""
+    found = configuration.current(type(config), found)
     old, new = _flatten(found), _flatten(as_json(config))
     differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
     return [

@@ -12,9 +12,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-
-class ShardingError(ValueError):
-    """A mesh, a rules table and an array that do not fit together."""
+from zoo.sharding.rules import ShardingError
 
 
 def keystr(path: tuple) -> str:

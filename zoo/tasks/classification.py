@@ -22,7 +22,8 @@ from zoo.runs import evaluation, loop
 from zoo.runs.run import Config, Run
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
-from zoo.training.step import LossFunction, TrainState, make_eval_step
+from zoo.training.state import TrainState
+from zoo.training.step import LossFunction, make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15

@@ -31,7 +31,7 @@ from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
 from zoo.training import optimizers
 from zoo.training.description import Training
-from zoo.training.step import Trainable
+from zoo.training.state import Trainable
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.lora import Config as LoraConfig

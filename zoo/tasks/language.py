@@ -14,6 +14,7 @@ from zoo.data import text
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
+from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.run import Config as RunConfig
@@ -125,14 +126,15 @@ def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: in
     """
     given = () if training.pretrained is None else (training.pretrained,)
     skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)
-    sampling.check_decoder(skeleton, 0)
+    decoder = decoder_of(skeleton)
+    decoder.check_decoder(0)
     lengths = {
         "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
         f"sample_tokens={sample_tokens}": 1 + prompt + sample_tokens,
     }
     for what, length in lengths.items():
         try:
-            sampling.check_decoder(skeleton, length)
+            decoder.check_decoder(length)
         except ValueError as error:
             raise ValueError(f"{what}: {error}; lower the one, or raise the other") from error
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
 # How much of a device's logits in fp32 is in memory at once.
@@ -75,7 +76,7 @@ def readout_cross_entropy(
     """
     batch, seq, _ = x_BTE.shape
     vocab = jax.eval_shape(readout, x_BTE).shape[-1]
-    held = 4 * batch * seq * vocab // sharding.num_parts("batch", None, "vocab")
+    held = 4 * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
     count = next(
         n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
     )
@@ -96,7 +97,7 @@ def next_token(
     """
     _check_tokens(batch)
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
-    if hasattr(model, "readout"):
+    if isinstance(model, HasReadout):
         x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
         sums = readout_cross_entropy(model.readout(), x_BTE, batch["targets"], batch["weights"])
     else:
@@ -131,6 +132,8 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
         model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Array]]:
         _check_tokens(batch)
+        if not isinstance(model, HasBalance):
+            raise ValueError(f"balanced_next_token: a {type(model).__name__} has no experts")
         x_BTE, balance_B = model.hidden_and_balance(
             batch["tokens"],
             segment_ids=batch.get("segment_ids"),

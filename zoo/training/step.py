@@ -1,12 +1,12 @@
-"""One train step for every family: TrainState, init_state, make_train_step, make_eval_step.
+"""One train step for every family, and one evaluation step.
 
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
 loss, the summed weight, and further sums that are reported divided by the weight. So the gradient
 is the same whatever the microbatches, the padding and the mesh.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,27 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32, Key, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
 from zoo.nn.precision import (
-    LossScale,
     Precision,
-    cast,
     compute_dtype,
     exact_products,
     in_precision,
     platform,
 )
 from zoo.training.compiled import CompiledStep, Metrics
+from zoo.training.state import (
+    Trainable,
+    TrainState,
+    check_optimizer,
+    standard_promotion,
+    state_shardings,
+    trained_leaves,
+)
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
-Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
 # What a step's sums, a step's metrics and the training loop's lines hold of their own.
 EVAL_NAMES = frozenset({"loss", "tokens"})
@@ -38,119 +43,6 @@ STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
 STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
 STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
 SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
-
-
-class TrainState(eqx.Module):
-    """All that a run is: restore it and the data's position, and training goes on bit for bit."""
-
-    model: PyTree  # fp32 master weights
-    opt_state: PyTree
-    step: Int32[Array, ""]  # steps done, skipped ones included
-    key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
-    loss_scale: LossScale  # used in fp16
-    skipped: Int32[Array, ""]  # steps that came to what is not finite, and changed nothing
-
-
-def init_state(
-    make_model: Callable[..., PyTree],
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Key[Array, ""],
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    trainable: Trainable | None = None,
-    pretrained: PyTree = None,
-) -> TrainState:
-    """The state that training starts from, born sharded: no device ever holds a whole parameter.
-
-    `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
-    what training makes of it. Initialisation and dropout take separate streams of `key`. What is
-    not `trainable` (see `make_train_step`) has no optimizer state.
-
-    Raises:
-        ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
-            axis that there is not, by name.
-        TypeError: a model in place of `make_model`, or an optimizer that is none.
-    """
-    sharding.check_rules(rules)
-    build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
-    placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
-    # `eqx.filter_jit` takes no output shardings.
-    arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
-        *given
-    )
-    return eqx.combine(arrays, static)
-
-
-def abstract_state(
-    make_model: Callable[..., PyTree],
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Key[Array, ""],
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    trainable: Trainable | None = None,
-    pretrained: PyTree = None,
-) -> TrainState:
-    """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
-    sharding.check_rules(rules)
-    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
-    if mesh is not None:
-        placed = state_shardings(skeleton, mesh, rules)
-        skeleton = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            skeleton,
-            placed,
-        )
-    return eqx.combine(skeleton, static)
-
-
-def _blueprint(
-    make_model: Any, optimizer: Any, key: Key[Array, ""], trainable: Any, pretrained: PyTree
-) -> tuple[Any, Any, Any, Any]:
-    """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
-    _check_optimizer(optimizer)
-    has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
-    if has_arrays or not callable(make_model):
-        raise TypeError(
-            f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
-            "to train one that there is, lambda key, model: model with pretrained=model"
-        )
-    weights, rest = eqx.partition(pretrained, eqx.is_array)
-    given = (key,) if pretrained is None else (key, weights)
-
-    def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
-        init_key, dropout_key = jax.random.split(key)
-        model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
-        model = cast(model, jnp.float32)
-        with _standard_promotion():
-            opt_state = optimizer.init(eqx.filter(model, _trained(model, trainable)))
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
-
-    skeleton, static = eqx.partition(
-        eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    )
-    return build, given, skeleton, static
-
-
-def _trained(model: PyTree, trainable: Trainable | None) -> PyTree:
-    """A tree of booleans: whether a leaf of a model is trained."""
-    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
-    trained = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
-    if not any(jax.tree.leaves(trained)):
-        fix = "freeze less of it" if trainable else "a model has arrays of floats"
-        raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")
-    return trained
-
-
-def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
-    """The NamedSharding of each array of a state (or of its skeleton): None for other leaves."""
-    arrays = eqx.filter(state, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-    counters = jax.tree.map(lambda _: sharding.replicated(mesh), arrays)
-    model = sharding.shardings(arrays.model, mesh, rules)
-    opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh, rules)
-    return eqx.tree_at(lambda s: (s.model, s.opt_state), counters, (model, opt_state))
 
 
 def make_train_step(
@@ -185,106 +77,147 @@ def make_train_step(
             not divide; at the first call, a metric whose name is taken, or a total that is no sum.
         ShardingError: a rule for a mesh axis that there is not.
     """
-    compute_dtype(precision)
-    _check_loss(loss_fn)
-    _check_optimizer(optimizer)
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: must be at least 1")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm}: must be positive, or None for no clipping")
-
-    def gradient(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array) -> tuple:
-        """The gradient of the summed loss times `scale`, and the sums."""
-
-        def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
-            with in_precision(eqx.combine(params, static), precision) as model:
-                total, weight, metrics = _sums(loss_fn, STEP_NAMES, model, batch, key)
-            # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
-            share = _nonzero(weight)
-            return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
-
-        with exact_products(precision):
-            grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
-        if mesh is not None:  # reduced to the devices that keep them, not to all
-            grads = eqx.filter_shard(grads, sharding.shardings(params, mesh, rules))
-        return grads, share, sums
-
-    def accumulated(params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array):
-        """The gradient of the mean loss times `scale`, and the sums, over all microbatches."""
-
-        def one(index: Array, microbatch: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
-            microbatch_key = jax.random.fold_in(key, index)
-            return gradient(params, static, microbatch, microbatch_key, scale)
-
-        if accumulate == 1:
-            grads, _, sums = one(jnp.int32(0), batch)
-            return grads, sums
-
-        def add(carry: PyTree, inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
-            grads, share, sums = one(*inputs)
-            weighted = jax.tree.map(lambda g: g * share, grads)
-            return jax.tree.map(jnp.add, carry, (weighted, sums)), None
-
-        microbatches = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
-        inputs = (jnp.arange(accumulate), microbatches)
-        grads, _, sums = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], inputs))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-        (grads, sums), _ = jax.lax.scan(add, zeros, inputs)
-        share = _nonzero(sums["tokens"])
-        return jax.tree.map(lambda g: g / share, grads), sums
+    settings = _Settings(
+        loss_fn, optimizer, mesh, rules, precision, accumulate, clip_norm, trainable
+    )
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
-        params, static = eqx.partition(state.model, _trained(state.model, trainable))
-        key = jax.random.fold_in(state.key, state.step)
-        scale = state.loss_scale.scale if precision == "fp16" else jnp.float32(1)
-        grads, sums = accumulated(params, static, batch, key, scale)
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        grad_norm = optax.tree.norm(grads)
+        return _train_step(settings, batch, state)
 
-        def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            clipped = grads
-            if clip_norm is not None:
-                factor = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-12))
-                clipped = jax.tree.map(lambda g: g * factor, grads)
-            with _standard_promotion():
-                return optimizer.update(clipped, opt_state, params)
+    return CompiledStep(train_step, mesh=mesh, rules=rules, accumulate=accumulate, donate=True)
 
-        updates, _ = optimize(params, state.opt_state)
-        param_norm = optax.tree.norm(eqx.apply_updates(params, updates))
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
 
-        def update(trained: PyTree) -> PyTree:
-            params, opt_state = trained
-            # The new optimizer state is computed here, in place: from above it would be a copy.
-            return eqx.apply_updates(params, updates), optimize(params, opt_state)[1]
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The arguments of `make_train_step`, checked."""
 
-        changes = finite & jnp.isfinite(param_norm)
-        new_params, opt_state = _update_if(changes, update, (params, state.opt_state))
-        skipped = state.skipped + (~changes).astype(jnp.int32)
-        loss_scale = state.loss_scale
-        if precision == "fp16":
-            loss_scale = loss_scale.update(finite)
-        model = eqx.combine(new_params, static)
-        new_state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
-        weight = _nonzero(sums["tokens"])
-        metrics = {name: x / weight for name, x in sums.items() if name != "tokens"}
-        metrics |= {"tokens": sums["tokens"], "grad_norm": grad_norm, "param_norm": param_norm}
-        metrics["skipped"] = skipped
-        if precision == "fp16":
-            metrics["loss_scale"] = scale
-        if mesh is not None:
-            # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
-            new_state = eqx.filter_shard(new_state, state_shardings(new_state, mesh, rules))
-            metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
-        return new_state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+    loss_fn: LossFunction
+    optimizer: optax.GradientTransformation
+    mesh: Mesh | None
+    rules: sharding.Rules | None
+    precision: Precision
+    accumulate: int
+    clip_norm: float | None
+    trainable: Trainable | None
 
-    return CompiledStep(
-        train_step,
-        mesh=mesh,
-        rules=rules,
-        accumulate=accumulate,
-        donate=True,
-    )
+    def __post_init__(self) -> None:
+        compute_dtype(self.precision)
+        _check_loss(self.loss_fn)
+        check_optimizer(self.optimizer)
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate}: must be at least 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(
+                f"clip_norm={self.clip_norm}: must be positive, or None for no clipping"
+            )
+
+
+def _train_step(
+    settings: _Settings, batch: PyTree, state: TrainState
+) -> tuple[TrainState, Metrics]:
+    """The new state and the metrics: gradient, clipping, update, and nothing if not finite."""
+    mesh, is_fp16 = settings.mesh, settings.precision == "fp16"
+    params, static = eqx.partition(state.model, trained_leaves(state.model, settings.trainable))
+    key = jax.random.fold_in(state.key, state.step)
+    scale = state.loss_scale.scale if is_fp16 else jnp.float32(1)
+    grads, sums = _accumulated_gradient(settings, params, static, batch, key, scale)
+    grads = jax.tree.map(lambda g: g / scale, grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
+    trained = (params, state.opt_state)
+    changes, param_norm, (params, opt_state) = _updated(settings, grads, grad_norm, finite, trained)
+    skipped = state.skipped + (~changes).astype(jnp.int32)
+    loss_scale = state.loss_scale.update(finite) if is_fp16 else state.loss_scale
+    model = eqx.combine(params, static)
+    state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
+    metrics = _means(sums) | {"grad_norm": grad_norm, "param_norm": param_norm, "skipped": skipped}
+    metrics |= {"loss_scale": scale} if is_fp16 else {}
+    if mesh is not None:
+        # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
+        state = eqx.filter_shard(state, state_shardings(state, mesh, settings.rules))
+        metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
+    return state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+
+
+def _gradient(
+    settings: _Settings, params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array
+) -> tuple[PyTree, Array, dict[str, Array]]:
+    """The gradient of the mean loss times `scale`, the weight of that mean, and the sums."""
+
+    def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
+        with in_precision(eqx.combine(params, static), settings.precision) as model:
+            total, weight, metrics = _sums(settings.loss_fn, STEP_NAMES, model, batch, key)
+        # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
+        share = _nonzero(weight)
+        return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
+
+    with exact_products(settings.precision):
+        grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+    if settings.mesh is not None:  # reduced to the devices that keep them, not to all
+        placed = sharding.shardings(params, settings.mesh, settings.rules)
+        grads = eqx.filter_shard(grads, placed)
+    return grads, share, sums
+
+
+def _accumulated_gradient(
+    settings: _Settings, params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array
+) -> tuple[PyTree, dict[str, Array]]:
+    """The gradient of the mean loss times `scale`, and the sums, over all microbatches."""
+
+    def one(index: Array, microbatch: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
+        microbatch_key = jax.random.fold_in(key, index)
+        return _gradient(settings, params, static, microbatch, microbatch_key, scale)
+
+    if settings.accumulate == 1:
+        grads, _, sums = one(jnp.int32(0), batch)
+        return grads, sums
+
+    def add(carry: PyTree, inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
+        grads, share, sums = one(*inputs)
+        weighted = jax.tree.map(lambda g: g * share, grads)
+        return jax.tree.map(jnp.add, carry, (weighted, sums)), None
+
+    microbatches = jax.tree.map(lambda x: _microbatches(x, settings.accumulate), batch)
+    inputs = (jnp.arange(settings.accumulate), microbatches)
+    grads, _, sums = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], inputs))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+    (grads, sums), _ = jax.lax.scan(add, zeros, inputs)
+    share = _nonzero(sums["tokens"])
+    return jax.tree.map(lambda g: g / share, grads), sums
+
+
+def _updated(
+    settings: _Settings,
+    grads: PyTree,
+    grad_norm: Array,
+    finite: Array,
+    trained: tuple[PyTree, PyTree],
+) -> tuple[Array, Array, tuple[PyTree, PyTree]]:
+    """Whether there is an update, the new parameters' norm, and both trees; the old ones if not."""
+
+    def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        clipped = grads
+        if settings.clip_norm is not None:
+            factor = jnp.minimum(1.0, settings.clip_norm / jnp.maximum(grad_norm, 1e-12))
+            clipped = jax.tree.map(lambda g: g * factor, grads)
+        with standard_promotion():
+            return settings.optimizer.update(clipped, opt_state, params)
+
+    updates, _ = optimize(*trained)
+    param_norm = optax.tree.norm(eqx.apply_updates(trained[0], updates))
+
+    def update(trained: PyTree) -> PyTree:
+        # The new optimizer state is computed here, in place: from above it would be a copy.
+        return eqx.apply_updates(trained[0], updates), optimize(*trained)[1]
+
+    changes = finite & jnp.isfinite(param_norm)
+    return changes, param_norm, _update_if(changes, update, trained)
+
+
+def _means(sums: Mapping[str, Array]) -> dict[str, Array]:
+    """The sums divided by the weight, and the weight as `tokens`."""
+    weight = _nonzero(sums["tokens"])
+    return {name: x if name == "tokens" else x / weight for name, x in sums.items()}
 
 
 def make_eval_step(
@@ -317,13 +250,6 @@ def _check_loss(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        raise TypeError(
-            f"optimizer={optimizer!r}: give an optax.GradientTransformation, as optax.adam(1e-3) is"
-        )
-
-
 def _sums(loss_fn: LossFunction, taken: frozenset[str], *arguments: Any) -> tuple:
     """A loss function's total, weight and metrics in float32, if it returns such."""
     result, name = loss_fn(*arguments), getattr(loss_fn, "__name__", repr(loss_fn))
@@ -347,13 +273,6 @@ def _described(x: Any) -> str:
     if isinstance(x, tuple | list):
         return f"({', '.join(map(_described, x))})"
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
-
-
-@contextlib.contextmanager
-def _standard_promotion() -> Iterator[None]:
-    """Optimizers are not ours, and need not be as strict about dtypes and ranks as the zoo."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:

@@ -3,28 +3,24 @@
 Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, H head size.
 """
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.decoding.decoder import Attend
 from zoo.nn.attention import attention
-from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, gelu, gelu_erf, normal, rotate
+from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, normal, rotate
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
-from zoo.transformer.config import Config
-from zoo.transformer.moe import Activation, MoE
+from zoo.transformer.config import MLP_KINDS, Config
+from zoo.transformer.moe import MoE
 
+# `attention`, or what stands in for it where keys and values are kept.
+Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Norm = RMSNorm | LayerNorm
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "swiglu": jax.nn.silu,
-    "geglu": gelu,
-    "gelu": gelu,
-    "gelu_erf": gelu_erf,
-}
 
 
 def make_norm(config: Config) -> Norm:
@@ -97,9 +93,9 @@ class Attention(eqx.Module):
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
         out_BTNH = attend(
-            constrain(q_BTNH, "batch", None, "heads", "head_dim"),
-            constrain(k_BTKH, "batch", None, "kv_heads", "head_dim"),
-            constrain(v_BTKH, "batch", None, "kv_heads", "head_dim"),
+            constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"),
+            constrain(k_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
+            constrain(v_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
             causal=self.config.causal,
             segment_ids=segment_ids,
             window=window,
@@ -107,7 +103,7 @@ class Attention(eqx.Module):
             scale=self.config.attention_scale,
             implementation=self.config.attention,
         )
-        out_BTNH = constrain(out_BTNH, "batch", None, "heads", "head_dim")
+        out_BTNH = constrain(out_BTNH, "batch", "inner_seq", "heads", "head_dim")
         return add_bias(matmul(out_BTNH, self.wo, contract=2), self.bo)
 
 
@@ -143,12 +139,12 @@ class MLP(eqx.Module):
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
         hidden = add_bias(matmul(x_BTE, self.w_up), self.b_up)
-        activation = ACTIVATIONS[self.kind]
+        activation = MLP_KINDS[self.kind].activation
         if self.w_gate is None:
             hidden = activation(hidden)
         else:
             hidden = activation(matmul(x_BTE, self.w_gate)) * hidden
-        hidden = constrain(hidden, "batch", None, "mlp")
+        hidden = constrain(hidden, "batch", "inner_seq", "mlp")
         return add_bias(matmul(hidden, self.w_down), self.b_down)
 
 
@@ -165,13 +161,13 @@ class Block(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         attention_key, mlp_key = jax.random.split(key)
-        before, behind = config.norms in ("pre", "both"), config.norms in ("post", "both")
+        before, after = (config.norm_placement in (place, "both") for place in ("pre", "post"))
         self.attention_norm = make_norm(config) if before else None
         self.attention = Attention(config, key=attention_key)
-        self.attention_out_norm = make_norm(config) if behind else None
+        self.attention_out_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
         self.mlp = _make_mlp(config, key=mlp_key)
-        self.mlp_out_norm = make_norm(config) if behind else None
+        self.mlp_out_norm = make_norm(config) if after else None
         self.dropout = config.dropout
 
     def __call__(
@@ -185,30 +181,49 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
         """Apply the layer to the residual stream; also the `load_balance` of its experts."""
         keys = (None, None) if key is None else jax.random.split(key)
-        balance_B = None
+        x_BTE = x_BTE + self._attend(x_BTE, segment_ids, rotary, window, attend, keys[0])
+        added_BTE, balance_B = self._feed_forward(x_BTE, segment_ids, keys[1])
+        return x_BTE + added_BTE, balance_B
 
-        def mlp(x: Array) -> Array:
-            nonlocal balance_B
-            if isinstance(self.mlp, MLP):
-                return self.mlp(x)
-            y, balance_B = self.mlp(x, _is_token(segment_ids, x))
-            return y
+    def _attend(
+        self,
+        x_BTE: Float[Array, "batch seq embed"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        rotary: Rotary | None,
+        window: int | None,
+        attend: Attend,
+        key: Key[Array, ""] | None,
+    ) -> Float[Array, "batch seq embed"]:
+        """What attention adds to the residual stream."""
+        normed_BTE = _enter(self.attention_norm, x_BTE)
+        added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
+        return dropout(_leave(self.attention_out_norm, added_BTE), self.dropout, key)
 
-        def attention_part(x: Array) -> Array:
-            return self.attention(x, segment_ids, rotary, window, attend)
+    def _feed_forward(
+        self,
+        x_BTE: Float[Array, "batch seq embed"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
+        """What the MLP or the experts add to the residual stream, and the balance of these."""
+        normed_BTE, balance_B = _enter(self.mlp_norm, x_BTE), None
+        if isinstance(self.mlp, MLP):
+            added_BTE = self.mlp(normed_BTE)
+        else:
+            added_BTE, balance_B = self.mlp(normed_BTE, _is_token(segment_ids, x_BTE))
+        return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance_B
 
-        parts = (
-            (self.attention_norm, attention_part, self.attention_out_norm, keys[0]),
-            (self.mlp_norm, mlp, self.mlp_out_norm, keys[1]),
-        )
-        for norm, part, out_norm, part_key in parts:
-            normed = x_BTE if norm is None else norm(x_BTE)
-            # Whole rows between the constraints: with "seq" sharded, only what is outside is split.
-            added = part(constrain(normed, "batch", None, "embed"))
-            added = constrain(added, "batch", "seq", "embed")
-            added = added if out_norm is None else out_norm(added)
-            x_BTE = x_BTE + dropout(added, self.dropout, part_key)
-        return x_BTE, balance_B
+
+# Between these two a part has whole rows: with "seq" sharded, only what is outside is split.
+def _enter(norm: Norm | None, x_BTE: Array) -> Float[Array, "batch seq embed"]:
+    """The input of a part, from the residual stream."""
+    return constrain(x_BTE if norm is None else norm(x_BTE), "batch", "inner_seq", "embed")
+
+
+def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed"]:
+    """What goes to the residual stream, from the output of a part."""
+    added_BTE = constrain(added_BTE, "batch", "seq", "embed")
+    return added_BTE if norm is None else norm(added_BTE)
 
 
 def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
@@ -220,7 +235,7 @@ def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize=config.normalize_experts,
-        activation=ACTIVATIONS[config.mlp],
+        activation=MLP_KINDS[config.mlp].activation,
         num_layers=config.num_layers,
         key=key,
     )

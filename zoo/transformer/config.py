@@ -1,15 +1,49 @@
 """The hyperparameters of a transformer, and what follows from them alone."""
 
+import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jaxtyping import Array
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import formerly, may_differ, require
 from zoo.nn import attention as attention_module
+from zoo.nn.layers import RopeScaling, gelu, gelu_erf
 from zoo.nn.remat import Policy
 
 LayerKind = Literal["local", "global"]
+
+
+class MLPKind(NamedTuple):
+    """A kind of MLP: the activation of its hidden layer, or of the gate that multiplies it."""
+
+    activation: Callable[[Array], Array]
+    gated: bool
+
+
+MLP_KINDS = {
+    "swiglu": MLPKind(jax.nn.silu, gated=True),
+    "geglu": MLPKind(gelu, gated=True),
+    "gelu": MLPKind(gelu, gated=False),
+    "gelu_erf": MLPKind(gelu_erf, gated=False),
+}
+
+
+def _rope_scaling(value: Any) -> Any:
+    """A `RopeScaling` as JSON, of the list of no, one or four numbers that it was."""
+    if not isinstance(value, list) or len(value) not in (0, 1, 4):
+        return value
+    *factors, length = value if len(value) == 4 else (*value, None)
+    if isinstance(length, float) and length.is_integer():
+        length = int(length)
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    given = dict(zip(names, factors, strict=False))
+    return {**dataclasses.asdict(RopeScaling()), **given, names[-1]: length}
+
 
 # Fields that are positive where they are given.
 POSITIVE = ["vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"]
@@ -45,16 +79,20 @@ class Config:
     """Make the weights of a token's experts add up to one (Mixtral)."""
     norm: Literal["rms", "layer", "rms_offset"] = "rms"
     """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
-    norms: Literal["pre", "post", "both"] = "pre"
-    """Where norms are: before each part, behind it (OLMo 2), or both (Gemma 2); one at the end."""
+    norm_placement: Literal["pre", "post", "both"] = field(
+        default="pre", metadata=formerly("norms")
+    )
+    """Where norms are: before each part, after it (OLMo 2), or both (Gemma 2); one at the end."""
     norm_eps: float = 1e-6
     """Constant that the norms add to the variance."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions in each attention, or learned ones added to the embedding."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    rope_scaling: tuple[float, ...] = ()
-    """Stretches the wavelengths: a factor for all, or Llama 3's factor, low, high, old length."""
+    rope_scaling: RopeScaling = field(
+        default=RopeScaling(), metadata=formerly(convert=_rope_scaling)
+    )
+    """How the rotary wavelengths are stretched, except those of local_rope_theta."""
     local_rope_theta: float | None = None
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
     max_seq_len: int = 2048
@@ -110,15 +148,6 @@ class Config:
             self.positions != "rotary" or self.head_size % 2 == 0,
             f"head_dim={self.head_size} is odd: rotary positions rotate pairs",
         )
-        require(
-            len(self.rope_scaling) in (0, 1, 4),
-            f"rope_scaling={self.rope_scaling}: give nothing, a factor, or a factor, the low and "
-            "high frequency factors and the length trained on",
-        )
-        require(
-            min(self.rope_scaling, default=1.0) > 0,
-            f"rope_scaling={self.rope_scaling}: all of it must be positive",
-        )
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(
             len(self.window_pattern) > 0, "window_pattern=(): needs a 'local' or 'global' at least"
@@ -130,7 +159,7 @@ class Config:
                 f"{self.num_experts}",
             )
             require(
-                self.mlp in ("swiglu", "geglu") and not self.bias,
+                self.gated and not self.bias,
                 f"num_experts={self.num_experts}: experts are gated MLPs without biases, and mlp="
                 f"{self.mlp!r}, bias={self.bias}",
             )
@@ -155,7 +184,7 @@ class Config:
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies by a gate."""
-        return self.mlp in ("swiglu", "geglu")
+        return MLP_KINDS[self.mlp].gated
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -5,7 +5,7 @@ parameters are also how they are sharded.
 """
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.decoding.decoder import AttentionDecoder
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
+from zoo.nn.parameters import gather
+from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
-from zoo.sharding import constrain, gather
+from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, Rotary, make_norm
 from zoo.transformer.config import Config as Config
 from zoo.transformer.config import LayerKind
 from zoo.transformer.config import num_flops_per_token as num_flops_per_token
 
 
-class Transformer(AttentionDecoder):
+class Transformer(eqx.Module):
     """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
 
     embedding: Embedding
@@ -34,6 +35,7 @@ class Transformer(AttentionDecoder):
     head: Linear | None
     config: Config = eqx.field(static=True)
     casts_at_use: ClassVar[bool] = True
+    is_pooled: ClassVar[bool] = False
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embedding_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
@@ -61,41 +63,31 @@ class Transformer(AttentionDecoder):
             )
         )
 
-    def __call__(
-        self,
-        tokens: Int[Array, "batch seq"],
-        *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
-        mask: Bool[Array, "batch seq"] | None = None,
-        key: Key[Array, ""] | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """The logits, float32[batch, seq, vocab].
+    @property
+    def width(self) -> int:
+        """Size of the vectors that `hidden` gives."""
+        return self.config.d_model
 
-        `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
-        in each of them, `mask` is False at padding, and a `key` turns dropout on.
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token sees those up to itself alone: a decoder."""
+        return self.config.causal
+
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], **options: Unpack[SequenceOptions]
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits, float32[batch, seq, vocab]; the options are those of `hidden_and_balance`.
 
         Raises:
             ValueError: a sequence longer than a table of learned positions.
         """
-        x_BTE = self.hidden(
-            tokens, segment_ids=segment_ids, positions=positions, mask=mask, key=key
-        )
-        return self.readout()(x_BTE)
+        return self.readout()(self.hidden(tokens, **options))
 
     def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
-        mask: Bool[Array, "batch seq"] | None = None,
-        key: Key[Array, ""] | None = None,
+        self, tokens: Int[Array, "batch seq"], **options: Unpack[SequenceOptions]
     ) -> Float[Array, "batch seq embed"]:
-        """What the output head reads: the normed residual stream, [batch, seq, d_model]."""
-        return self.hidden_and_balance(
-            tokens, segment_ids=segment_ids, positions=positions, mask=mask, key=key
-        )[0]
+        """The input of the output head: the normed residual stream, [batch, seq, d_model]."""
+        return self.hidden_and_balance(tokens, **options)[0]
 
     def hidden_and_balance(
         self,
@@ -106,9 +98,10 @@ class Transformer(AttentionDecoder):
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
-        """What `hidden` gives, and each row's `moe.load_balance`, the mean of the layers.
+        """`hidden`, and each row's `moe.load_balance` as the layers' mean; None without experts.
 
-        None without experts. See `losses.balanced_next_token`.
+        `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
+        in each of them, `mask` is False at padding, and a `key` turns dropout on.
         """
         config = self.config
         if positions is None:
@@ -150,8 +143,8 @@ class Transformer(AttentionDecoder):
     def embed(
         self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
-        """The residual stream that the layers begin with, and each kind's tables of positions."""
-        x_BTE = gather(self.embedding)(constrain(tokens, "batch", None))
+        """The input of the first layer, and each kind's tables of rotary positions."""
+        x_BTE = gather(self.embedding)(constrain(tokens, "batch", "inner_seq"))
         if self.config.scale_embedding:
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
@@ -169,10 +162,14 @@ class Transformer(AttentionDecoder):
         return rotary_tables(positions, config.head_size, config.rope_theta, config.rope_scaling)
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """What the output head reads, from what the last layer gives."""
-        return constrain(gather(self.final_norm)(x_BTE), "batch", None, "embed")
+        """The input of the output head, from the output of the last layer."""
+        return constrain(gather(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
 
     def readout(self) -> Readout:
-        """The output head: from what `hidden` gives to logits in fp32."""
+        """The output head: from `hidden` to logits in fp32."""
         weight = gather(self.embedding).weight.T if self.head is None else gather(self.head).weight
         return Readout(weight, soft_cap=self.config.logit_soft_cap)
+
+    def without_head(self) -> "Transformer":
+        """The model without the parameters that `hidden` does not use."""
+        return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)

@@ -21,8 +21,6 @@ from zoo.nn.layers import normal
 from zoo.nn.precision import matmul
 from zoo.sharding import mesh_axes, partition_spec, spec_in_use
 
-Activation = Callable[[Array], Array]
-
 
 class MoE(eqx.Module):
     """Gated MLPs as experts, and the router that chooses among them."""
@@ -33,7 +31,7 @@ class MoE(eqx.Module):
     w_down: Float[Array, "experts mlp embed"]
     experts_per_token: int = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
-    activation: Activation = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class MoE(eqx.Module):
         num_experts: int,
         experts_per_token: int,
         normalize: bool,
-        activation: Activation,
+        activation: Callable[[Array], Array],
         num_layers: int,
         key: Key[Array, ""],
     ):
@@ -130,7 +128,7 @@ def _on_each_device(
 
 
 def _apply_experts(
-    activation: Activation,
+    activation: Callable[[Array], Array],
     first_expert: Int[Array, ""] | int,
     x_BTE: Float[Array, "batch seq embed"],
     weights_BTC: Float[Array, "batch seq choices"],

@@ -1,60 +1,59 @@
 """A classification head on any model of sequences: an encoder, a decoder, or a recurrent network.
 
-Legend of suffixes: B batch, T time, E the width of what the model's own head reads.
+Legend of suffixes: B batch, T time, E the width of the model's hidden states.
 """
 
 from typing import Any, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base import configuration
 from zoo.nn.layers import Linear, add_bias
+from zoo.nn.parameters import gather
 from zoo.nn.precision import matmul
-from zoo.sharding import constrain, gather
+from zoo.nn.protocols import SequenceModel
+from zoo.sharding import constrain
 
 Pooling = Literal["auto", "mean", "last", "first"]
 
 
 class Classifier(eqx.Module):
-    """A model without its own head, and a linear one over one vector a row.
+    """A model without its own head, and a linear head over one vector per row.
 
     int32[batch, seq] to float32[batch, classes].
     """
 
-    body: PyTree
+    body: SequenceModel
     head: Linear
     pooling: str = eqx.field(static=True)
 
     def __init__(
         self, body: Any, num_classes: int, *, pooling: Pooling = "auto", key: Key[Array, ""]
     ):
-        """`body` has a method `hidden`, which gives a vector a token.
+        """`body` is a `SequenceModel`, from which its own head is taken.
 
-        With "auto" a decoder's or a one-way network's last token is what its head reads, as it has
-        seen the others, and of other models the mean.
+        With "auto" the head reads the last token of a causal model, as it has seen the others, and
+        the mean over the tokens of other models.
 
         Raises:
-            ValueError: a model that gives no vector a token, or another pooling.
+            ValueError: a model that gives no vector per token, or another pooling.
         """
         configuration.check_value("pooling", pooling, Pooling)
-        config = body.config
-        if not hasattr(body, "hidden") or getattr(config, "pooling", "none") != "none":
+        if not isinstance(body, SequenceModel) or body.is_pooled:
             raise ValueError(
-                f"a {type(body).__name__} with pooling={getattr(config, 'pooling', None)!r} gives "
-                "no vector a token: take a transformer, a BERT, or an RNN with pooling='none'"
+                f"a {type(body).__name__} of this configuration gives no vector per token: take a "
+                "transformer, a BERT, or an RNN with pooling='none'"
             )
         if pooling == "auto":
-            both_ways = getattr(config, "bidirectional", not getattr(config, "causal", False))
-            pooling = "mean" if both_ways else "last"
-        width = config.width if hasattr(config, "width") else config.d_model
-        self.body, self.pooling = _without_heads(body), pooling
-        self.head = Linear(width, num_classes, in_axis="embed", out_axis="classes", key=key)
+            pooling = "last" if body.is_causal else "mean"
+        self.body, self.pooling = body.without_head(), pooling
+        self.head = Linear(body.width, num_classes, in_axis="embed", out_axis="classes", key=key)
 
     @property
     def config(self) -> Any:
-        """The configuration of the model below the head."""
+        """The configuration of the model under the head."""
         return self.body.config
 
     @property
@@ -64,7 +63,7 @@ class Classifier(eqx.Module):
 
     @property
     def casts_at_use(self) -> bool:
-        """Whether the model below the head casts its parameters itself."""
+        """Whether the model under the head casts its parameters itself."""
         return getattr(self.body, "casts_at_use", False)
 
     def __call__(
@@ -90,11 +89,3 @@ class Classifier(eqx.Module):
         x_BE = constrain(pooled_BE.astype(head.weight.dtype), "batch", "embed")
         logits = add_bias(matmul(x_BE, head.weight, dtype=jnp.float32), head.bias)
         return constrain(logits, "batch", None)
-
-
-def _without_heads(body: Any) -> Any:
-    """The model without parameters that `hidden` does not use."""
-    for name in ("head", "pooler"):
-        if getattr(body, name, None) is not None:
-            body = eqx.tree_at(lambda model: getattr(model, name), body, None)  # noqa: B023
-    return body

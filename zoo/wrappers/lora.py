@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from zoo.base.configuration import check
 from zoo.nn.layers import normal
-from zoo.nn.precision import Derived, resolve
+from zoo.nn.parameters import Derived, resolve
 from zoo.sharding.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
 
 Model = TypeVar("Model")

@@ -15,16 +15,17 @@ def of_transformer(config: transformer.Config) -> transformer.Config:
         "d_ff": config.hidden_size,
         "window_pattern": shortest(pattern),
     }
+    stretched = config.rope_scaling.factor != 1
     if config.attention_scale == config.head_size**-0.5:
         changes["attention_scale"] = None
-    if config.local_rope_theta == config.rope_theta and not config.rope_scaling:
+    if config.local_rope_theta == config.rope_theta and not stretched:
         changes["local_rope_theta"] = None
     without_effect = {
         "window": "local" not in pattern,
         "window_pattern": "local" not in pattern,
         "local_rope_theta": "local" not in pattern or config.positions != "rotary",
         "rope_theta": config.positions != "rotary",
-        "rope_scaling": config.positions != "rotary",
+        "rope_scaling": config.positions != "rotary" or not stretched,
         "qk_norm_per_head": not config.qk_norm,
         "qkv_bias": config.bias,
         "experts_per_token": config.num_experts is None,

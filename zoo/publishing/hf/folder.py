@@ -24,7 +24,7 @@ from zoo.publishing.tensors import PublishError, Tensor, check_tensors, on_host
 from zoo.sharding.axes import keystr
 
 # In the order in which `write` tries them.
-FAMILIES: dict[str, Family] = {
+MODEL_TYPES: dict[str, Family] = {
     family.model_type: family
     for family in (
         llama.LLAMA,
@@ -46,10 +46,10 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
-    family = FAMILIES[kind]
+    family = MODEL_TYPES[kind]
     config = family.read(values, where)
     weights = Weights(folder)
     config = family.adapt(config, weights.tensors)
@@ -87,7 +87,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
     config = getattr(model, "config", None)
     differences = {
         kind: family.difference(config)
-        for kind, family in FAMILIES.items()
+        for kind, family in MODEL_TYPES.items()
         if isinstance(model, family.model)
     }
     if not differences:
@@ -98,7 +98,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
             f"no family of Hugging Face's has such a model; {kind} is the nearest, without "
             + ", ".join(lacks)
         )
-    family = FAMILIES[kind]
+    family = MODEL_TYPES[kind]
     check_model(model, _skeleton(family, config))
     separator = getattr(tokenizer, "separator_id", None)
     tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}

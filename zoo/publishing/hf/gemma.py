@@ -14,8 +14,8 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-ALWAYS = {"norm": "rms_offset", "norms": "both", "scale_embedding": True}
-ACTIVATIONS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
+ALWAYS = {"norm": "rms_offset", "norm_placement": "both", "scale_embedding": True}
+MLPS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
 
 
 def _tensors(config: transformer.Config) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, 
     return (
         *llama.sizes(tied=True),
         Same("head_dim", "head_dim", 256),
-        Choice("hidden_activation", "mlp", ACTIVATIONS, "gelu_pytorch_tanh"),
+        Choice("hidden_activation", "mlp", MLPS, "gelu_pytorch_tanh"),
         Same("attn_logit_softcapping", "attention_soft_cap", attention_cap),
         Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
         QueryScale(),

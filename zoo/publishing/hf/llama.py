@@ -185,6 +185,6 @@ OLMO2 = decoder(
         Rotary(),
         Fixed("attention_bias", False),
     ),
-    {"qk_norm": True, "qk_norm_per_head": False, "norms": "post"},
+    {"qk_norm": True, "qk_norm_per_head": False, "norm_placement": "post"},
     _olmo2_tensors,
 )

@@ -4,15 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.base import configuration
+from zoo.nn.layers import RopeScaling
 from zoo.publishing.hf.canonical import shortest
 from zoo.publishing.hf.family import Fields, Rule
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LENGTH = "original_max_position_embeddings"
+_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+}
 _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
 
 
-def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> tuple:
+def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> RopeScaling:
     """The zoo's `rope_scaling` of a dictionary of rotary parameters."""
     given = dict(given or {})
     kind = given.pop("rope_type", given.pop("type", "default"))
@@ -20,30 +26,36 @@ def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int
     given.pop("rope_theta", None)
     if given.get("partial_rotary_factor") in (None, 1.0):
         given.pop("partial_rotary_factor", None)
-    names = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}.get(kind)
-    if names is None:
+    if kind not in _SCALINGS:
         raise fields.refusal(
             f"rotary positions of type {kind!r} are not supported, only default, linear and llama3"
         )
     if kind == "llama3":
-        given.setdefault("original_max_position_embeddings", max_seq_len)
+        given.setdefault(_LENGTH, max_seq_len)
     try:
-        scaling = tuple(float(given.pop(name)) for name in names)
+        found: dict[str, Any] = {name: float(given.pop(name)) for name in _SCALINGS[kind]}
     except KeyError as error:
         raise fields.refusal(f"rotary positions of type {kind!r} need {error}") from None
     if given:
         raise fields.refusal(f"unknown rotary parameters, which may change the maths: {given}")
-    return scaling
+    length = found.pop(_LENGTH, None)
+    if length is not None:
+        found["original_max_seq_len"] = int(length) if length.is_integer() else length
+    return RopeScaling(**found)
 
 
-def _write_scaling(scaling: tuple[float, ...]) -> dict[str, Any] | None:
-    if not scaling:
+def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.factor == 1:
         return None
-    if len(scaling) == 1:
-        return {"rope_type": "linear", "factor": scaling[0]}
-    values = dict(zip(_LLAMA3, scaling, strict=True))
-    values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
-    return {"rope_type": "llama3", **values}
+    if scaling.original_max_seq_len is None:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        _LENGTH: scaling.original_max_seq_len,
+    }
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Rotary(Rule):
         if self.local is not None:
             base = fields.take("rope_local_base_freq", self.local)
             local = new.get("sliding_attention") or {}
-            if _take_scaling(fields, local, length):
+            if _take_scaling(fields, local, length) != RopeScaling():
                 raise fields.refusal("stretched rotary positions in layers with a window")
             found["local_rope_theta"] = local.get("rope_theta", base)
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:

@@ -1,0 +1,162 @@
+"""Decoding with a model of attention, whose layers keep their keys and values in a cache.
+
+Legend of suffixes: B batch, T time, 1 the one token of a step, E embed.
+"""
+
+from functools import partial
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zoo.decoding.cache import Cache, Clock, LayerCache
+from zoo.nn.attention import attention
+from zoo.nn.parameters import gather
+from zoo.nn.readout import Readout
+from zoo.nn.remat import scan_layers
+from zoo.transformer.blocks import Rotary
+from zoo.transformer.config import Config, LayerKind
+
+
+@runtime_checkable
+class AttentionModel(Protocol):
+    """The parts of a model that decoding calls in the place of its forward pass.
+
+    Each maps every position on its own, except attention, which `attend` stands in for.
+    """
+
+    @property
+    def config(self) -> Config:
+        """The configuration: kinds of layers take turns, each with its window and positions."""
+
+    @property
+    def blocks(self) -> Any:
+        """The layers, stacked along their arrays' first axis; apart in `for_decoding`.
+
+        A block is called as `zoo.transformer.blocks.Block`.
+        """
+
+    def check_length(self, length: int) -> None:
+        """Raise a ValueError for more tokens than the model has positions."""
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
+    ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
+        """The input of the first layer, and each kind's tables of rotary positions."""
+
+    def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """The input of the output head, from the output of the last layer."""
+
+    def readout(self) -> Readout:
+        """The output head."""
+
+
+class AttentionDecoder(eqx.Module):
+    """A model of attention as a `zoo.decoding.decoder.Decoder`."""
+
+    model: AttentionModel
+    bypassed: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "hidden_and_balance")
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the model."""
+        return self.model.config
+
+    def check_decoder(self, length: int) -> None:
+        """Refuse an encoder, and more tokens than a table of learned positions has."""
+        if not self.config.causal:
+            raise ValueError("causal=False: this is an encoder, which has no next token")
+        self.model.check_length(length)
+
+    def prefill(
+        self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], length: int
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Read prompts; a layer with a sliding window keeps only its window."""
+        config = self.config
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+        x_BTE, rotaries = self.model.embed(tokens, positions)
+        segment_ids = mask.astype(jnp.int32)
+
+        def layer(kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
+            x_BTE, *stacks = carry
+            window = config.window_of(kind)
+            kept = _Kept(block, window)
+            x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, kept.attend)
+            new = kept.keys_and_values()
+            return (x_BTE, *(s.at[index].set(x) for s, x in zip(stacks, new, strict=True)))
+
+        shape = (config.num_layers, *tokens.shape, config.kv_heads, config.head_size)
+        empty = jnp.zeros(shape, x_BTE.dtype)
+        x_BTE, keys, values = scan_layers(
+            [partial(layer, kind) for kind in config.layer_kinds],
+            self.model.blocks,
+            (x_BTE, empty, empty),
+            scan=config.scan_layers,
+        )
+        windows = [config.window_of(kind) for kind in config.all_layer_kinds]
+        layers = tuple(
+            LayerCache.filled(k, v, min(length, window or length))
+            for k, v, window in zip(keys, values, windows, strict=True)
+        )
+        logits = self.model.readout()(self.model.finish(x_BTE[:, -1:]))[:, 0]
+        return logits, Cache(layers, Clock.after(mask))
+
+    def for_decoding(self) -> "AttentionDecoder":
+        """The model with its blocks apart: no step copies their weights out of the stack."""
+        arrays, static = eqx.partition(self.model.blocks, eqx.is_array)
+        blocks = tuple(
+            eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)  # noqa: B023
+            for index in range(self.config.num_layers)
+        )
+        return eqx.tree_at(lambda decoder: decoder.model.blocks, self, blocks)
+
+    def decode(
+        self, tokens: Int[Array, "batch"], cache: Cache
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Read one more token per row."""
+        clock = cache.clock
+        x_B1E, rotaries = self.model.embed(tokens[:, None], clock.positions[:, None])
+        layers: list[LayerCache] = []
+        kinds = self.config.all_layer_kinds
+        for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
+
+            def attend(
+                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ) -> Array:
+                layers.append(before.write(k, v, clock))  # noqa: B023
+                return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
+
+            x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
+        logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
+        return logits, Cache(tuple(layers), clock.tick())
+
+
+class _Kept:
+    """Attention that keeps the keys and values which it is called with."""
+
+    def __init__(self, block: Any, window: int | None):
+        self.name = type(getattr(block, "attention", block)).__name__
+        self.window = window
+        self.calls: list[tuple[Array, Array]] = []
+
+    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        """As `zoo.nn.attention.attention`, or a ValueError where a cache would give another."""
+        self.calls.append((k, v))
+        causal, window = options["causal"], options["window"]
+        if not causal or window != self.window:
+            raise ValueError(
+                f"{self.name} attends with causal={causal}, window={window}, and decoding with "
+                f"causal=True, window={self.window}"
+            )
+        return attention(q, k, v, **options)
+
+    def keys_and_values(self) -> tuple[Array, Array]:
+        """Those of the layer's only call."""
+        if len(self.calls) != 1:
+            raise ValueError(
+                f"{self.name} calls `attend` {len(self.calls)} times, and decoding keeps the keys "
+                "and values of one call per layer"
+            )
+        return self.calls[0]

@@ -1,0 +1,111 @@
+"""Parameters where they are used: derived ones are computed, and all are cast and gathered.
+
+They are cast to the compute dtype, and gathered over the mesh axes that only store them.
+"""
+
+import abc
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, DTypeLike
+
+from zoo.sharding import is_sharding, partition_spec, spec_in_use
+from zoo.sharding.axes import keystr, map_parameters
+
+Tree = TypeVar("Tree")
+
+
+class Derived(eqx.Module):
+    """A node in the place of a parameter, which is computed from other arrays at its use.
+
+    The model's code does not change: `gather` and the cast put `value()` in the node's place.
+    """
+
+    @abc.abstractmethod
+    def value(self) -> Array:
+        """The parameter's value."""
+
+
+def is_derived(x: Any) -> bool:
+    """Whether a node of a model is a derived parameter."""
+    return isinstance(x, Derived)
+
+
+def resolve(tree: Tree) -> Tree:
+    """The tree with each derived parameter as an array."""
+    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
+        return tree
+    return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
+
+
+def cast(tree: Tree, dtype: DTypeLike) -> Tree:
+    """Cast the floating-point arrays of a tree, and leave the rest as it is."""
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+
+
+_compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
+
+
+@contextlib.contextmanager
+def computing_in(dtype: DTypeLike) -> Iterator[None]:
+    """Within, `cast_for_use` casts to `dtype`."""
+    token = _compute_dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _compute_dtype.reset(token)
+
+
+def cast_for_use(tree: Tree) -> Tree:
+    """Resolve parameters, and cast them to the compute dtype of the step around, if any."""
+    dtype, tree = _compute_dtype.get(), resolve(tree)
+    return tree if dtype is None else cast(tree, dtype)
+
+
+def gather(tree: Tree) -> Tree:
+    """Cast parameters to the compute dtype, and gather them over the axes that only store them.
+
+    Those are `sharding.STORAGE_AXES` and all that split the batch, whose devices need the
+    parameters for rows of their own. Call it where they are used: inside the scan over layers, on
+    the layer in use, so that one layer at a time is whole, and the network carries the compute
+    dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
+    dtype.
+    """
+    tree = cast_for_use(tree)
+    if not is_sharding():
+        return tree
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
+        stored = partition_spec(names, mesh, field=keystr(path))
+        return _reshard(leaf, spec_in_use(names, mesh), stored)
+
+    return map_parameters(gather_leaf, tree)
+
+
+# A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
+    """The identity: sharded as `used`, and its gradient as `stored`."""
+    # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
+    x = jax.lax.with_sharding_constraint(x, stored)
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tuple[Array, None]:
+    return _reshard(x, used, stored), None
+
+
+def _reshard_backward(
+    used: PartitionSpec, stored: PartitionSpec, residuals: None, g: Array
+) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(g, stored),)
+
+
+_reshard.defvjp(_reshard_forward, _reshard_backward)

@@ -1,0 +1,72 @@
+"""What losses and wrappers ask of a model of sequences, whatever its family."""
+
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
+
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.nn.readout import Readout
+
+
+class SequenceOptions(TypedDict, total=False):
+    """What a model of sequences takes beside its tokens, each by name; None is as if not given."""
+
+    segment_ids: Int[Array, "batch seq"] | None
+    """Tells the packed documents of a row apart; 0 is padding."""
+    positions: Int[Array, "batch seq"] | None
+    """Position of each token in its document; its index in the row if not given."""
+    mask: Bool[Array, "batch seq"] | None
+    """False at padding."""
+    key: Key[Array, ""] | None
+    """Turns dropout on."""
+
+
+@runtime_checkable
+class HasReadout(Protocol):
+    """A model of tokens that gives its last hidden states and its output head apart."""
+
+    def hidden(
+        self, tokens: Array, **options: Unpack[SequenceOptions]
+    ) -> Float[Array, "batch seq width"]:
+        """The input of the output head."""
+
+    def readout(self) -> Readout:
+        """The output head: from `hidden` to logits in fp32."""
+
+
+@runtime_checkable
+class HasBalance(HasReadout, Protocol):
+    """Such a model that can be a mixture of experts."""
+
+    def hidden_and_balance(
+        self, tokens: Array, **options: Unpack[SequenceOptions]
+    ) -> tuple[Float[Array, "batch seq width"], Float[Array, "batch"] | None]:
+        """`hidden`, and each row's load balance over the experts; None without experts."""
+
+
+@runtime_checkable
+class SequenceModel(Protocol):
+    """A model that a head of another kind can stand on."""
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model."""
+
+    @property
+    def width(self) -> int:
+        """Size of the vectors that `hidden` gives."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a vector depends on the tokens up to its own alone, not on those after it."""
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether `hidden` gives one vector per row, not one per token."""
+
+    def hidden(
+        self, tokens: Array, **options: Unpack[SequenceOptions]
+    ) -> Float[Array, "batch seq width"]:
+        """The last hidden states."""
+
+    def without_head(self) -> "SequenceModel":
+        """The model without the parameters that `hidden` does not use."""

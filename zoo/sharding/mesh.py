@@ -1,0 +1,75 @@
+"""Meshes of devices, made from texts such as "fsdp=4,tensor=2"."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from zoo.sharding.rules import MESH_AXES, ShardingError
+
+
+def make_mesh(
+    spec: str | Mapping[str, int] = "", devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Make a mesh with the axes `data`, `fsdp` and `tensor` from a text such as "fsdp=4,tensor=2".
+
+    An axis that is not named has size 1, one may be -1 (whatever is left), and "" is one device.
+    A mesh smaller than `devices` (default: all of this run's) takes the first of them. Axes are
+    Auto: XLA places what the annotations leave open.
+
+    Raises:
+        ShardingError: an unknown axis, a size that is no integer, or too many or too few devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = dict.fromkeys(MESH_AXES, 1) | _parse_mesh(spec)
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ShardingError(f"mesh {spec!r}: sizes are positive, and one at most is -1")
+    if unknown:
+        if len(devices) % known:
+            raise ShardingError(
+                f"mesh {spec!r}: {known} does not divide the {len(devices)} devices"
+            )
+        sizes[unknown[0]] = len(devices) // known
+    total = math.prod(sizes.values())
+    if total > len(devices):
+        raise ShardingError(
+            f"mesh {spec!r} needs {total} devices, and this run has {len(devices)}; on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
+        )
+    if jax.process_count() > 1 and total < len(devices):
+        raise ShardingError(
+            f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "
+            f"processes, and needs all of them; for example {'data=-1'!r}"
+        )
+    # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
+    try:
+        placed = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices[:total], allow_split_physical_axes=True
+        )
+    except AssertionError:  # by a slice of TPUs
+        raise ShardingError(
+            f"mesh {spec!r} has {total} of the {len(devices)} devices, which are no block of the "
+            "slice; take all of them, or a half or a quarter"
+        ) from None
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(spec, str):
+        items = [item.strip().partition("=") for item in spec.split(",") if item.strip()]
+        try:
+            sizes = {axis.strip(): int(size) for axis, _, size in items}
+        except ValueError:
+            raise ShardingError(
+                f"mesh {spec!r}: write it as axis=size, such as 'fsdp=4,tensor=2'"
+            ) from None
+    else:
+        sizes = dict(spec)
+    for axis in sizes:
+        if axis not in MESH_AXES:
+            raise ShardingError(f"mesh {spec!r}: no axis {axis!r}; the axes are {MESH_AXES}")
+    return sizes

@@ -1,0 +1,145 @@
+"""The state of a training: `TrainState`, born sharded by `init_state`, and how it is placed."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int32, Key, PyTree
+
+from zoo import sharding
+from zoo.nn.precision import LossScale, cast
+
+Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
+
+
+class TrainState(eqx.Module):
+    """All that a run is: restore it and the data's position, and training goes on bit for bit."""
+
+    model: PyTree  # fp32 master weights
+    opt_state: PyTree
+    step: Int32[Array, ""]  # steps done, skipped ones included
+    key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
+    loss_scale: LossScale  # used in fp16
+    skipped: Int32[Array, ""]  # steps that came to what is not finite, and changed nothing
+
+
+def init_state(
+    make_model: Callable[..., PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
+) -> TrainState:
+    """The state that training starts from, born sharded: no device ever holds a whole parameter.
+
+    `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
+    what training makes of it. Initialisation and dropout take separate streams of `key`. What is
+    not `trainable` (see `make_train_step`) has no optimizer state.
+
+    Raises:
+        ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
+            axis that there is not, by name.
+        TypeError: a model in place of `make_model`, or an optimizer that is none.
+    """
+    sharding.check_rules(rules)
+    build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
+    placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
+    # `eqx.filter_jit` takes no output shardings.
+    arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
+        *given
+    )
+    return eqx.combine(arrays, static)
+
+
+def abstract_state(
+    make_model: Callable[..., PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
+) -> TrainState:
+    """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
+    sharding.check_rules(rules)
+    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
+    if mesh is not None:
+        placed = state_shardings(skeleton, mesh, rules)
+        skeleton = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            skeleton,
+            placed,
+        )
+    return eqx.combine(skeleton, static)
+
+
+def _blueprint(
+    make_model: Any, optimizer: Any, key: Key[Array, ""], trainable: Any, pretrained: PyTree
+) -> tuple[Any, Any, Any, Any]:
+    """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
+    check_optimizer(optimizer)
+    has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
+    if has_arrays or not callable(make_model):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
+            "to train one that there is, lambda key, model: model with pretrained=model"
+        )
+    weights, rest = eqx.partition(pretrained, eqx.is_array)
+    given = (key,) if pretrained is None else (key, weights)
+
+    def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
+        init_key, dropout_key = jax.random.split(key)
+        model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
+        model = cast(model, jnp.float32)
+        with standard_promotion():
+            opt_state = optimizer.init(eqx.filter(model, trained_leaves(model, trainable)))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
+
+    skeleton, static = eqx.partition(
+        eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+    return build, given, skeleton, static
+
+
+def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
+    """A tree of booleans: whether a leaf of a model is trained."""
+    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
+    trained = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+    if not any(jax.tree.leaves(trained)):
+        fix = "freeze less of it" if trainable else "a model has arrays of floats"
+        raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")
+    return trained
+
+
+def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
+    """The NamedSharding of each array of a state (or of its skeleton): None for other leaves."""
+    arrays = eqx.filter(state, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    counters = jax.tree.map(lambda _: sharding.replicated(mesh), arrays)
+    model = sharding.shardings(arrays.model, mesh, rules)
+    opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh, rules)
+    return eqx.tree_at(lambda s: (s.model, s.opt_state), counters, (model, opt_state))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise a TypeError for something other than an optimizer."""
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            f"optimizer={optimizer!r}: give an optax.GradientTransformation, as optax.adam(1e-3) is"
+        )
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Optimizers are not ours, and need not be as strict about dtypes and ranks as the zoo."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
