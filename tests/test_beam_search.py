@@ -1,4 +1,4 @@
-"""zoo.beam_search against all continuations there are."""
+"""zoo.decoding.beam_search against all continuations there are."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""zoo.cache: a ring of slots attends as if all tokens in reach were still in a row."""
+"""zoo.decoding.cache: a ring of slots attends as if all tokens in reach were still in a row."""
 
 from typing import Any
 

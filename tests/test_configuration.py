@@ -1,4 +1,4 @@
-"""zoo.configuration: values of the types that fields are annotated with."""
+"""zoo.base.configuration: values of the types that fields are annotated with."""
 
 import copy
 import dataclasses

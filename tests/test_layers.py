@@ -1,4 +1,4 @@
-"""zoo.layers: gradients written out by hand are those of the plain formulas."""
+"""zoo.nn.layers: gradients written out by hand are those of the plain formulas."""
 
 from collections.abc import Callable
 from typing import Any

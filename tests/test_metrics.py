@@ -1,4 +1,4 @@
-"""zoo.metrics: what a killed, resumed or diverged run leaves must still be readable and true."""
+"""zoo.runs.metrics: metrics of killed, resumed and diverged runs stay readable and true."""
 
 import json
 import math

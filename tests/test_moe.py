@@ -1,4 +1,4 @@
-"""zoo.moe: an independent formula, meshes, the load balance, and training with it."""
+"""zoo.transformer.moe: an independent formula, meshes, the load balance, and training with it."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""zoo.monitor: progress in any terminal, compiles counted, speed over running time, traces."""
+"""zoo.runs.monitor: progress in any terminal, compiles counted, speed over running time, traces."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""zoo.precision: products keep the compute dtype both ways, and the loss scale finds its level."""
+"""zoo.nn.precision: products keep the compute dtype both ways, the loss scale settles."""
 
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""zoo.remat: policies change what is kept, never the numbers."""
+"""zoo.nn.remat: policies change what is kept, never the numbers."""
 
 from typing import Any, NamedTuple
 

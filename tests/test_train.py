@@ -1,4 +1,4 @@
-"""zoo.train: one maths on every mesh, exact token weighting, precision, and no hidden compile."""
+"""zoo.training: one maths on every mesh, exact token weights, precision, no hidden compile."""
 
 import functools
 from collections.abc import Iterator
