@@ -41,7 +41,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path, *, keep: int = 3):
-        """Opens or makes `folder`, removes the rest of killed saves, keeps the last `keep` steps."""
+        """Opens or makes `folder`, clears up after a killed save, keeps the last `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
