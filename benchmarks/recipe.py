@@ -16,7 +16,7 @@ from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from recipes import lm
 from zoo import losses, optimizers, text, transformer
-from zoo.data.loader import load
+from zoo.data import loader
 from zoo.nn.precision import native_precision
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def measure_pipeline(timing: Timing) -> list[Table]:
             make(Path(folder))
             return Path(folder)
 
-        data = text.load(config.data, seed=0, tokenizer_folder=make_once)
+        data = text.read_text(config.data, seed=0, tokenizer_folder=make_once)
     model_config = lm.model_config(config, data)
     optimizer = optimizers.make_optimizer(config.optimizer, config.steps)
     state = zoo.init_state(
@@ -72,7 +72,7 @@ def measure_pipeline(timing: Timing) -> list[Table]:
     step = zoo.make_train_step(losses.next_token, optimizer, precision=native_precision())
     step.compile(state, *data.train.shapes().values())
 
-    with contextlib.closing(load(data.train)) as loaded:
+    with contextlib.closing(loader.batches(data.train)) as loaded:
         _, resident = next(loaded)
         sources: dict[str, Iterator] = {
             "one resident batch": iter(lambda: resident, None),

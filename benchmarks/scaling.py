@@ -178,7 +178,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         fewest = [sum(r["minimum"].values()) / 2**30 for r in mine]
         right.plot(x, sent, "o-", color=color, label=label)
         right.plot(x, fewest, ":", color=color, label=f"{label}: the fewest")
-    left.set_ylabel("memory a device, GiB")
+    left.set_ylabel("memory per device, GiB")
     right.set_ylabel("sent a device and step, GiB")
     for axes in (left, right):
         axes.set_xscale("log", base=2)

@@ -2,15 +2,15 @@
 
     python -m recipes.finetune
 
-With no flag it fine-tunes `lm-python`, which knows nothing but source code, on the help texts that
-come with Python, and prints the held-out loss and a sample before and after. Its 200 steps take
-about six minutes on two cores of an AMD EPYC with AVX2.
+With no flag it fine-tunes `lm-python`, which was trained on source code alone, on the help texts
+that come with Python, and prints the held-out loss and a sample before and after. Its 200 steps
+take about six minutes on two cores of an AMD EPYC with AVX2.
 
     python -m recipes.finetune --model organisation/name --method lora --data 'chats/*.jsonl' \
         --data.format chats --run-dir runs/chat
 
 begins with a model of the Hugging Face Hub, or a folder of its format, and ends in a folder that
-`transformers` opens; `adapters/` beside it has what was trained alone.
+`transformers` opens; `adapters/` beside it has the trained adapters alone.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     """Train, evaluate, save, and show before and after."""
     with zoo.Run(config) as run:
         base = finetuning.Base(run)
-        data = finetuning.load(run, base.tokenizer, label=config.label)
+        data = finetuning.read_text(run, base.tokenizer, label=config.label)
         train = finetuning.train_classifier if config.label else finetuning.train
         train(run, base, data)
 

@@ -37,7 +37,7 @@ class Config(language.Config):
 def main(config: Config) -> None:
     """Train, evaluate, sample and save."""
     with zoo.Run(config) as run:
-        data = language.load(run)
+        data = language.read_text(run)
         model = model_config(config, data)
         training = language.training(
             run, config.optimizer, data, lambda key: transformer.Transformer(model, key=key)

@@ -3,7 +3,7 @@
     python -m recipes.mlp
 
 With no flag it learns scikit-learn's handwritten digits (extra: recipes), in half a minute on two
-cores, and takes 98.9% of 377 held-out ones for what they are. `--ensemble 8` trains eight members
+cores, and predicts 98.9% of 377 held-out ones correctly. `--ensemble 8` trains eight members
 as one program. The run folder gets a confusion matrix and a calibration plot.
 Rows of your own: `--data rows.csv --data.label species`.
 """
@@ -14,8 +14,27 @@ from pathlib import Path
 
 import zoo
 from zoo import classification, mlp, optimizers, tabular
+from zoo.base.configuration import may_differ
 from zoo.runs.command_line import cli
 from zoo.runs.run import Config as RunConfig
+
+
+@dataclass(frozen=True)
+class Model(mlp.Config):
+    """Hyperparameters of an MLP whose sizes are those of the data."""
+
+    # They may differ, as 0 does from the size: a run compares the fingerprint of the data.
+    in_size: int = may_differ(0)
+    """Features of a row; 0 takes them from the data."""
+    out_size: int = may_differ(0)
+    """Classes; 0 takes them from the data."""
+
+    def __post_init__(self) -> None:
+        self.sized(self.in_size or 1, self.out_size or 1)  # its checks are those of all else
+
+    def sized(self, in_size: int, out_size: int) -> mlp.Config:
+        """The same model for rows of so many features, and so many classes."""
+        return mlp.Config(**vars(self) | {"in_size": in_size, "out_size": out_size})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +46,8 @@ class Config(RunConfig):
     steps: int = 800
     """Optimizer steps in all; more than before continues a finished run."""
     ensemble: int = 1
-    """Members, trained side by side; what they say is averaged."""
-    model: mlp.Config = mlp.Config(
-        in_size=1,
-        out_size=1,
+    """Members, trained side by side; their probabilities are averaged."""
+    model: Model = Model(
         hidden_size=256,
         num_layers=2,
         residual=True,
@@ -54,8 +71,8 @@ class Config(RunConfig):
 def main(config: Config) -> None:
     """Train, evaluate, draw and save."""
     with zoo.Run(config) as run:
-        data = tabular.load(config.data, seed=config.seed)
-        model = dataclasses.replace(config.model, in_size=data.in_size, out_size=len(data.classes))
+        data = tabular.read_table(config.data, seed=config.seed)
+        model = model_config(config, data)
         training = classification.training(
             run,
             config.optimizer,
@@ -69,6 +86,20 @@ def main(config: Config) -> None:
             remat=model.remat,
         )
         classification.train(run, training)
+
+
+def model_config(config: Config, data: tabular.Table) -> mlp.Config:
+    """The model's configuration, of the data's sizes.
+
+    Raises:
+        ValueError: other sizes were given.
+    """
+    given = {"in_size": config.model.in_size, "out_size": config.model.out_size}
+    found = {"in_size": data.in_size, "out_size": len(data.classes)}
+    for name, size in given.items():
+        if size not in (0, found[name]):
+            raise ValueError(f"model.{name}={size}: the data has {found[name]}; leave the flag out")
+    return config.model.sized(**found)
 
 
 if __name__ == "__main__":

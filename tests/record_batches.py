@@ -15,11 +15,11 @@ from zoo.runs.command_line import cli
 
 
 def record_batches(path: str) -> None:
-    load = zoo.runs.loop.load
+    batches = zoo.runs.loop.batches
 
     def recorded(plan, *arguments, **named):
         with open(path, "a") as file:
-            for k, batch in load(plan, *arguments, **named):
+            for k, batch in batches(plan, *arguments, **named):
                 digest = hashlib.sha256()
                 for name in sorted(batch):
                     digest.update(name.encode() + np.asarray(batch[name]).tobytes())
@@ -28,7 +28,7 @@ def record_batches(path: str) -> None:
                 file.flush()
                 yield k, batch
 
-    zoo.runs.loop.load = recorded
+    zoo.runs.loop.batches = recorded
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def as_numpy(batch):
 def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
     plan = make_plan(batch_size=8)
     mesh = None if spec is None else make_mesh(spec)
-    loaded = list(loader.load(plan, mesh, start=1, stop=5))
+    loaded = list(loader.batches(plan, mesh, start=1, stop=5))
     assert [k for k, _ in loaded] == [1, 2, 3, 4]
     for k, batch in loaded:
         expected = plan.batch(k)
@@ -348,32 +348,32 @@ def test_only_the_rows_of_this_process_are_built():
             return super().batch(k, rows)
 
     plan = Watched(make_corpus(LENGTHS), SEPARATOR, 16, 8, 0)
-    list(loader.load(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
+    list(loader.batches(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
     assert asked == {(0, 2), (2, 4), (4, 6), (6, 8)}  # each once, whatever the tensor axis
 
 
 def test_a_batch_size_that_the_mesh_does_not_divide():
     with pytest.raises(ValueError, match=r"batch_size=6 .* divisible by 4.*fsdp.*a multiple of 4"):
-        loader.load(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
-    loader.load(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
+        loader.batches(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
+    loader.batches(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
 
 
 def test_resume_at_any_batch(make_plan):
     plan = make_plan()
     stop = 2 * plan.batches_per_epoch + 1
-    whole = [(k, as_numpy(batch)) for k, batch in loader.load(plan, stop=stop)]
+    whole = [(k, as_numpy(batch)) for k, batch in loader.batches(plan, stop=stop)]
     for start in range(stop + 1):
         tail = [
-            (k, as_numpy(batch)) for k, batch in loader.load(make_plan(), start=start, stop=stop)
+            (k, as_numpy(batch)) for k, batch in loader.batches(make_plan(), start=start, stop=stop)
         ]
         np.testing.assert_equal(tail, whole[start:])
     with pytest.raises(ValueError, match="start=3 and stop=2"):
-        loader.load(plan, start=3, stop=2)
+        loader.batches(plan, start=3, stop=2)
 
 
 def test_load_has_no_end_without_stop():
     plan = packed()
-    stream = loader.load(plan, start=10 * plan.batches_per_epoch)
+    stream = loader.batches(plan, start=10 * plan.batches_per_epoch)
     k, batch = next(stream)
     stream.close()
     assert plan.epoch(k) == 10
@@ -388,7 +388,7 @@ def test_an_error_in_the_plan_reaches_the_loop():
             return super().batch(k, rows)
 
     plan = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
-    stream = loader.load(plan)
+    stream = loader.batches(plan)
     assert [next(stream)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(stream)
@@ -406,7 +406,7 @@ def test_batches_are_on_the_device_ahead_of_use(monkeypatch):
         return placed[-1]
 
     monkeypatch.setattr(loader, "_place", watched)
-    stream = loader.load(packed())
+    stream = loader.batches(packed())
     next(stream)
     assert third.wait(5)  # although nobody has asked for the second
     stream.close()
@@ -418,7 +418,7 @@ def test_a_dropped_iterator_ends_its_threads():
 
     before = len(working())
     for _ in range(5):
-        for _ in loader.load(packed()):
+        for _ in loader.batches(packed()):
             break
     gc.collect()
     deadline = time.monotonic() + 5
@@ -432,7 +432,7 @@ import numpy as np
 from zoo.data import loader, token_plans
 from zoo.data.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
-stream = loader.load(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
+stream = loader.batches(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
 next(stream)
 print("done")
 """
@@ -464,7 +464,7 @@ class Watched(token_plans.PackedPlan):
         return super().batch(k, rows)
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
 plan = Watched(corpus, 49, 8, 4, 0)
-for k, batch in loader.load(plan, mesh, stop=5):
+for k, batch in loader.batches(plan, mesh, stop=5):
     whole = token_plans.PackedPlan.batch(token_plans.PackedPlan(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
@@ -532,7 +532,7 @@ def test_batches_of_arrays_are_pure_and_shaped_as_announced():
 
 def test_arrays_load_onto_a_mesh_by_rank():
     mesh = make_mesh("data=2,fsdp=2")
-    loaded = dict(loader.load(array_plan(), mesh, stop=3))
+    loaded = dict(loader.batches(array_plan(), mesh, stop=3))
     assert list(loaded) == [0, 1, 2]
     for k, batch in loaded.items():
         for name, array in batch.items():

@@ -44,7 +44,7 @@ TAKERS = {
     "model": lambda: finetune.Config(model=REMOTE),
     "data": lambda: read_documents(f"local/*.txt,{REMOTE}/*.txt"),
     "data of JSON lines": lambda: read_json_lines(f"{REMOTE}.jsonl"),
-    "data of rows": lambda: tabular.load(tabular.Config(REMOTE), seed=0),
+    "data of rows": lambda: tabular.read_table(tabular.Config(REMOTE), seed=0),
     "cache_folder": lambda: tokenize([], ByteTokenizer(), Path(REMOTE)),
     "tokenizer": lambda: load_tokenizer(REMOTE),
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),

@@ -13,6 +13,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import zoo
+import zoo.runs.loop
 from zoo import losses
 from zoo.data.corpus import Corpus
 from zoo.runs.metrics import read_metrics
@@ -340,20 +341,20 @@ def fit_judged(config):
 
 def interrupt_at(monkeypatch, interrupt, evaluation):
     """`interrupt()` in the third batch of that evaluation; returns the batches of each."""
-    load, batches = zoo.runs.evaluation.load, []
+    batches, seen = zoo.runs.evaluation.batches, []
 
     def interrupting(plan, *arguments, **options):
         if plan is HELD_OUT:
-            batches.append(0)
-        for k, batch in load(plan, *arguments, **options):
+            seen.append(0)
+        for k, batch in batches(plan, *arguments, **options):
             if plan is HELD_OUT:
-                batches[-1] += 1
-                if (len(batches), batches[-1]) == (evaluation, 3):
+                seen[-1] += 1
+                if (len(seen), seen[-1]) == (evaluation, 3):
                     interrupt()
             yield k, batch
 
-    monkeypatch.setattr(zoo.runs.evaluation, "load", interrupting)
-    return batches
+    monkeypatch.setattr(zoo.runs.evaluation, "batches", interrupting)
+    return seen
 
 
 def without_speed(config):
@@ -442,13 +443,13 @@ def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
     plan = zoo.BucketPlan(plan.corpus, SEPARATOR, (8, 16, 32), 4)
     assert len(plan.buckets) == 3
     assert {plan.bucket(k) for k in range(200)} == {8, 16, 32}
-    counter, load = CompileCounter(), zoo.runs.loop.load
+    counter, batches = CompileCounter(), zoo.runs.loop.batches
 
     def counting(*arguments, **options):
         with counter:
-            yield from load(*arguments, **options)
+            yield from batches(*arguments, **options)
 
-    monkeypatch.setattr(zoo.runs.loop, "load", counting)
+    monkeypatch.setattr(zoo.runs.loop, "batches", counting)
     run = config(tmp_path, steps=200, checkpoint_every=50, eval_every=50)
     fit(run, plan, schedule=optax.cosine_decay_schedule(1e-2, 200))
     assert counter.compiles == 0

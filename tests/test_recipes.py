@@ -18,7 +18,7 @@ from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
 from recipes import finetune, generate, lm
-from zoo import bert, language, rnn, sharding, transformer
+from zoo import bert, language, mlp, rnn, sharding, transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
 from zoo.publishing.tensors import PublishError
@@ -335,6 +335,43 @@ def test_a_mistake_is_named_before_any_step_and_binds_nothing(mistake, train, tm
         train("lm", tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
     assert message in str(e.value)
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("mlp", ["--model.in-size=5"], "model.in_size=5: the data has 4; leave the flag out"),
+        ("mlp", ["--model.out-size=2"], "model.out_size=2: the data has 3; leave the flag out"),
+        (
+            "rnn",
+            ["--model.out-size=3", "--label=kind", "--data.files={tmp}/rows.jsonl"],
+            "model.out_size=3: the data has 2 classes",
+        ),
+    ],
+    ids=["mlp in", "mlp out", "rnn"],
+)
+def test_a_size_that_is_not_the_datas_is_refused_before_any_compute(
+    name, flags, message, train, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "fit", lambda *_: pytest.fail("it was trained"))
+    rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(name, tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
+
+
+def test_a_size_that_is_the_datas_is_taken(train, tmp_path, monkeypatch):
+    def fit(run, training):
+        model = eqx.filter_eval_shape(training.make_model, jax.random.key(0))
+        raise LookupError(model.members.config)
+
+    monkeypatch.setattr(loop, "fit", fit)
+    for flags in ([], ["--model.in-size=4", "--model.out-size=3"]):
+        with pytest.raises(LookupError) as made:
+            train("mlp", tmp_path / "run", *flags)
+        [config] = made.value.args
+        assert type(config) is mlp.Config
+        assert (config.in_size, config.out_size) == (4, 3)
 
 
 # What would come to light only after the training, at the sample, or never.

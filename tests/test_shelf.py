@@ -32,7 +32,7 @@ def test_each_is_whole_and_says_where_it_comes_from(name):
 
 def test_the_digits_are_read_as_well_as_the_card_says():
     pytest.importorskip("sklearn")
-    held_out = tabular.load(tabular.Config(), seed=0).held_out.arrays
+    held_out = tabular.read_table(tabular.Config(), seed=0).held_out.arrays
     logits = zoo.load("mlp-digits")(jnp.asarray(held_out["inputs"]))
     accuracy = np.mean(np.asarray(logits).argmax(1) == held_out["labels"])
     assert accuracy == pytest.approx(CARDS["mlp-digits"].metrics["eval_accuracy"])

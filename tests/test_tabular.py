@@ -20,7 +20,7 @@ def flowers(tmp_path, num_rows=60):
 
 def load(path, seed=0, **options):
     config = tabular.Config(file=str(path), label="species", batch_size=8, **options)
-    return tabular.load(config, seed=seed)
+    return tabular.read_table(config, seed=seed)
 
 
 def test_rows_come_with_their_labels(tmp_path):
@@ -54,7 +54,7 @@ def test_the_fingerprint_tells_any_change(tmp_path):
 
 def test_the_digits_are_those_of_scikit_learn(monkeypatch):
     pytest.importorskip("sklearn")
-    table = tabular.load(tabular.Config(), seed=0)
+    table = tabular.read_table(tabular.Config(), seed=0)
     assert table.classes == tuple("0123456789")
     assert table.in_size == 64
     num_rows = [len(plan.arrays["labels"]) for plan in (table.train, table.held_out)]
@@ -62,7 +62,7 @@ def test_the_digits_are_those_of_scikit_learn(monkeypatch):
     assert table.train.arrays["inputs"].max() == 1.0
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"zoo\[recipes\]"):
-        tabular.load(tabular.Config(), seed=0)
+        tabular.read_table(tabular.Config(), seed=0)
 
 
 @pytest.mark.parametrize(

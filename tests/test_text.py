@@ -34,7 +34,7 @@ def load(corpus, seed=0, **options):
 
     options = {"seq_len": 16, "batch_size": 4, "cache": None} | options
     config = text.Config(files=f"{corpus}/*.txt", **options)
-    return text.load(config, seed=seed, tokenizer_folder=tokenizer_folder)
+    return text.read_text(config, seed=seed, tokenizer_folder=tokenizer_folder)
 
 
 def test_both_parts_together_are_all_documents(corpus):
@@ -152,7 +152,7 @@ def labelled(tmp_path, kinds, lines=None, **options):
     rows = [f'{{"text": "{kind} {i}", "kind": "{kind}"}}' for i, kind in enumerate(kinds)]
     (tmp_path / "rows.jsonl").write_text(lines or "\n".join(rows))
     options = {"rows": "bucketed", "buckets": (16,), "batch_size": 4, "cache": None} | options
-    return text.load(
+    return text.read_text(
         text.Config(files=f"{tmp_path}/rows.jsonl", **options),
         seed=0,
         tokenizer_folder=lambda make: make(tmp_path / "tokenizer") or tmp_path / "tokenizer",
@@ -187,11 +187,11 @@ def test_functions_are_split_by_their_file(tmp_path):
         (tmp_path / f"{i}.py").write_text(functions)
     config = text.Config(files=f"{tmp_path}/*.py", documents="functions", held_out=0.2, cache=None)
     folder = tmp_path / "tokenizer"
-    loaded = text.load(config, seed=0, tokenizer_folder=lambda make: make(folder) or folder)
+    loaded = text.read_text(config, seed=0, tokenizer_folder=lambda make: make(folder) or folder)
     names = [document.name.partition(":")[0] for document in loaded.held_out_documents]
     assert {names.count(name) for name in names} == {3}
     assert len(loaded.train.corpus) == 60 - len(names)
     for path in tmp_path.glob("*.py"):
         path.write_text("x = 1")
     with pytest.raises(ValueError, match="0 to train on and 0 held out; add Python files"):
-        text.load(config, seed=0, tokenizer_folder=lambda make: folder)
+        text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)

@@ -17,7 +17,7 @@ Batch = dict[str, Array]
 Rows = tuple[int, int]
 
 
-def load(
+def batches(
     plan: Plan, mesh: Mesh | None = None, *, start: int = 0, stop: int | None = None
 ) -> Generator[tuple[int, Batch], None, None]:
     """(k, batch k) from `start`, without end or up to `stop`, put on the devices ahead of use.
@@ -32,10 +32,10 @@ def load(
     stop = sys.maxsize if stop is None else stop
     if not 0 <= start <= stop:
         raise ValueError(f"start={start} and stop={stop} must be 0 <= start <= stop")
-    batches = iter(_dataset(plan, mesh, range(start, stop)))
+    ahead = iter(_dataset(plan, mesh, range(start, stop)))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
-        yield from batches  # which also hands on close()
+        yield from ahead  # which also hands on close()
 
     iterator = iterate()
     reference = weakref.ref(iterator)

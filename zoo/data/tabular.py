@@ -24,7 +24,7 @@ class Config:
     scikit-learn's 1,797 handwritten digits of 8 by 8 pixels (extra: recipes)."""
     # What it holds may not differ: a run compares the fingerprint of the rows.
     label: str = "label"
-    """Column of the file that holds the label; the others are what the model reads."""
+    """Column of the file that holds the label; the others are the model's inputs."""
     batch_size: int = 64
     """Rows in a global batch, over all devices and microbatches."""
     held_out: float = 0.2
@@ -58,7 +58,7 @@ class Table:
         return digest.hexdigest()
 
 
-def load(config: Config, *, seed: int) -> Table:
+def read_table(config: Config, *, seed: int) -> Table:
     """Read the rows and split them; a hash of its number decides whether a row is held out.
 
     Raises:

@@ -37,7 +37,7 @@ class Source:
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
     documents: Literal["files", "functions"] = "files"
-    """What is a document: a file, line or row, or each function of a Python file."""
+    """A document is a file, line or row, or each function of a Python file."""
     rows: Literal["packed", "bucketed"] = "packed"
     """Documents packed end to end into rows of seq_len, or each in a row padded to a bucket."""
     seq_len: int = 256
@@ -47,7 +47,7 @@ class Source:
     buckets: tuple[int, ...] = (128, 256, 512)
     """Row lengths that bucketed rows are padded to."""
     too_long: Literal["error", "truncate", "split"] = "error"
-    """What becomes of a document longer than the largest bucket."""
+    """For a document longer than the largest bucket: an error, its beginning, or its pieces."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
@@ -103,7 +103,7 @@ class Text:
         return max(at_least, 64 * math.ceil(self.tokenizer.vocab_size / 64))
 
     def bits_per_byte(self, loss: float) -> float:
-        """Bits a byte of held-out text, from a mean loss in nats a token.
+        """Bits per byte of held-out text, from a mean loss in nats per token.
 
         The separators between documents count as tokens to predict, and not as bytes.
         """
@@ -115,7 +115,7 @@ class Text:
 
     @functools.cached_property
     def compressors(self) -> dict[str, float]:
-        """Bits a byte of `gzip -9` and `xz -9` on the held-out documents, one by one."""
+        """Bits per byte of `gzip -9` and `xz -9` on the held-out documents, one by one."""
         num_bytes = self.held_out.corpus.num_bytes
         return {
             f"{method} -9": 8 * compressed_size(self.held_out_documents, method) / num_bytes
@@ -123,14 +123,14 @@ class Text:
         }
 
 
-def load(
+def read_text(
     config: Config,
     *,
     seed: int,
     tokenizer_folder: Callable[..., Path],
     label: str | None = None,
 ) -> Text:
-    """Read, split and tokenize; `tokenizer_folder(make)` keeps what `make(folder)` writes.
+    """Read, split and tokenize; `tokenizer_folder(make)` keeps the files of `make(folder)`.
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
     `label`, the field that holds a row's label, the plans are `LabelledPlan`s.
@@ -151,7 +151,7 @@ def load(
 
 
 def check_label(config: Source, label: str | None) -> None:
-    """Raise a ValueError where rows are to be classified that are none."""
+    """Raise a ValueError where rows are to be classified and the data has none."""
     if label is not None and (config.rows != "bucketed" or not config.files):
         raise ValueError(
             f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "

@@ -1,1 +1,1 @@
-"""What a training step needs of devices that need not be there: memory, bytes, a bound on speed."""
+"""Plans of a training step for devices that need not be present: memory, bytes, speed."""

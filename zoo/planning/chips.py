@@ -61,17 +61,17 @@ class Chip:
     """One device of a mesh, by its vendor's numbers; None where there is none to quote."""
 
     name: str
-    """As a target names it."""
+    """Its name in a target."""
     flops: float | None
     """Peak of dense bf16 products, FLOP/s."""
     memory: float
     """Bytes of device memory."""
     bandwidth: float | None
-    """Bytes a second between the chip and that memory."""
+    """Bytes per second between the chip and that memory."""
     interconnect: float | None
-    """Bytes a second that the chip sends to others, over all of its links together."""
+    """Bytes per second that the chip sends to others, over all of its links together."""
     kind: str
-    """What compiles for it: tpu, gpu or cpu."""
+    """The compiler's platform: tpu, gpu or cpu."""
     pattern: str = ""
     """Matches the names that JAX has for it."""
 

@@ -25,7 +25,7 @@ class Collective:
 
     kind: Kind
     bytes: float
-    """What a device sends each time."""
+    """Bytes that a device sends each time."""
     times: int
     group_size: int
     dtype: str

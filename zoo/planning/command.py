@@ -32,25 +32,25 @@ class Config:
     """TPU slice, such as v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or virtual
     CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
     mesh: str = "fsdp=-1"
-    """Devices by axis, such as fsdp=8,tensor=2; -1 takes what is left."""
+    """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones."""
     batch_size: int | None = None
-    """Rows of a batch, on all devices together; one for each part of it if not given."""
+    """Rows of a batch, on all devices together; one per part of the batch if not given."""
     seq_len: int = 4096
     """Tokens of a row."""
     remat: Policy = "full"
-    """What the backward pass recomputes: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     precision: Precision = "bf16"
     """Dtype of activations and products; master weights are fp32."""
     accumulate: int = 1
-    """Microbatches that a batch is cut into, one after the other."""
+    """Microbatches per batch, computed one after the other."""
     sequence_parallel: bool = False
     """Split activations along the sequence between the tensor-parallel parts."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
     """Update rule."""
     suggest: bool = True
-    """Where it does not fit, look for a change that does, by compiling it."""
+    """Where it does not fit, compile changes until one of them fits."""
     quick: bool = False
-    """Ask the compiler for less effort: quicker, and the memory is less exact."""
+    """Ask the compiler for less effort: faster, with a less exact figure of the memory."""
     save: Path | None = None
     """File to write the result to, as markdown."""
 

@@ -8,7 +8,7 @@ from jax.extend import core
 
 
 def count(jaxpr: Any) -> float:
-    """FLOPs of the products of a jaxpr, on all devices together: two a multiply and add.
+    """FLOPs of the products of a jaxpr, on all devices together: two per multiply and add.
 
     Loops count as often as they run (one of no fixed length once), of branches the dearest.
     """

@@ -33,7 +33,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     text: str
-    """What stands between the parentheses: of a constant or a parameter, its value or number."""
+    """The text between the parentheses: of a constant or a parameter, its value or number."""
     attributes: str
 
     @functools.cached_property
@@ -208,7 +208,7 @@ def visits(program: Program) -> Iterator[Visit]:
 
 @dataclass(frozen=True)
 class _Values:
-    """What a loop's body gets: the tuple it starts with, and where that comes from."""
+    """The input of a loop's body: the tuple that it starts with, and where that comes from."""
 
     computation: Computation | None = None
     tuple_name: str = ""
@@ -302,7 +302,7 @@ def _element(computation: Computation, name: str) -> int | None:
 
 
 def _step(program: Program, body: Computation, index: int, given: _Values) -> int | None:
-    """What a turn adds to an element of the loop's tuple."""
+    """The increment per turn of an element of the loop's tuple."""
     computation, name = body, body.root.operands[index]
     made = computation.instructions[name]
     while made.opcode in ("copy", "bitcast", "convert"):

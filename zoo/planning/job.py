@@ -1,4 +1,4 @@
-"""A training step that has not been compiled, and what its compiled program says of itself."""
+"""A training step to be compiled, and the memory and traffic of the compiled program."""
 
 import math
 import re
@@ -57,9 +57,9 @@ class Memory:
     """Activations, gradients, gathered layers; None where the compiler gave up and did not say."""
     program: float
     total: float
-    """All of it, and what is new in the results."""
+    """All of these, and the results that reuse no argument's buffer."""
     limit: float
-    """What the device has."""
+    """The device's memory."""
     peak: float | None = None
     """The most that is in use at once, where the compiler says so; parts of `total` take turns."""
     is_refused: bool = False
@@ -67,7 +67,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether it is within the limit."""
         return not self.is_refused and self.total <= self.limit
 
 
@@ -108,7 +108,7 @@ def make_estimate(
     """Compile a job for a target, without the hardware and without allocating an array of it.
 
     `quick` asks the compiler for less effort: in a fraction of the time, a program that moves and
-    keeps much the same. A program that is there already may be given as `compiled`.
+    keeps much the same. A program that has been compiled already may be given as `compiled`.
 
     Raises:
         ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide.
@@ -149,7 +149,7 @@ def make_estimate(
 
 
 def _compile(traced: Any, quick: bool) -> tuple[Any, str]:
-    """The compiled program; or None, and what the compiler says of memory."""
+    """The compiled program; or None, and the compiler's message about memory."""
     options = {"exec_time_optimization_effort": -1.0} if quick else {}
     try:
         return traced.lower().compile(compiler_options=options), ""

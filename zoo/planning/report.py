@@ -1,4 +1,4 @@
-"""A plan as a table, and as a paragraph of markdown."""
+"""An estimate as a table, and as a paragraph of markdown."""
 
 from rich.console import Console
 from rich.table import Table
@@ -10,13 +10,13 @@ from zoo.planning.roofline import Roofline, roofline
 Rows = list[tuple[str, str, str]]
 
 CONVENTION = (
-    "Bytes of a collective are what a device sends around a ring: (n-1)/n of the whole for "
-    "all-gather and reduce-scatter, twice that for all-reduce; a permute sends what it holds."
+    "Bytes of a collective are those that a device sends around a ring: (n-1)/n of the whole for "
+    "all-gather and reduce-scatter, twice that for all-reduce; a permute sends its own bytes."
 )
 
 
 def title(estimate: Estimate) -> str:
-    """What the plan is of, in a line."""
+    """The model, the devices and the options, in one line."""
     job, chip = estimate.job, estimate.target.chip
     mesh = ",".join(f"{axis}={size}" for axis, size in estimate.mesh.items()) or "one device"
     parts = [
@@ -24,7 +24,7 @@ def title(estimate: Estimate) -> str:
         if estimate.num_parameters > 1e8
         else f"{estimate.num_parameters:,} parameters",
         f"{estimate.num_devices} × {chip.name} ({mesh})",
-        f"{job.tokens:,} tokens a step",
+        f"{job.tokens:,} tokens per step",
         job.precision,
     ]
     if job.remat is not None:
@@ -37,11 +37,11 @@ def title(estimate: Estimate) -> str:
 
 
 def sections(estimate: Estimate) -> dict[str, Rows]:
-    """The table's sections: rows of what, how much, and a remark."""
-    found = {"memory a device": _memory(estimate.memory)}
-    found["compute a step"] = _compute(estimate)
+    """The table's sections: rows of a quantity, its amount, and a remark."""
+    found = {"memory per device": _memory(estimate.memory)}
+    found["compute per step"] = _compute(estimate)
     if estimate.text and estimate.num_devices > 1:
-        found["bytes sent a device a step"] = _collectives(estimate)
+        found["bytes sent per device and step"] = _collectives(estimate)
     roof = roofline(estimate)
     if roof is not None:
         found["at the chip's peaks"] = _roofline(roof)
@@ -78,11 +78,11 @@ def _memory(memory: Memory) -> Rows:
 
 
 def _compute(estimate: Estimate) -> Rows:
-    rows = [("FLOPs", f"{estimate.flops:.3e}", "all devices, what is recomputed or masked too")]
+    rows = [("FLOPs", f"{estimate.flops:.3e}", "all devices, with recomputed and masked ones")]
     if estimate.model_flops is not None:
         share = estimate.model_flops / estimate.flops if estimate.flops else 0.0
         rows.append(
-            ("useful FLOPs", f"{estimate.model_flops:.3e}", f"{share:.0%}, what the maths needs")
+            ("useful FLOPs", f"{estimate.model_flops:.3e}", f"{share:.0%}, needed by the maths")
         )
     return rows
 
@@ -120,12 +120,12 @@ def _seconds(seconds: float) -> str:
 
 
 def caveats(estimate: Estimate) -> list[str]:
-    """What a reader has to know to trust the numbers."""
+    """The limits of the numbers."""
     chip, found = estimate.target.chip, []
     if not estimate.target.is_exact:
         found.append(
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
-            "as many virtual CPU devices, which fuses and keeps other things than a GPU's."
+            "as many virtual CPU devices, which fuses and keeps other arrays than a GPU's."
         )
     if chip.kind == "cpu":
         found.append("No peak to quote for a CPU, so no bound on the speed.")
@@ -133,7 +133,7 @@ def caveats(estimate: Estimate) -> list[str]:
 
 
 def show(estimate: Estimate, console: Console | None = None) -> None:
-    """Print a estimate."""
+    """Print an estimate."""
     console = console or Console()
     console.print(title(estimate), style="bold", highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -151,7 +151,7 @@ def show(estimate: Estimate, console: Console | None = None) -> None:
 
 
 def markdown(estimate: Estimate) -> str:
-    """A plan as markdown."""
+    """An estimate as markdown."""
     lines = [title(estimate) + ".", ""]
     lines += ["| | | |", "| --- | ---: | --- |"]
     for name, rows in sections(estimate).items():

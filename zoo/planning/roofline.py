@@ -1,4 +1,4 @@
-"""How fast a step can be at best by the chip's peaks, and which of them bounds it."""
+"""The least time of a step by the chip's peaks, and the peak that bounds it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class Roofline:
 
     @property
     def bound(self) -> Bound:
-        """What the step spends its time on."""
+        """The resource that takes the longest."""
         seconds: dict[Bound, float] = {
             "compute": self.compute,
             "memory": self.memory,
@@ -50,7 +50,7 @@ class Roofline:
 
 
 def roofline(estimate: Estimate) -> Roofline | None:
-    """The roofline of a plan; None where the program or the chip's peaks are not known."""
+    """The roofline of an estimate; None where the program or the chip's peaks are not known."""
     chip = estimate.target.chip
     if (
         chip.flops is None

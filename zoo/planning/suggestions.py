@@ -1,4 +1,4 @@
-"""What makes a step fit: changes in the order in which they cost least, each compiled and seen."""
+"""Changes that make a step fit, the cheapest first, each verified by compiling it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ class Attempt:
     """A changed job, and its estimate."""
 
     flags: str
-    """What to change on the command line."""
+    """The change on the command line."""
     estimate: Estimate
 
 
@@ -56,7 +56,7 @@ def suggest(
 ) -> tuple[Attempt | None, list[Attempt]]:
     """The first change that fits, by its own compiled program, and all that were tried.
 
-    None if none of them does. What cannot fit by the state alone is not compiled.
+    None if none of them does. A change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
@@ -96,7 +96,7 @@ def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
 
 
 def _state_alone(job: Job, estimate: Estimate, target: Target) -> float:
-    """About what a device keeps of the state: storage axes alone count, and all of them do."""
+    """The approximate bytes of state per device: all storage axes divide it, and no others."""
     kept = (estimate.memory.parameters + estimate.memory.optimizer) * _storage_parts(
         estimate.job.mesh, target.num_devices
     )
@@ -125,7 +125,7 @@ def _storage_parts(mesh: str, num_devices: int) -> int:
 def show_suggestion(
     estimate: Estimate, remat_flag: str | None, *, quick: bool = False
 ) -> Attempt | None:
-    """Look for a change that fits; print what is tried, and the plan of what does."""
+    """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
     print()
     found, _ = suggest(estimate, remat_flag=remat_flag, quick=quick)
     if found is None:

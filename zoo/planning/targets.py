@@ -1,4 +1,4 @@
-"""What a plan is made for: `v5e:4x4`, `h200:8` or `cpu:8`, as devices that programs compile for."""
+"""The target of a plan, `v5e:4x4`, `h200:8` or `cpu:8`, as devices that programs compile for."""
 
 import contextlib
 import math
@@ -27,17 +27,17 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """How many devices a mesh of all of it has."""
+        """The number of devices of a mesh of all of it."""
         return math.prod(self.shape)
 
     @property
     def is_exact(self) -> bool:
-        """Whether its own compiler can be had without the hardware."""
+        """Whether its own compiler runs without the hardware."""
         return self.chip.kind != "gpu" or bool(self.present)
 
     @property
     def precision(self) -> Precision:
-        """What recipes compute in there, unless told otherwise."""
+        """The dtype that recipes compute in there by default."""
         return native_precision() if self.chip.kind == "cpu" else "bf16"
 
     def devices(self) -> list[Any]:
@@ -106,7 +106,7 @@ def parse(text: str) -> Target:
     """A target from a text: a chip, a colon, and the shape of a slice or a number of devices.
 
     Raises:
-        ValueError: another text, with what there is.
+        ValueError: another text, with the targets that there are.
     """
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
     name, sizes = match.groups() if match else (text, "")

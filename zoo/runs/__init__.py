@@ -1,1 +1,1 @@
-"""A run: its folder and command line, its loop, its checkpoints, and what it shows of itself."""
+"""A run: its folder and command line, its loop, its checkpoints, its metrics and progress."""

@@ -27,7 +27,7 @@ from zoo.publishing.tensors import differences
 from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
-_NOTHING, _NONE_GOOD = -1, -2  # what process 0 tells the others instead of a step
+_NOTHING, _NONE_GOOD = -1, -2  # process 0 sends one of them instead of a step
 
 
 class CheckpointError(Exception):
@@ -41,7 +41,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path, *, keep: int = 3):
-        """Opens or makes `folder`, drops what a killed save left, keeps the newest `keep` steps."""
+        """Opens or makes `folder`, clears up after a killed save, keeps the last `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
@@ -124,7 +124,7 @@ class Checkpointer:
         return _steps(self.folder)
 
     def wait(self) -> None:
-        """Waits for the save under way, and raises what went wrong in it."""
+        """Waits for the save under way, and raises the error that it ended with."""
         commit, self._commit = self._commit, None
         if commit is not None:
             with self._explained(self._newest):
@@ -140,7 +140,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:
-        """Within, what goes wrong in a save is a CheckpointError, which says so of a full disk."""
+        """Within, an error in a save becomes a CheckpointError, which names a full disk as such."""
         try:
             yield
         except Exception as error:
@@ -172,7 +172,7 @@ class Checkpointer:
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
 
     def _newest_good(self) -> tuple[int, list[str]]:
-        """The newest step that passes every check, and what is wrong with the newer ones."""
+        """The newest step that passes every check, and the problems of the newer ones."""
         failures: dict[int, str] = {}
         for step in reversed(self.good_steps()):
             if not (problems := _problems(self.folder / str(step), step)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array, PyTree
 
-from zoo.data.loader import load
+from zoo.data.loader import batches
 from zoo.data.plans import Plan
 from zoo.runs.run import Config, Run
 from zoo.training.compiled import CompiledStep
@@ -45,8 +45,8 @@ def results(
     if not whole:
         stop = min(stop, run.config.eval_batches)
     under_way: deque[tuple[int, dict[str, Array]]] = deque()
-    with contextlib.closing(load(plan, run.mesh, stop=stop)) as batches:
-        for k, batch in batches:
+    with contextlib.closing(batches(plan, run.mesh, stop=stop)) as stream:
+        for k, batch in stream:
             run.signals.check()
             under_way.append((k, step_fn(model, batch)[1]))
             if len(under_way) > 1:

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.data.loader import load
+from zoo.data.loader import batches
 from zoo.data.plans import Plan, check_batch_size
 from zoo.runs import monitor, planned
 from zoo.runs.metrics import read_metrics
@@ -70,13 +70,13 @@ def _train(
         run.signals,
         Recorder(run, training, start) as recorder,
         contextlib.closing(
-            load(training.data, run.mesh, start=start, stop=config.steps)
-        ) as batches,
+            batches(training.data, run.mesh, start=start, stop=config.steps)
+        ) as stream,
     ):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
         if is_due and not _is_evaluated(run, start):
             _evaluate_first(run, training, recorder, start, state.model)
-        for k, batch in batches:
+        for k, batch in stream:
             with recorder.step(k):
                 state, metrics = step_fn(state, batch)
             step, last = k + 1, k + 1 == config.steps

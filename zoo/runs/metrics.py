@@ -49,7 +49,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """metrics.jsonl: an append-only file, a JSON object a line, flushed line by line.
+    """metrics.jsonl: an append-only file, one JSON object per line, flushed line by line.
 
     Every line is strict JSON: a float that is not finite is written as `"nan"`, `"inf"` or
     `"-inf"`, which `read_metrics` turns back. `resume_step` is the number of steps that the run

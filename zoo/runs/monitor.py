@@ -1,4 +1,4 @@
-"""What a run shows of itself: metrics, curves, a progress line, speed, compiles and traces."""
+"""The progress of a run: its progress line, its speed, its compiles, its traces."""
 
 import math
 import time
@@ -102,7 +102,7 @@ class ProgressBar:
 
 @dataclass
 class CompileCounter:
-    """Counts, between `with` and its end, what JAX compiles in this process.
+    """Counts the programs that JAX compiles in this process between `with` and its end.
 
     `compiles` counts every program that the backend had to provide and `seconds` how long that
     took; of these, `cache_hits` came out of the persistent compilation cache.
@@ -184,7 +184,7 @@ class Throughput:
 
 @contextmanager
 def profile(folder: Path, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Trace what runs inside into `folder`, and `say` where the trace lies and how to open it.
+    """Trace the programs within into `folder`, and `say` where the trace lies and how to open it.
 
     Wait inside for the last step's result: work that is still under way at the end is cut off.
     """

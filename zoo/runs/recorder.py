@@ -82,7 +82,7 @@ class Recorder:
     def flush(self) -> None:
         """Wait for the steps under way, check them all, and write the last one if it is due.
 
-        Before a save too: a resumed run would not see again what is not finite.
+        Before a save too: a resumed run would not see the same infinity or nan again.
         """
         if not self._pending:
             return

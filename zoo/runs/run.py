@@ -33,7 +33,7 @@ from zoo.runs.signals import Signals
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every recipe's command line has."""
+    """The flags that every recipe has."""
 
     run_dir: Path = may_differ()
     """Folder of the run; the same command on the same folder resumes it."""
@@ -45,20 +45,19 @@ class Config:
     """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
     multiplies it, else fp32."""
     accumulate: int = 1
-    """Microbatches that a batch is cut into, one after the other, to save memory."""
+    """Microbatches per batch, computed one after the other to save memory."""
     clip_norm: float = 1.0
     """Global norm that gradients are clipped to."""
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
-    """What a loss, gradient or update that is not finite does: stop the run, or skip the step and
-    go on."""
+    """On a loss, gradient or update that is not finite: stop the run, or skip the step."""
     log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
     eval_every: int = may_differ(100)
     """Steps between evaluations on the held-out part."""
     eval_batches: int = may_differ(16)
-    """Batches of an evaluation on the way; the last one takes the whole held-out part."""
+    """Batches per evaluation during training; the last one takes the whole held-out part."""
     checkpoint_every: int = may_differ(100)
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
@@ -68,10 +67,10 @@ class Config:
     distributed: bool = may_differ(False)
     """One of several processes: see the README for the environment variables."""
     plan: str = may_differ("")
-    """Train nothing: say what a step would need on devices such as v5e:4x4, v5p:4x4x4, h200:8 or
-    cpu:8, and how fast it can be there. An empty --mesh is then fsdp=-1."""
+    """Train nothing: print the memory and the speed of a step on devices such as v5e:4x4,
+    v5p:4x4x4, h200:8 or cpu:8. An empty --mesh is then fsdp=-1."""
     tensorboard: bool = may_differ(False)
-    """Write TensorBoard events too (extra: tensorboard)."""
+    """Also write TensorBoard events (extra: tensorboard)."""
     profile: bool = may_differ(False)
     """Trace steps 10 to 15 of this start into the run folder."""
     compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
@@ -187,7 +186,7 @@ class Run(Generic[ConfigT]):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, which writes the files and does the talking."""
+        """Whether this is process 0, which alone writes files and prints."""
         return jax.process_index() == 0
 
     def say(self, text: str) -> None:
@@ -255,7 +254,7 @@ def _difference(found: dict[str, Any], config: Config) -> list[str]:
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """What a run's config.json holds; None if there is none."""
+    """The fields of a run's config.json; None if there is none."""
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
@@ -271,19 +270,19 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Orbax logs what it raises, too, and each of its threads does."""
+    """Orbax and each of its threads also log the errors that they raise."""
     return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a run's numbers depend on."""
+    """The versions of the packages that a run's numbers depend on."""
     packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"}
     installed = packages & {d.name for d in importlib.metadata.distributions()}
     return {name: importlib.metadata.version(name) for name in sorted(installed)}
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A configuration as what JSON gives back: paths as texts, tuples as lists."""
+    """A configuration as JSON has it: paths as texts, tuples as lists."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 

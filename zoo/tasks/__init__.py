@@ -1,1 +1,1 @@
-"""What the recipes of one kind share: language models, classifiers, fine-tuning."""
+"""The common parts of recipes of one kind: language models, classifiers, fine-tuning."""

@@ -117,7 +117,7 @@ def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 
-def load(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
+def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
     """The run's text; without files, Python's help texts, which are English and no code."""
     config = run.config.data
     text.check_label(config, label)

@@ -48,10 +48,10 @@ def check_sample_tokens(count: int) -> None:
         raise ValueError(f"sample_tokens={count}: must not be negative; 0 is no sample")
 
 
-def load(run: Run[Config], *, label: str | None = None) -> text.Text:
+def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
     """The run's text, with a tokenizer that the run keeps; says how much text there is."""
     config = run.config
-    data = text.load(
+    data = text.read_text(
         config.data,
         seed=config.seed,
         tokenizer_folder=lambda make: run.once("tokenizer", make),
