@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.recurrent import RecurrentDecoder
-from zoo.rnn import RNN
-from zoo.transformer import Transformer
+from zoo.rnn.model import RNN
+from zoo.transformer.model import Transformer
 
 
 @runtime_checkable

@@ -7,7 +7,8 @@ from typing import Literal
 from zoo.base import configuration
 from zoo.base.configuration import require
 from zoo.nn.layers import Norm
-from zoo.rnn.cells import CELLS, CellName, Chunks
+from zoo.rnn.cells import CELLS, CellName
+from zoo.rnn.time import Chunks
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Config:
     num_layers: int = 2
     """Number of layers."""
     cell: CellName = "lstm"
-    """Cell: lstm, gru, elman (scanned), mingru or minlstm (parallel in time)."""
+    """Recurrent cell; those named min… are parallel in time, the others a scan."""
     embed_size: int | None = None
     """Width of the embedding; hidden_size if not given."""
     bidirectional: bool = False

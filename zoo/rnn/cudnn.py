@@ -8,7 +8,8 @@ from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float
 
 from zoo.nn.precision import platform
-from zoo.rnn.cells import CellName, State, Weights
+from zoo.rnn.cells import CellName, State
+from zoo.rnn.recurrence import Weights
 
 
 def refusal(cell: CellName, *, packed: bool) -> str | None:

@@ -17,9 +17,11 @@ from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_n
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
-from zoo.rnn.cells import CELLS, Chunks, Marks, Options, Weights, make_marks, over_time
+from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config as Config
 from zoo.rnn.config import num_flops_per_token as num_flops_per_token
+from zoo.rnn.recurrence import Options, Weights, recur
+from zoo.rnn.time import Chunks, Marks, make_marks, over_time
 from zoo.sharding import constrain, gather
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
@@ -45,14 +47,13 @@ class Direction(eqx.Module):
             else None
         )
         self.bias = jnp.zeros((cell.num_terms, hidden))
-        if config.cell == "lstm":
-            # The forget gate begins open (Jozefowicz et al. 2015).
-            self.bias = self.bias.at[1].set(1.0)
+        if cell.forget_term is not None:
+            self.bias = self.bias.at[cell.forget_term].set(1.0)
         self.axes = (("in", in_axis), ("units", "embed"), ("terms", "gates"))
 
     @property
     def weights(self) -> Weights:
-        """What `zoo.rnn.cells` takes."""
+        """These as `zoo.rnn.recurrence` takes them."""
         return Weights(self.weight_ih, self.weight_hh, self.bias)
 
 
@@ -251,7 +252,7 @@ class RNN(eqx.Module):
         finals, outputs = [], []
         for index, (direction, state) in enumerate(zip(layer.directions, states, strict=True)):
             options = Options(config.cell, index == 1, config.hoist, config.unroll)
-            run = functools.partial(cells.recur, options, direction.weights)
+            run = functools.partial(recur, options, direction.weights)
             final, h_BTH = over_time(chunks, run, state, x_BTI, marks[index], reverse=index == 1)
             finals.append(final)
             outputs.append(h_BTH)
