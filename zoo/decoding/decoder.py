@@ -1,4 +1,4 @@
-"""Decoders: what `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and which models are one.
+"""Decoders, which `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and those of families.
 
 A family is decoded by the adapter that stands beside it in `DECODERS`. The adapter calls the parts
 of a model, those of subclasses too, in the place of its forward pass. A subclass that overrides a

@@ -1,4 +1,4 @@
-"""Recurrent cells: what tells an LSTM from a GRU, in one table. A new cell is an entry in it.
+"""Recurrent cells, such as LSTM and GRU, in one table. A new cell is an entry in it.
 
 A cell computes with its terms, the inputs of its non-linearities: each is a gate of the input (a
 product with `weight_ih`), one of the state (with `weight_hh`), or their sum, plus a bias.
@@ -28,7 +28,7 @@ class Cell:
     """
 
     num_terms: int
-    input_terms: tuple[int, ...]  # which of the terms the gates of the input add to
+    input_terms: tuple[int, ...]  # the terms that the gates of the input add to
     state_terms: tuple[int, ...]  # … and those of the state
     num_states: int = 1
     forget_term: int | None = None  # its bias begins at one, open (Jozefowicz et al. 2015)

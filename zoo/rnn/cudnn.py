@@ -17,7 +17,7 @@ def refusal(cell: CellName, *, packed: bool) -> str | None:
     if cell != "lstm":
         return f"has cell 'lstm' alone, and this is {cell!r}"
     if packed:
-        return "can't begin anew between the segments of packed rows: pass mask, not segment_ids"
+        return "can't begin afresh between the segments of packed rows: pass mask, not segment_ids"
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,6 +1,6 @@
 """The RNN family: stacked recurrent layers over tokens or real-valued steps, one way or both.
 
-Legend of suffixes: B batch, T time, H hidden, D the width of what a layer gives: hidden, twice if
+Legend of suffixes: B batch, T time, H hidden, D the width of a layer's output: hidden, twice if
 bidirectional. The cells are in `zoo.rnn.cells`.
 """
 
@@ -72,7 +72,7 @@ class Layer(eqx.Module):
 
 
 class State(eqx.Module):
-    """What a network knows at the end of a stretch of its rows, to go on from."""
+    """The state of a network at the end of a stretch of its rows, to continue from."""
 
     layers: tuple[tuple[cells.State, ...], ...]
     """By layer and direction: (h, c) of an LSTM and (h,) of the others, float32[batch, hidden]."""
@@ -192,7 +192,7 @@ class RNN(eqx.Module):
         model = gather(self)
         chunks = config.chunks(inputs.shape[1])
         if config.bidirectional:
-            # A direction needs all that the layer below gives: each has chunks of its own.
+            # A direction needs all of the output of the layer below: each has chunks of its own.
             finals, x_BTD = model._stack(state.layers, inputs, marks, key, chunks)
         else:
             finals, x_BTD = over_time(
@@ -222,7 +222,7 @@ class RNN(eqx.Module):
         key: Key[Array, ""] | None,
         chunks: Chunks | None,
     ) -> tuple[tuple, Float[Array, "batch seq out"]]:
-        """All layers over a stretch of time: their final states, and what the last one gives."""
+        """All layers over a stretch of time: their final states, and the output of the last."""
         dtype = self.layers[0].directions[0].bias.dtype
         if self.embedding is not None:
             x = self.embedding(constrain(x, "batch", "inner_seq"))
@@ -261,7 +261,7 @@ class RNN(eqx.Module):
     def _finish(
         self, index: int, x_BTD: Float[Array, "batch seq width"], key: Key[Array, ""] | None
     ) -> Float[Array, "batch seq width"]:
-        """Norm and dropout of what layer `index` gives, counted from one; 0 is the embedding."""
+        """Norm and dropout of the output of layer `index`, counted from one; 0 is the embedding."""
         norm = self.layers[index - 1].norm if index > 0 else None
         x_BTD = constrain(x_BTD if norm is None else norm(x_BTD), "batch", "inner_seq", "embed")
         if key is None or self.config.dropout == 0:

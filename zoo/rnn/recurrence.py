@@ -105,7 +105,7 @@ def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
 
 # The gradient is written out for its products: autodiff would add up the gradients of the weights
 # step by step, where one product over all steps does it, and would keep every intermediate, where
-# the terms and the states are enough. What is pointwise is left to autodiff. No product is by
+# the terms and the states are enough. Pointwise functions are left to autodiff. No product is by
 # `matmul`, which would merge the axes of gates and hidden, and so gather a sharded weight.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks) -> Any:
@@ -179,7 +179,7 @@ def _swap_time(tree: Any) -> Any:
 
 
 def _start(marks: Marks, state: State) -> State:
-    """The state that a step begins with; or, for this is linear, a gradient back through it."""
+    """The state that a step begins with; or, as this is linear, the gradient back through it."""
     if marks.restart is None:
         return state
     return tuple(jnp.where(marks.restart[:, None], 0.0, s) for s in state)

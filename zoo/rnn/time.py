@@ -1,4 +1,4 @@
-"""Time in a recurrent network: where its steps count, and the chunks that it is cut into.
+"""Time in a recurrent network: the steps that count, and the chunks that it is cut into.
 
 Legend of suffixes: B batch, T time.
 """
@@ -16,7 +16,7 @@ from zoo.nn.remat import Policy, checkpoint
 
 
 class Marks(NamedTuple):
-    """Where a step counts, and where one begins with a state of zeros; None: always, and never."""
+    """Which steps count (None: all), and which begin with a state of zeros (None: none)."""
 
     valid: Bool[Array, "batch seq"] | None = None
     restart: Bool[Array, "batch seq"] | None = None
