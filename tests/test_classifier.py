@@ -1,3 +1,4 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ from helpers import VOCAB, arrays, drawn_transformer
 
 import zoo
 from zoo import bert, losses, mlp, rnn, sharding
+from zoo.nn.layers import Embedding, Linear
 from zoo.nn.precision import in_precision
 from zoo.wrappers.classifier import Classifier
 
@@ -99,6 +101,32 @@ def test_training_on_a_mesh_is_training(name):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0][-1] < found[0][0]
     sharding.shardings(state.model, zoo.make_mesh("fsdp=2"))
+
+
+def test_it_stands_on_any_model_with_the_protocol():
+    class Bag(eqx.Module):
+        """A vector per token that depends on nothing else, and a head that is not used."""
+
+        embedding: Embedding
+        head: Linear | None
+        config: None = None
+        width: int = 5
+        is_causal: bool = False
+        is_pooled: bool = False
+
+        def hidden(self, tokens, **options):
+            return self.embedding(tokens)
+
+        def without_head(self):
+            return eqx.tree_at(lambda bag: bag.head, self, None)
+
+    head = Linear(5, VOCAB, in_axis="embed", out_axis="vocab", key=KEY)
+    body = Bag(Embedding(VOCAB, 5, key=KEY), head)
+    model = Classifier(body, 3, key=KEY)
+    assert model.body.head is None
+    mean = np.asarray(body.embedding.weight)[np.asarray(TOKENS)].mean(1)
+    expected = mean @ np.asarray(model.head.weight) + np.asarray(model.head.bias)
+    np.testing.assert_allclose(model(TOKENS), expected, atol=1e-5)
 
 
 def test_what_gives_no_vector_a_token_is_refused():

@@ -418,6 +418,20 @@ def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[A
     assert got == [expected(changed, tokens[0].tolist(), 3)]
 
 
+def test_a_decoder_of_its_own_around_a_model(model: Any, greedy: np.ndarray):
+    class Flipped(AttentionDecoder):
+        """Prefers the tokens that the model likes least."""
+
+        def prefill(self, *arguments: Any) -> Any:
+            logits, cache = super().prefill(*arguments)
+            return -logits, cache
+
+    whole = np.asarray(model(PROMPT))[:, -1]
+    np.testing.assert_array_equal(generate(AttentionDecoder(model), temperature=0.0), greedy)
+    flipped = generate(Flipped(model), temperature=0.0, max_new_tokens=1)
+    np.testing.assert_array_equal(flipped[:, 3], whole.argmin(-1))
+
+
 def test_no_one_waits_for_the_rows_that_fill_the_mesh():
     model, prompt = decoder("lstm"), [[1, 2, 3]]
     options: dict = {"max_new_tokens": 12, "temperature": 2.0, "key": KEY}

@@ -80,7 +80,7 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
-    """The family that a model is of, and what its `config.json` holds.
+    """The family of a model, and the fields of its `config.json`.
 
     Raises:
         PublishError: no family has such a model; with the nearest one, and in what they differ.
@@ -135,7 +135,7 @@ def _skeleton(family: Family, config: Any) -> PyTree:
 
 
 def _prefix(family: Family, weights: Weights) -> str:
-    """What the names in these files begin with."""
+    """The prefix of the names in these files."""
     known = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     return next(known, family.prefixes[0])
 
