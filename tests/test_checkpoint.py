@@ -484,3 +484,15 @@ def test_close_ends_the_threads(tmp_path):
     assert set(threading.enumerate()) - before
     checkpointer.close()
     assert not set(threading.enumerate()) - before
+
+
+def test_a_disk_with_no_room_for_a_folder_is_full_too(opened, monkeypatch):
+    def fail(path, **_):
+        raise OSError(errno.ENOSPC, FULL, str(path))
+
+    checkpointer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", fail)
+        with pytest.raises(CheckpointError, match=r"Step 1 could not be saved .* the disk is full"):
+            checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
