@@ -311,3 +311,23 @@ def test_what_freezes_nothing_or_all_is_refused():
         frozen(("blocks.mpl.*",))(model)
     with pytest.raises(ValueError, match=r"nothing of the model, .*, is trainable: freeze less"):
         zoo.init_state(make_transformer(), optax.sgd(1.0), key=KEY, trainable=frozen(("*",)))
+
+
+def test_a_folder_of_adapters_is_a_text_too_and_is_verified(saved):
+    folder, adapted = saved[0] / "adapters", saved[1]
+    base = drawn_transformer()
+    loaded = lora.load(str(folder), base)
+    np.testing.assert_array_equal(loaded.blocks.mlp.w_up.up, adapted.blocks.mlp.w_up.up)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(PublishError, match="is damaged"):
+        lora.load(folder, base)
+
+
+def test_a_base_is_found_from_anywhere_and_a_name_stays_a_name(saved, monkeypatch):
+    folder, adapted = saved
+    monkeypatch.chdir(folder)
+    for base, kept in (("base", str(folder / "base")), ("some/model", "some/model")):
+        lora.save(folder / "again", adapted, base=base)
+        config = json.loads((folder / "again" / "config.json").read_text())
+        assert config["adapters_of"] == kept
