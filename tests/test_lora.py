@@ -332,3 +332,23 @@ def test_an_adapter_keeps_the_axes_of_its_matrix():
             assert axes.weight == (first, "group", "embed", "mlp")
             assert axes.down == (first, "group", "embed", "rank")
             assert axes.up == (first, "group", "rank", "mlp")
+
+
+def test_a_folder_of_adapters_is_a_text_too_and_is_verified(saved):
+    folder, adapted = saved[0] / "adapters", saved[1]
+    base = drawn_transformer()
+    loaded = zoo.load_adapters(str(folder), base)
+    np.testing.assert_array_equal(loaded.blocks.mlp.w_up.up, adapted.blocks.mlp.w_up.up)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(PublishError, match="is damaged"):
+        zoo.load_adapters(folder, base)
+
+
+def test_a_base_is_found_from_anywhere_and_a_name_stays_a_name(saved, monkeypatch):
+    folder, adapted = saved
+    monkeypatch.chdir(folder)
+    for base, kept in (("base", str(folder / "base")), ("some/model", "some/model")):
+        zoo.save_adapters(folder / "again", adapted, base=base)
+        config = json.loads((folder / "again" / "config.json").read_text())
+        assert config["adapters_of"] == kept

@@ -568,3 +568,11 @@ def test_flops_are_six_a_weight_in_a_product(name):
     weights += [model.head.weight] if model.config.pooling == "none" else []
     expected = 6 * sum(x.size for x in weights if x is not None)
     assert rnn.num_flops_per_token(model.config) == expected
+
+
+def test_what_is_masked_in_a_packed_row_is_padding():
+    model, mask = make(cell="mingru"), TOKENS > 3
+    got = call(model, TOKENS, segment_ids=SEGMENTS, mask=mask)
+    expected = call(model, TOKENS, segment_ids=jnp.where(mask, SEGMENTS, 0))
+    np.testing.assert_array_equal(got, expected)
+    assert np.abs(got - call(model, TOKENS, segment_ids=SEGMENTS)).max() > 1e-3

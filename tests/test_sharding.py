@@ -489,3 +489,32 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")
+
+
+def test_several_processes_take_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ShardingError, match="'data=4' has 4 of the 8 devices of 2 processes, and"):
+        make_mesh("data=4")
+    assert make_mesh("data=4,tensor=2").size == 8
+
+
+def test_a_batch_has_as_many_parts_as_its_axes_have_devices():
+    assert sharding.num_batch_parts(make_mesh(CUBE)) == 4
+    assert sharding.num_batch_parts(make_mesh(CUBE), {"batch": "tensor"}) == 2
+    assert sharding.num_batch_parts(make_mesh()) == 1
+
+
+def test_a_mapped_axis_has_its_mesh_axes_to_itself():
+    mesh, names = make_mesh(CUBE), ("batch", "embed", "mlp")
+    with sharding.mapped("batch") as axes:
+        assert axes is None
+    with sharding.use(mesh):
+        for name, taken, rest in (
+            ("batch", ("data", "fsdp"), P(None, None, "tensor")),
+            ("mlp", ("tensor",), P(("data", "fsdp"), None, None)),
+            ("seq", None, P(("data", "fsdp"), None, "tensor")),
+        ):
+            with sharding.mapped(name) as axes:
+                assert axes == taken
+                assert sharding.partition_spec(names, mesh) == rest
+            assert sharding.partition_spec(names, mesh) == P(("data", "fsdp"), None, "tensor")

@@ -80,8 +80,9 @@ class Checkpointer:
                     f"{self.folder / str(step)} exists already. Restore from this folder before "
                     "saving in it, or save in another."
                 )
-            files.remove(partial)
-            partial.mkdir()
+            with self._explained(step):
+                files.remove(partial)
+                partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in arrays.items()}
         with self._explained(step):
