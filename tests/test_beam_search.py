@@ -1,5 +1,6 @@
 """zoo.decoding.beam_search against all continuations there are."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +114,7 @@ def test_no_beam_is_an_error(model: Any):
 
 
 def test_no_new_token_runs_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(importlib.import_module("zoo.beam_search"), "_search")
+    monkeypatch.delattr(importlib.import_module("zoo.decoding.beam_search"), "_search")
     prompt = jnp.array([[1, 2, 3], [4, 0, 1]], jnp.int32)
     tokens, scores = zoo.beam_search(MODELS["lstm"](), prompt, max_new_tokens=0, num_beams=2)
     np.testing.assert_array_equal(tokens, np.repeat(prompt[:, None], 2, axis=1))

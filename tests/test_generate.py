@@ -454,7 +454,7 @@ def unchecked_types() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_no_new_token_runs_nothing_and_gives_int32(model: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(importlib.import_module("zoo.generate"), "_prefill")
+    monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_prefill")
     got = zoo.generate(model, np.asarray(PROMPT, np.uint64), max_new_tokens=0, temperature=0.0)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, PROMPT)
