@@ -1,7 +1,7 @@
 """How well the tests bite: change one small thing in a module of zoo, and see whether they fail.
 
-    python tests/mutate.py attention axes --count 30 --seed 0
-    python tests/mutate.py attention --seed 0 --only 7       # one mutant again
+    python tests/mutate.py nn/attention sharding/axes --count 30 --seed 0
+    python tests/mutate.py nn/attention --seed 0 --only 7       # one mutant again
 
 Mutants are made in a copy of the checkout. The same seed gives the same ones, as long as the module
 stays as it is, and a larger `--count` adds to those of a smaller. Each runs in a fork of a process
@@ -32,25 +32,34 @@ ROOT = Path(__file__).parents[1]
 
 # Each module's tests; those behind a bar run only for what has survived the ones before it.
 TESTS = {
-    "attention": "tests/test_attention.py",
-    "axes": "tests/test_sharding.py | tests/test_optimizers.py",
-    "beam_search": "tests/test_beam_search.py",
-    "cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
-    "checkpoint": "tests/test_checkpoint.py",
-    "chunked_loss": "tests/test_losses.py | tests/test_train.py -k logits_in_chunks",
-    "generate": "tests/test_generate.py",
-    "lora": "tests/test_lora.py",
-    "losses": "tests/test_losses.py | tests/test_moe.py -k balanc",
-    "moe": "tests/test_moe.py",
-    "optimizers": "tests/test_optimizers.py",
-    "precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
-    "recurrence": "tests/test_rnn.py",
-    "remat": "tests/test_remat.py",
-    "sharding": "tests/test_sharding.py",
-    "token_plans": "tests/test_data.py",
-    "train": "tests/test_train.py -k 'not transformer and not rnn and not mlp and not mesh' "
-    "| tests/test_sharding.py -k wherever | tests/test_lora.py -k 'frozen or freezes or alone' "
-    "| tests/test_train.py -k transformer",
+    "data/token_plans": "tests/test_data.py",
+    "decoding/beam_search": "tests/test_beam_search.py",
+    "decoding/cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
+    "decoding/sampling": "tests/test_generate.py",
+    "nn/attention": "tests/test_attention.py",
+    "nn/precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
+    "nn/remat": "tests/test_remat.py",
+    "publishing/adapters": "tests/test_lora.py",
+    "rnn/cells": "tests/test_rnn.py",
+    "rnn/recurrence": "tests/test_rnn.py",
+    "rnn/time": "tests/test_rnn.py",
+    "runs/checkpoint": "tests/test_checkpoint.py",
+    "sharding/axes": "tests/test_sharding.py | tests/test_optimizers.py",
+    "sharding/constraints": "tests/test_sharding.py",
+    "sharding/kinds": "tests/test_sharding.py | tests/test_optimizers.py",
+    "sharding/mesh": "tests/test_sharding.py",
+    "sharding/placement": "tests/test_sharding.py",
+    "sharding/rules": "tests/test_sharding.py",
+    "sharding/specs": "tests/test_sharding.py",
+    "training/chunked_loss": "tests/test_losses.py | tests/test_train.py -k logits_in_chunks",
+    "training/losses": "tests/test_losses.py | tests/test_moe.py -k balanc",
+    "training/optimizers": "tests/test_optimizers.py",
+    "training/state": "tests/test_train.py -k 'not mesh' | tests/test_sharding.py -k rules",
+    "training/step": "tests/test_train.py "
+    "-k 'not transformer and not rnn and not mlp and not mesh' "
+    "| tests/test_lora.py -k 'frozen or freezes or alone' | tests/test_train.py -k transformer",
+    "transformer/moe": "tests/test_moe.py",
+    "wrappers/lora": "tests/test_lora.py",
 }
 
 # What takes long to import, and starts none of JAX's devices.
