@@ -48,7 +48,9 @@ TESTS = {
     "remat": "tests/test_remat.py",
     "sharding": "tests/test_sharding.py",
     "token_plans": "tests/test_data.py",
-    "train": "tests/test_train.py",
+    "train": "tests/test_train.py -k 'not transformer and not rnn and not mlp and not mesh' "
+    "| tests/test_sharding.py -k wherever | tests/test_lora.py -k 'frozen or freezes or alone' "
+    "| tests/test_train.py -k transformer",
 }
 
 # What takes long to import, and starts none of JAX's devices.

@@ -1,5 +1,6 @@
 """zoo.decoding.beam_search against all continuations there are."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -110,3 +111,18 @@ def test_more_beams_than_continuations(model: Any):
 def test_no_beam_is_an_error(model: Any):
     with pytest.raises(ValueError, match="num_beams=0 must be at least 1"):
         zoo.beam_search(model, PROMPTS, num_beams=0)
+
+
+def test_no_new_token_runs_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(importlib.import_module("zoo.decoding.beam_search"), "_search")
+    prompt = jnp.array([[1, 2, 3], [4, 0, 1]], jnp.int32)
+    tokens, scores = zoo.beam_search(MODELS["lstm"](), prompt, max_new_tokens=0, num_beams=2)
+    np.testing.assert_array_equal(tokens, np.repeat(prompt[:, None], 2, axis=1))
+    np.testing.assert_array_equal(scores, np.zeros((2, 2)))
+
+
+def test_more_rows_than_the_bucket_has_tokens():
+    prompts = [[i % VOCAB] for i in range(17)]
+    tokens, scores = zoo.beam_search(MODELS["lstm"](), prompts, max_new_tokens=1, num_beams=2)
+    assert len(tokens) == len(scores) == 17
+    assert tokens[16] == tokens[1] != tokens[2]

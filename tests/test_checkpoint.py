@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -385,6 +386,7 @@ def test_saving_compiles_nothing(opened):
 
 KILLED = """
 import sys
+import threading
 import jax, jax.numpy as jnp
 from zoo.runs.checkpoint import Checkpointer
 
@@ -450,3 +452,47 @@ def test_a_damaged_list_of_checksums_does_not_pass_for_a_shorter_one(tmp_path):
     content["files"] = {}
     (tmp_path / checksums.NAME).write_text(json.dumps(content))
     assert checksums.problems(tmp_path) == ["checksums.json is damaged"]
+
+
+def test_three_steps_are_kept_where_nothing_is_said(opened):
+    checkpointer = opened()
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, {"w": jnp.zeros(2)}, {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [2, 3, 4]
+
+
+def test_what_failed_at_the_very_end_can_be_saved_again(opened, monkeypatch):
+    def fail(folder, **_):
+        raise OSError("Input/output error")
+
+    checkpointer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(checksums, "write", fail)
+        checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+        with pytest.raises(CheckpointError, match=r"Step 1 .*Input/output error"):
+            checkpointer.wait()
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [1]
+
+
+def test_close_ends_the_threads(tmp_path):
+    before = set(threading.enumerate())
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    assert set(threading.enumerate()) - before
+    checkpointer.close()
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_disk_with_no_room_for_a_folder_is_full_too(opened, monkeypatch):
+    def fail(path, **_):
+        raise OSError(errno.ENOSPC, FULL, str(path))
+
+    checkpointer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", fail)
+        with pytest.raises(CheckpointError, match=r"Step 1 could not be saved .* the disk is full"):
+            checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})

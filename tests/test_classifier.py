@@ -1,3 +1,4 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,8 @@ from helpers import VOCAB, arrays, drawn_transformer
 
 import zoo
 from zoo import bert, losses, mlp, rnn, sharding
+from zoo.nn.layers import Embedding, Linear
+from zoo.nn.precision import in_precision
 from zoo.wrappers.classifier import Classifier
 
 KEY = jax.random.key(0)
@@ -41,6 +44,18 @@ def test_the_head_reads_what_it_should(name):
     other = jnp.where(MASK, TOKENS, 1)
     np.testing.assert_allclose(model(other, mask=MASK), found, atol=1e-5)
     np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_any_body_computes_in_the_precision_of_the_step(name):
+    model = Classifier(BODIES[name](), 3, key=KEY)
+    with in_precision(model, "bf16") as given:
+        # An RNN leaves the cast to the step; the others cast a layer at a time.
+        expected = jnp.bfloat16 if "rnn" in name else jnp.float32
+        assert given.body.embedding.weight.dtype == expected
+        assert given.head.weight.dtype == expected
+        assert jax.eval_shape(given.body.hidden, TOKENS).dtype == jnp.bfloat16
+        assert jax.eval_shape(given, TOKENS).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -86,6 +101,32 @@ def test_training_on_a_mesh_is_training(name):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0][-1] < found[0][0]
     sharding.shardings(state.model, zoo.make_mesh("fsdp=2"))
+
+
+def test_it_stands_on_any_model_with_the_protocol():
+    class Bag(eqx.Module):
+        """A vector per token that depends on nothing else, and a head that is not used."""
+
+        embedding: Embedding
+        head: Linear | None
+        config: None = None
+        width: int = 5
+        is_causal: bool = False
+        is_pooled: bool = False
+
+        def hidden(self, tokens, **options):
+            return self.embedding(tokens)
+
+        def without_head(self):
+            return eqx.tree_at(lambda bag: bag.head, self, None)
+
+    head = Linear(5, VOCAB, in_axis="embed", out_axis="vocab", key=KEY)
+    body = Bag(Embedding(VOCAB, 5, key=KEY), head)
+    model = Classifier(body, 3, key=KEY)
+    assert model.body.head is None
+    mean = np.asarray(body.embedding.weight)[np.asarray(TOKENS)].mean(1)
+    expected = mean @ np.asarray(model.head.weight) + np.asarray(model.head.bias)
+    np.testing.assert_allclose(model(TOKENS), expected, atol=1e-5)
 
 
 def test_what_gives_no_vector_a_token_is_refused():

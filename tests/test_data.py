@@ -589,3 +589,25 @@ def test_buckets_are_described_by_their_rows_and_padding():
         "bucket 4: 2 rows in 1 batches, 25.0% padding",
         "bucket 8: 1 rows in 1 batches, 56.2% padding",
     ]
+
+
+@pytest.mark.parametrize("seq_len", [6, 3])
+def test_tokens_that_do_not_count_weigh_nothing_in_any_cut(seq_len):
+    tokens = [np.array([1, 2, 3]), np.array([0, 4]), np.array([5])]
+    counts = [np.array(x, bool) for x in ([0, 1, 0], [0, 1], [0])]
+    corpus = Corpus.from_arrays(tokens, 10, 6, counts=counts)
+    plan = token_plans.PackedPlan(corpus, 0, seq_len, batch_size=1, seed=0, shuffle=False)
+    rows = [{name: x[0] for name, x in batch.items()} for batch in epoch_of(plan)]
+    joined = {name: np.concatenate([row[name] for row in rows])[:9] for name in rows[0]}
+    # The separator after a document, here the id 0, always counts.
+    assert joined["targets"].tolist() == [1, 2, 3, 0, 0, 4, 0, 5, 0]
+    assert joined["weights"].tolist() == [0, 1, 0, 1, 0, 1, 1, 0, 1]
+
+
+def test_the_buckets_where_nothing_is_said():
+    documents = [np.ones(n, np.int32) for n in (127, 255, 511)]
+    plan = token_plans.BucketPlan(Corpus.from_arrays(documents, 50, 893), SEPARATOR, batch_size=1)
+    assert plan.buckets == (128, 256, 512)
+    documents = [np.ones(512, np.int32)]
+    with pytest.raises(ValueError, match="513 tokens with its separator, and the largest bucket"):
+        token_plans.BucketPlan(Corpus.from_arrays(documents, 50, 512), SEPARATOR)

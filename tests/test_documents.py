@@ -170,8 +170,8 @@ def test_csv(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("text,kind\nx", r"a\.csv, line 2 has not as many columns as the first line"),
-        ("text,kind\nx,y,z", r"line 2 has not as many columns"),
+        ("text,kind\nx", r"a\.csv, line 2 does not have as many columns as the first line"),
+        ("text,kind\nx,y,z", r"line 2 does not have as many columns"),
         ("body,kind\nx,y", r"line 2 has no field 'text': its fields are \['body', 'kind'\]"),
         ("text,sort\nx,y", r"line 2 has no field 'kind'"),
         ('text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),

@@ -6,7 +6,8 @@ import optax
 import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
-from zoo.sharding.axes import is_matrix, logical_axes
+from zoo.sharding.axes import logical_axes
+from zoo.sharding.kinds import is_matrix
 from zoo.training.state import init_state
 from zoo.training.step import make_train_step
 from zoo.wrappers.ensemble import Ensemble

@@ -2,12 +2,13 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_mlp
@@ -418,6 +419,20 @@ def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[A
     assert got == [expected(changed, tokens[0].tolist(), 3)]
 
 
+def test_a_decoder_of_its_own_around_a_model(model: Any, greedy: np.ndarray):
+    class Flipped(AttentionDecoder):
+        """Prefers the tokens that the model likes least."""
+
+        def prefill(self, *arguments: Any) -> Any:
+            logits, cache = super().prefill(*arguments)
+            return -logits, cache
+
+    whole = np.asarray(model(PROMPT))[:, -1]
+    np.testing.assert_array_equal(generate(AttentionDecoder(model), temperature=0.0), greedy)
+    flipped = generate(Flipped(model), temperature=0.0, max_new_tokens=1)
+    np.testing.assert_array_equal(flipped[:, 3], whole.argmin(-1))
+
+
 def test_no_one_waits_for_the_rows_that_fill_the_mesh():
     model, prompt = decoder("lstm"), [[1, 2, 3]]
     options: dict = {"max_new_tokens": 12, "temperature": 2.0, "key": KEY}
@@ -427,3 +442,33 @@ def test_no_one_waits_for_the_rows_that_fill_the_mesh():
     placed = jax.device_put(model, sharding.shardings(model, mesh))
     tokens = [int(x[0]) for x in zoo.stream(placed, prompt, stop_tokens=[stop], **options)]
     assert tokens == new[: new.index(stop) + 1]
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Without the checks of types that pytest alone has."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_no_new_token_runs_nothing_and_gives_int32(model: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_prefill")
+    got = zoo.generate(model, np.asarray(PROMPT, np.uint64), max_new_tokens=0, temperature=0.0)
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, PROMPT)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([np.ones(2, np.float32)], "prompt holds float32, and token ids are integers"),
+        ([[1], [[2]]], "one prompt is a batch of one"),
+    ],
+    ids=["floats", "one too deep"],
+)
+def test_a_prompt_of_another_kind_is_an_error(model: Any, prompt: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(model, prompt, temperature=0.0)

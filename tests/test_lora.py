@@ -18,9 +18,10 @@ from helpers import (
     token_batch,
     with_loud_mlp,
 )
+from jaxtyping import Array, Float
 
 import zoo
-from zoo import lora, losses, mlp, sharding
+from zoo import ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
 from zoo.nn import parameters
 from zoo.publishing.tensors import PublishError
@@ -315,3 +316,39 @@ def test_what_freezes_nothing_or_all_is_refused():
         frozen(("blocks.mpl.*",))(model)
     with pytest.raises(ValueError, match=r"nothing of the model, .*, is trainable: freeze less"):
         zoo.init_state(make_transformer(), optax.sgd(1.0), key=KEY, trainable=frozen(("*",)))
+
+
+class Grouped(eqx.Module):
+    weight: Float[Array, "group embed mlp"]
+
+
+def test_an_adapter_keeps_the_axes_of_its_matrix():
+    stacked = Grouped(jnp.zeros((3, 2, 8, 4)))  # three layers
+    members = ensemble.Ensemble(lambda key: Grouped(jnp.zeros((2, 8, 4))), 3, key=KEY)
+    with sharding.use(None, {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}):
+        for model, first in [(stacked, None), (members, "member")]:
+            adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
+            [axes] = jax.tree.leaves(logical_axes(adapted), is_leaf=lora.is_adapted)
+            assert axes.weight == (first, "group", "embed", "mlp")
+            assert axes.down == (first, "group", "embed", "rank")
+            assert axes.up == (first, "group", "rank", "mlp")
+
+
+def test_a_folder_of_adapters_is_a_text_too_and_is_verified(saved):
+    folder, adapted = saved[0] / "adapters", saved[1]
+    base = drawn_transformer()
+    loaded = zoo.load_adapters(str(folder), base)
+    np.testing.assert_array_equal(loaded.blocks.mlp.w_up.up, adapted.blocks.mlp.w_up.up)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(PublishError, match="is damaged"):
+        zoo.load_adapters(folder, base)
+
+
+def test_a_base_is_found_from_anywhere_and_a_name_stays_a_name(saved, monkeypatch):
+    folder, adapted = saved
+    monkeypatch.chdir(folder)
+    for base, kept in (("base", str(folder / "base")), ("some/model", "some/model")):
+        zoo.save_adapters(folder / "again", adapted, base=base)
+        config = json.loads((folder / "again" / "config.json").read_text())
+        assert config["adapters_of"] == kept

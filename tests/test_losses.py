@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import token_batch
+from helpers import drawn_rnn, token_batch
 from jaxtyping import Array
 
 from zoo import losses
@@ -198,6 +198,12 @@ def test_a_batch_of_tokens_that_is_none_is_an_error(loss: Any, change: Any, mess
 def test_a_labelled_batch_without_its_parts_is_an_error():
     with pytest.raises(ValueError, match="no 'labels': the loss takes inputs, labels, weights"):
         losses.classification(None, {"inputs": jnp.ones((2, 3))}, None)
+
+
+def test_a_family_without_experts_has_no_balance():
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
+    with pytest.raises(ValueError, match="balanced_next_token: a RNN has no experts"):
+        losses.balanced_next_token(0.1)(drawn_rnn("gru"), batch, None)
 
 
 def test_next_token_hands_the_whole_batch_to_the_model():

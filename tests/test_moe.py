@@ -20,7 +20,7 @@ from helpers import (
 
 import zoo
 from zoo import losses, optimizers, sharding
-from zoo.sharding.axes import is_matrix
+from zoo.sharding.kinds import is_matrix
 from zoo.transformer import moe
 
 EXPERTS, CHOICES = 8, 3
@@ -197,3 +197,23 @@ def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():
     assert (mlp.router.reduction_axis, mlp.router.output_axis) == ((1,), (2,))
     assert is_matrix((None, "experts", "embed", "mlp"))
     assert not is_matrix((None, "experts", "embed"))
+
+
+def test_each_device_multiplies_with_its_experts_alone(monkeypatch: pytest.MonkeyPatch):
+    """And leaves alone the rows behind its groups, of which a kernel may make anything."""
+    exact, shapes = jax.lax.ragged_dot, []
+
+    def ragged_dot(rows: Any, weights: Any, group_sizes: Any) -> Any:
+        shapes.append(weights.shape)
+        behind = jnp.arange(rows.shape[0], dtype=jnp.int32) >= group_sizes.sum()
+        return jnp.where(behind[:, None], jnp.nan, exact(rows, weights, group_sizes))
+
+    made, mesh = layer(), zoo.make_mesh("tensor=4")
+    x, counted = jax.random.normal(jax.random.key(0), (2, 7, 16)), jnp.ones((2, 7), bool)
+    want, balance = eqx.filter_jit(made)(x, counted)
+    monkeypatch.setattr(jax.lax, "ragged_dot", ragged_dot)
+    with sharding.use(mesh):
+        placed = eqx.filter_shard(made, sharding.shardings(made, mesh))
+        got = eqx.filter_jit(lambda made: made(x, counted))(placed)
+    assert set(shapes) == {(EXPERTS // 4, 16, 12), (EXPERTS // 4, 12, 16)}
+    assert_trees_close(got, (want, balance), rtol=1e-5)

@@ -1,7 +1,7 @@
 """zoo.nn.precision: products keep the compute dtype both ways, the loss scale settles."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -96,8 +96,8 @@ class Weight(eqx.Module):
     w: Array
 
 
-class CastsItself(Weight):
-    casts_at_use: ClassVar[bool] = True
+class CastsItself(Weight, parameters.CastsAtUse):
+    pass
 
 
 def test_parameters_are_cast_at_use_within_a_step_and_not_after():

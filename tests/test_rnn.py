@@ -11,9 +11,9 @@ from helpers import equations
 from jax.test_util import check_grads
 
 from zoo import losses, rnn, sharding
-from zoo.rnn import cells as recurrence
-from zoo.rnn import cudnn
+from zoo.rnn import cudnn, recurrence, time
 from zoo.rnn.cells import CELLS
+from zoo.rnn.model import _use_cudnn
 from zoo.sharding.axes import keystr
 
 KEY = jax.random.key(0)
@@ -169,7 +169,7 @@ def test_equinox_gives_the_same(cell):
         if cell == "gru":
             bias = jnp.concatenate([bias, theirs.bias_n[None]])
         weights = recurrence.Weights(gates(theirs.weight_ih), gates(theirs.weight_hh), bias)
-        return recurrence.recur(recurrence.Options(cell), weights, state, x, recurrence.Marks())
+        return recurrence.recur(recurrence.Options(cell), weights, state, x, time.Marks())
 
     def gradient(run):
         loss = lambda args: sum((y**2).sum() for y in jax.tree.leaves(run(*args)))
@@ -492,14 +492,14 @@ def test_cudnn_gives_the_same(bidirectional):
 @pytest.mark.usefixtures("reference")
 def test_cudnn_is_chosen_where_it_can_serve():
     config = make().config
-    marks = recurrence.Marks
-    assert rnn._use_cudnn(config, marks())
-    assert not rnn._use_cudnn(config, marks(valid=jnp.ones((1, 1), bool)))
-    assert not rnn._use_cudnn(make(remat="full").config, marks())
-    assert not rnn._use_cudnn(make(cell="gru").config, marks())
-    assert not rnn._use_cudnn(make(implementation="scan").config, marks())
+    marks = time.Marks
+    assert _use_cudnn(config, marks())
+    assert not _use_cudnn(config, marks(valid=jnp.ones((1, 1), bool)))
+    assert not _use_cudnn(make(remat="full").config, marks())
+    assert not _use_cudnn(make(cell="gru").config, marks())
+    assert not _use_cudnn(make(implementation="scan").config, marks())
     with sharding.use(sharding.make_mesh("data=8")):
-        assert not rnn._use_cudnn(config, marks())
+        assert not _use_cudnn(config, marks())
 
 
 def test_cudnn_says_why_it_cannot_serve():
@@ -568,3 +568,11 @@ def test_flops_are_six_a_weight_in_a_product(name):
     weights += [model.head.weight] if model.config.pooling == "none" else []
     expected = 6 * sum(x.size for x in weights if x is not None)
     assert rnn.num_flops_per_token(model.config) == expected
+
+
+def test_what_is_masked_in_a_packed_row_is_padding():
+    model, mask = make(cell="mingru"), TOKENS > 3
+    got = call(model, TOKENS, segment_ids=SEGMENTS, mask=mask)
+    expected = call(model, TOKENS, segment_ids=jnp.where(mask, SEGMENTS, 0))
+    np.testing.assert_array_equal(got, expected)
+    assert np.abs(got - call(model, TOKENS, segment_ids=SEGMENTS)).max() > 1e-3

@@ -1,5 +1,7 @@
 """zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import sharding, transformer
+from zoo import optimizers, sharding, transformer
 from zoo.nn.parameters import gather
 from zoo.sharding import make_mesh
-from zoo.sharding.axes import ShardingError, is_matrix, is_parameter, logical_axes
+from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
+from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
@@ -177,10 +180,89 @@ def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, messag
         ((None, "heads", "head_dim"), False),
         ((None, "embed"), False),
         ((), False),
+        (("gates", "hidden"), False),
+        (("embed", "gates", "hidden"), True),
+        (("member", "experts", "embed"), False),
+        (("experts", "embed", "mlp"), True),
+        (("vocab", "embed"), True),
     ],
 )
 def test_is_matrix(names: tuple, expected: bool):
     assert is_matrix(names) is expected
+
+
+@pytest.mark.parametrize(
+    ("names", "inputs", "outputs"),
+    [
+        ((None, "embed", "heads", "head_dim"), (1,), (2, 3)),
+        ((None, "heads", "head_dim", "embed"), (1, 2), (3,)),
+        (("member", None, "experts", "embed", "mlp"), (3,), (4,)),
+        (("embed", "gates", "hidden"), (0,), (1, 2)),
+        (("gates", "hidden", "embed"), (0, 1), (2,)),
+    ],
+)
+def test_a_part_of_a_dimension_stays_with_it(names: tuple, inputs: tuple, outputs: tuple):
+    assert matrix_axes(names) == (inputs, outputs)
+
+
+class Grouped(eqx.Module):
+    scale: Float[Array, "group embed"]
+    weight: Float[Array, "group embed mlp"]
+
+
+def grouped(key: Any = None) -> Grouped:
+    return Grouped(jnp.ones((2, 8)), jnp.ones((2, 8, 4)))
+
+
+def test_an_axis_that_no_table_knows_is_an_error_and_no_dimension_of_a_matrix():
+    with pytest.raises(ShardingError, match=r"scale: the logical axis 'group' is not in the"):
+        optimizers.matrices(grouped())
+    with pytest.raises(ShardingError, match=r"scale: 'batch' is an axis of activations"):
+        is_matrix(("batch", "embed"), field="scale")
+
+
+def test_a_kind_of_axis_that_there_is_not_is_an_error():
+    axis = sharding.Axis(None)
+    object.__setattr__(axis, "kind", "stck")  # past the run-time type checker
+    with pytest.raises(ShardingError, match=r"kind='stck': choose one of .*'stack'"):
+        axis.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_scale"), [(sharding.Axis("tensor", "stack"), False), ("tensor", True)]
+)
+def test_a_rule_says_what_an_axis_is(rule: Any, of_scale: bool):
+    rules = {**sharding.RULES, "group": rule}
+    mesh = make_mesh("tensor=2")
+    with sharding.use(mesh, rules):
+        assert optimizers.matrices(grouped()) == Grouped(of_scale, True)
+        assert (optimizers.muon_dimensions(grouped()).scale is None) is not of_scale
+        with sharding.mapped("group"):
+            assert is_matrix(("group", "embed")) is of_scale
+    spec = sharding.shardings(grouped(), mesh, rules).weight.spec
+    assert spec == P("tensor", "fsdp", None)  # the group has taken what would be for "mlp"
+
+
+def test_decay_takes_the_rules_of_the_step():
+    """A stack of vectors is not decayed; the gradient is zero, and so decay alone changes them."""
+    rules = {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}
+    mesh, key = make_mesh("tensor=2"), jax.random.key(0)
+    config = optimizers.Config(learning_rate=0.1, warmup_steps=0, schedule="constant")
+    optimizer = optimizers.make_optimizer(config, 10)
+    state = zoo.init_state(grouped, optimizer, key=key, mesh=mesh, rules=rules)
+
+    def loss(model: Any, batch: Any, key: Any) -> tuple:
+        return 0.0 * (model.scale.sum() + model.weight.sum()), jnp.float32(1), {}
+
+    step = zoo.make_train_step(loss, optimizer, mesh=mesh, rules=rules, precision="fp32")
+    state, _ = step(state, {"x": jnp.zeros((2, 1))})
+    assert (state.model.scale == 1).all()
+    assert (state.model.weight < 1).all()
+
+
+def test_a_stacked_axis_is_a_stack():
+    with pytest.raises(ShardingError, match=r"part.weight: stacked_axis='embed' is of the kind 'd"):
+        logical_axes(Stacked(part((2, 8, 4)), "embed"))
 
 
 def test_the_placement_table_adds_up():
@@ -283,6 +365,38 @@ def inside(mesh: Any, function: Any, x: Any, rules: Any = None) -> Any:
     return found[0]
 
 
+# Dimensions that no rule may shard: everything else that is constrained has a name.
+UNNAMED = {
+    ("rnn", ("batch", None)): "the state, whole for the product with the recurrent weight",
+    ("rnn", ("batch", None, "hidden")): "the terms of a cell",
+    ("rnn", ("batch", "inner_seq", None, "hidden")): "the gates of a cell",
+    ("decoding", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
+    ("wrappers", ("batch", None)): "the classes",
+}
+
+
+def constrained() -> list[tuple[str, tuple[Any, ...]]]:
+    """The room and the literal names of each call in zoo that names an activation's axes."""
+    folder = Path(zoo.__file__).parent
+    return [
+        (
+            path.relative_to(folder).parts[0],
+            tuple(arg.value for arg in call.args if isinstance(arg, ast.Constant)),
+        )
+        for path in folder.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).split(".")[-1] in ("constrain", "num_parts")
+    ]
+
+
+def test_the_sequence_of_an_activation_has_a_name():
+    calls = constrained()
+    assert ("nn", ("batch", "inner_seq")) in calls
+    unnamed = {call for call in calls if "batch" in call[1] and None in call[1]}
+    assert not unnamed - UNNAMED.keys()
+
+
 def test_constrain_without_a_mesh_is_the_identity():
     x = jnp.zeros((2, 3))
     assert sharding.constrain(x, "batch") is x  # nor is it checked
@@ -375,3 +489,32 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")
+
+
+def test_several_processes_take_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ShardingError, match="'data=4' has 4 of the 8 devices of 2 processes, and"):
+        make_mesh("data=4")
+    assert make_mesh("data=4,tensor=2").size == 8
+
+
+def test_a_batch_has_as_many_parts_as_its_axes_have_devices():
+    assert sharding.num_batch_parts(make_mesh(CUBE)) == 4
+    assert sharding.num_batch_parts(make_mesh(CUBE), {"batch": "tensor"}) == 2
+    assert sharding.num_batch_parts(make_mesh()) == 1
+
+
+def test_a_mapped_axis_has_its_mesh_axes_to_itself():
+    mesh, names = make_mesh(CUBE), ("batch", "embed", "mlp")
+    with sharding.mapped("batch") as axes:
+        assert axes is None
+    with sharding.use(mesh):
+        for name, taken, rest in (
+            ("batch", ("data", "fsdp"), P(None, None, "tensor")),
+            ("mlp", ("tensor",), P(("data", "fsdp"), None, None)),
+            ("seq", None, P(("data", "fsdp"), None, "tensor")),
+        ):
+            with sharding.mapped(name) as axes:
+                assert axes == taken
+                assert sharding.partition_spec(names, mesh) == rest
+            assert sharding.partition_spec(names, mesh) == P(("data", "fsdp"), None, "tensor")

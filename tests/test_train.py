@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses, sharding
-from zoo.nn.precision import LossScale
+from zoo.nn.precision import LossScale, cast
 from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train
@@ -706,3 +706,39 @@ def test_another_structure_is_refused(buckets: Buckets):
     text = refused(buckets, buckets.state, buckets.batches[0] | {"more": np.zeros(4, np.float32)})
     assert "another structure" in text
     assert "with [\"batch['more']\"] and without []" in text
+
+
+# What a step takes by default, and how it leaves an update out
+
+
+def test_master_weights_are_fp32_whatever_makes_them():
+    low = lambda key: cast(Line(key), jnp.bfloat16)
+    state = train.abstract_state(low, optax.adam(1e-3), key=KEY)
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert len(floats) == 4  # the weight, its two moments, and the loss scale
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+
+
+def test_a_gradient_is_clipped_to_one_where_nothing_is_said():
+    state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
+    step = zoo.make_train_step(line_loss, KEEP_GRADIENT, precision="fp32")
+    state, metrics = step(state, line_batch(100.0))
+    assert float(metrics["grad_norm"]) > 2
+    assert np.linalg.norm(state.opt_state.trace.weight) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_is_not_finite_is_left_out_by_a_branch_on_a_cpu_alone(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(train, "platform", lambda: platform)
+    state, step = state_and_step(Line, line_loss, optimizer=told(1.0, np.nan))
+    jaxpr = eqx.filter_make_jaxpr(step._function)(line_batch(), state)[0]
+    names = {equation.primitive.name for equation in equations(jaxpr)}
+    assert ("cond" in names) == (platform == "cpu")
+    weight = np.array(state.model.weight)
+    weight[-1, -1] += 1
+    for _ in range(2):
+        state, _ = step(state, line_batch())
+        np.testing.assert_allclose(state.model.weight, weight, rtol=1e-6)
+        assert int(state.opt_state) == 1

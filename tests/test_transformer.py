@@ -16,7 +16,7 @@ from helpers import (
     small_config,
     token_batch,
 )
-from jaxtyping import Array
+from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
 from zoo.nn.layers import RopeScaling
@@ -272,6 +272,15 @@ def test_the_logit_cap_bounds_the_logits():
 
 
 # Errors
+
+
+@pytest.mark.parametrize("method", ["__call__", "hidden", "hidden_and_balance"])
+def test_options_are_checked_by_name_and_shape(method: str):
+    call, tokens = getattr(drawn_transformer(), method), jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(TypeError, match="token_mask"):
+        call(tokens, token_mask=tokens > 0)
+    with pytest.raises(TypeCheckError, match="mask"):
+        call(tokens, mask=tokens[:, :3] > 0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The BERT family (Devlin et al. 2018): encoders whose norms stand on the residual stream itself.
 
-What comes out is a vector a token, and by `embed` one a text, as sentence encoders such as MiniLM
+The output is a vector per token, and by `embed` one per text, as sentence encoders such as MiniLM
 are used. Legend of suffixes: B batch, T time, E embed.
 """
 
@@ -16,7 +16,7 @@ from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
@@ -34,7 +34,7 @@ class Config:
     num_layers: int = 6
     """Number of blocks."""
     num_heads: int = 12
-    """Heads a layer, each of d_model / num_heads."""
+    """Heads per layer, each of d_model / num_heads."""
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given."""
     mlp: Literal["gelu", "gelu_erf"] = "gelu_erf"
@@ -48,7 +48,7 @@ class Config:
     pooler: bool = True
     """A dense layer with tanh over the first position: `pooled`."""
     dropout: float = 0.0
-    """Rate of dropout on the embedding and on what each part adds to the residual stream."""
+    """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
     remat: Policy = may_differ("none")
@@ -120,11 +120,11 @@ class Block(eqx.Module):
     def _added(
         self, x_BTE: Float[Array, "batch seq embed"], key: Key[Array, ""] | None
     ) -> Float[Array, "batch seq embed"]:
-        """What is added to the residual stream, from the output of a part."""
+        """The residual update, from the output of a part."""
         return dropout(constrain(x_BTE, "batch", "seq", "embed"), self.dropout, key)
 
 
-class BERT(eqx.Module):
+class BERT(CastsAtUse):
     """An encoder of token ids: int32[batch, seq] to [batch, seq, d_model]."""
 
     embedding: Embedding
@@ -134,7 +134,6 @@ class BERT(eqx.Module):
     blocks: Block
     pooler: Linear | None
     config: Config = eqx.field(static=True)
-    casts_at_use: ClassVar[bool] = True
     is_causal: ClassVar[bool] = False
     is_pooled: ClassVar[bool] = False
 
@@ -230,7 +229,7 @@ class BERT(eqx.Module):
 def embed(
     model: BERT, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
 ) -> Float[Array, "batch embed"]:
-    """A vector of length one a text, float32[batch, d_model]: the mean over its tokens, normed.
+    """A vector of length one per text, float32[batch, d_model]: the mean over its tokens, normed.
 
     `mask` is False at padding. The dot product of two is their cosine similarity (Reimers &
     Gurevych 2019).

@@ -1,7 +1,7 @@
 """The MLP family: a plain stack of layers, or pre-norm residual blocks.
 
 Legend of suffixes: B batch, E embed (the width between blocks), M mlp (the width inside one).
-Layers alternate between the axes "embed" and "mlp", so that tensor parallelism reduces once in
+Layers alternate between the axes "embed" and "mlp", so that tensor parallelism reduces once per
 two layers, and the blocks of two layers are stacked and scanned.
 """
 
@@ -48,13 +48,13 @@ class Config:
     activation: Activation = "gelu"
     """Function after each hidden layer: gelu, relu, silu, or tanh."""
     norm: Norm = "none"
-    """Norm of what an activation reads; with residual, of what a block and the head read."""
+    """Norm before each activation; with residual, before each block and the head."""
     residual: bool = False
     """Pre-norm residual blocks in place of plain layers."""
     dropout: float = 0.0
-    """Rate of dropout on each hidden layer, or on what a block adds to the residual stream."""
+    """Rate of dropout on each hidden layer, or on each residual update."""
     remat: Policy = may_differ("none")
-    """What the backward pass recomputes of a block: none, dots, dots_no_batch, full."""
+    """Rematerialisation of the blocks in the backward pass: none, dots, dots_no_batch, full."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
@@ -111,7 +111,7 @@ class PlainBlock(eqx.Module):
 
 
 class ResidualBlock(eqx.Module):
-    """Norm, up, activation, down, dropout, added to what the block read."""
+    """Norm, up, activation, down, dropout, added to the block's input."""
 
     norm: RMSNorm | LayerNorm | None
     w_up: Float[Array, "embed mlp"]
@@ -148,7 +148,7 @@ class MLP(eqx.Module):
 
     first: Layer
     blocks: PlainBlock | ResidualBlock | None
-    last: Layer | None  # what is left over of an even number of plain layers
+    last: Layer | None  # the one left over of an even number of plain layers
     final_norm: RMSNorm | LayerNorm | None
     head: Linear
     config: Config = eqx.field(static=True)
@@ -180,7 +180,7 @@ class MLP(eqx.Module):
     ) -> Float[Array, "batch out_size"]:
         """The outputs, float32[batch, out_size]; a `key` turns dropout on."""
         first_key, blocks_key, last_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        x = constrain(x.astype(self.head.weight.dtype), "batch", None)
+        x = constrain(x.astype(self.head.weight.dtype), "batch", "features")
         x = gather(self.first)(x, first_key)
         if self.blocks is not None:
 
@@ -195,11 +195,11 @@ class MLP(eqx.Module):
             x = gather(self.final_norm)(x)
         head = gather(self.head)
         outputs = add_bias(matmul(x, head.weight, dtype=jnp.float32), head.bias)
-        return constrain(outputs, "batch", None)
+        return constrain(outputs, "batch", "classes")
 
 
 def num_flops_per_example(config: Config) -> float:
-    """Floating-point operations of a training step an example: six a weight in a product."""
+    """Floating-point operations of training per example: six per weight in a product."""
     size = config.hidden_size
     squares = 2 * config.num_layers if config.residual else config.num_layers - 1
     return 6.0 * (config.in_size * size + squares * size * size + size * config.out_size)

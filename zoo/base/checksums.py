@@ -1,4 +1,4 @@
-"""Checksums of a folder: one file in it that names the size and the SHA-256 of the others."""
+"""Checksums of a folder: a file in it lists the size and the SHA-256 of the others."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ NAME = "checksums.json"
 
 
 def write(folder: Path, *, skip: Collection[str] = ()) -> None:
-    """Writes `checksums.json` for every file under `folder` (atomically), but those in `skip`."""
+    """Write `checksums.json`, atomically, for every file under `folder` but those in `skip`."""
     listed = of(folder, skip=skip)
     content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
     files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
 
 
 def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int | str]]:
-    """The size and the SHA-256 of every file under `folder`, but those in `skip`, by name."""
+    """The size and the SHA-256 of every file under `folder` but those in `skip`, by name."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     return {
         name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -28,22 +28,22 @@ def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int |
 
 
 def problems(folder: Path, *, only: str | None = None) -> list[str]:
-    """What is wrong with the files of `folder`, or with `only` one of them, a line each.
+    """One line per missing or damaged file of `folder`, or of `only` that one.
 
-    Files beyond the listed are fine.
+    Files that are not listed are ignored.
     """
     try:
         found = _read(folder)
     except ValueError as error:
         return [str(error)]
     if only is not None and only not in found:
-        return [f"{NAME} does not list {only}"]  # that of another folder
+        return [f"{NAME} does not list {only}"]  # it belongs to another folder
     chosen = found if only is None else {only: found[only]}
     return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
 
 
 def listed(folder: Path) -> set[str]:
-    """The files of `folder` that its checksums name; none where the list is missing or damaged."""
+    """The files that the checksums of `folder` list; none if the list is missing or damaged."""
     try:
         return set(_read(folder))
     except ValueError:
@@ -60,7 +60,7 @@ def _read(folder: Path) -> dict:
     except IsADirectoryError:
         raise ValueError(f"{NAME} is a folder") from None
     except (ValueError, LookupError, TypeError):
-        pass  # no JSON, or not of this form: damaged as well
+        pass  # no JSON, or of another form: damaged as well
     raise ValueError(f"{NAME} is damaged")
 
 
@@ -73,7 +73,7 @@ def _problem(folder: Path, name: str, wanted: dict) -> str | None:
             return f"{name} has {size} bytes instead of {wanted['bytes']}"
         if _sha256(path) != wanted["sha256"]:
             return f"{name} is damaged: its SHA-256 is not the one written with it"
-    except (FileNotFoundError, NotADirectoryError):  # or what should be its folder is a file
+    except (FileNotFoundError, NotADirectoryError):  # the latter: its folder is a file
         return f"{name} is missing"
     return None
 
@@ -84,5 +84,5 @@ def _sha256(path: Path) -> str:
 
 
 def _digest(files: dict) -> str:
-    """The checksum of the checksums, so that a damaged list can't pass for a shorter one."""
+    """The checksum of the checksums, by which a damaged or shortened list is found."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Files and folders: where they may be, and how they are written to outlive a power cut."""
+"""Files and folders: local paths, and writes that survive a power cut."""
 
 import contextlib
 import os
@@ -12,22 +12,22 @@ def local_path(path: str | os.PathLike[str], name: str) -> Path:
     """The path, with `~` as the home folder.
 
     Raises:
-        ValueError: a path `scheme://…` of another machine, under the `name` of the field.
+        ValueError: a path `scheme://…` of another machine; the message names the field `name`.
     """
-    # A Path has made one slash of the two.
+    # `Path` makes one slash of the two.
     if remote := re.match(r"([A-Za-z][\w+.-]*):/+(.*)", os.fspath(path), re.DOTALL):
         raise ValueError(
             f"{name}='{remote[1]}://{remote[2]}': only local files and folders can be read and "
-            "written; copy it here, or mount it, and give the path there"
+            "written; copy it here, or mount it, and give the local path"
         )
     return Path(os.path.expanduser(path))
 
 
 def make_folder(path: Path, name: str) -> None:
-    """Make a folder, and those above it, where they are not there.
+    """Make a folder, and those above it, if they are missing.
 
     Raises:
-        ValueError: a file is in the place of one of them, under the `name` of the field.
+        ValueError: a file is in the place of one of them; the message names the field `name`.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -41,10 +41,9 @@ def make_folder(path: Path, name: str) -> None:
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file anew, by `write(temporary)`.
+    """Replace a file atomically by the one that `write(temporary)` writes.
 
-    Whoever opens `path`, whenever this process dies or the power goes, sees the old file or the
-    new one, whole.
+    Whenever this process dies or the power fails, `path` is the whole old or the whole new file.
     """
     temporary = path.with_name(path.name + ".tmp")
     with named(path):
@@ -55,7 +54,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or the entries of a folder, are on the disk."""
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -64,14 +63,14 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` each file and folder in `folder`, and `folder` last."""
+    """`sync` each file and folder below `folder`, then `folder` itself."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file; nothing if there is neither."""
+    """Remove a folder and its contents, or a file; do nothing if there is neither."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -80,7 +79,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Within, an OSError that names no file, such as that of a full disk, names this one."""
+    """A context in which OSErrors without a file name, as of a full disk, name this file."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Prompts with completions, and chats: texts of which only some parts count in the loss.
 
-Each is read as a document whose text is JSON, a list of [part, whether it counts]. Parts are
-tokenized one by one, as a prompt is when a model goes on from it.
+Each becomes a document whose text is JSON, a list of [part, whether it counts]. Parts are tokenized
+one by one, as a prompt is in generation.
 """
 
 import json
@@ -21,10 +21,10 @@ Part = tuple[str, bool]  # a text, and whether it counts
 def read_completions(
     pattern: str, *, prompt: str = "prompt", completion: str = "completion"
 ) -> list[Document]:
-    """The lines of the `.jsonl` files that match, of which the completions count.
+    """The lines of the matching `.jsonl` files; the completions count in the loss.
 
     Raises:
-        ValueError: a line without those fields, or whose fields are no texts.
+        ValueError: a line lacks one of the fields, or has something else than text in it.
     """
 
     def parts(record: dict[str, Any]) -> list[Part]:
@@ -35,14 +35,14 @@ def read_completions(
 
 
 def read_chats(pattern: str, template: Callable[..., str], *, field: str) -> list[Document]:
-    """The chats of the `.jsonl` files that match, of which what the assistant says counts.
+    """The chats of the matching `.jsonl` files; the assistant's messages count in the loss.
 
     `field` holds a chat's messages, each with a `role` and a `content`; `template` is a
     `chat_template`.
 
     Raises:
-        ValueError: a line that is no chat, has nothing from the assistant, or that the template
-            refuses or writes in a way that hides what the assistant says.
+        ValueError: a line is no chat, has no message of the assistant, or is refused by the
+            template, or the template does not show where the assistant's messages begin and end.
     """
 
     def parts(record: dict[str, Any]) -> list[Part]:
@@ -59,13 +59,13 @@ def read_chats(pattern: str, template: Callable[..., str], *, field: str) -> lis
             after = template(messages[: i + 1], add_generation_prompt=False)
             if not before.startswith(written) or not after.startswith(before):
                 raise ValueError(
-                    f"the chat template changes what stands before message {i} with what comes "
-                    "after it, so that the assistant's part can't be told apart"
+                    f"the chat template writes the text before message {i} differently when "
+                    "messages follow, so that the assistant's part can't be told apart"
                 )
             found += [(before[len(written) :], False), (after[len(before) :], True)]
             written = after
         if not found:
-            raise ValueError(f"the assistant says nothing in {field!r}")
+            raise ValueError(f"no message of the assistant in {field!r}")
         return found
 
     return _read(pattern, parts)
@@ -93,19 +93,16 @@ def _text(record: dict[str, Any], field: str) -> str:
 def tokenize_parts(
     documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
 ) -> Corpus:
-    """The corpus of documents of parts, with which tokens count; there are few, and no cache.
-
-    Names of special tokens in chats are those tokens, as templates mean them to be.
-    """
+    """The corpus of documents of parts, with the tokens that count; there is no cache."""
     return _tokenize(documents, tokenizer, tokenizer.encode_batch)
 
 
 def tokenize_chats(
     documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
 ) -> Corpus:
-    """As `tokenize_parts`, with the names of special tokens, which templates write, as those.
+    """As `tokenize_parts`; a special token's name, as chat templates write it, is that token.
 
-    A separator that the template begins with stands before each document already.
+    A separator that the template begins with is dropped: each document has one before it already.
     """
     assert isinstance(tokenizer, BPETokenizer)
     return _tokenize(documents, tokenizer, tokenizer.encode_special)
@@ -130,9 +127,9 @@ def _tokenize(
 
 
 def chat_template(tokenizer: Tokenizer) -> Callable[..., str]:
-    """A function `(messages, add_generation_prompt=...) -> text` by the tokenizer's own template.
+    """The tokenizer's own template as a function `(messages, add_generation_prompt=...) -> text`.
 
-    Templates are Jinja, run in its sandbox, with what Hugging Face's have at hand.
+    Templates are Jinja, run in its sandbox, with the functions that Hugging Face's templates use.
 
     Raises:
         ImportError: Jinja is not installed.
@@ -145,13 +142,13 @@ def chat_template(tokenizer: Tokenizer) -> Callable[..., str]:
     if source is None:
         raise ValueError(
             "the model's tokenizer has no chat template (chat_template in tokenizer_config.json): "
-            "give its folder one, or data as prompts and completions"
+            "add one to its folder, or give the data as prompts and completions"
         )
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise ImportError("a chat template needs the extra: pip install 'zoo[hf]'") from error
+        raise ImportError("a chat template needs an extra: pip install 'zoo[hf]'") from error
 
     def refuse(message: str) -> None:
         raise ValueError(f"the chat template refuses it: {message}")
@@ -176,6 +173,6 @@ def chat_template(tokenizer: Tokenizer) -> Callable[..., str]:
                 messages=messages, add_generation_prompt=add_generation_prompt, **tokens
             )
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template does not take it: {error}") from error
+            raise ValueError(f"the chat template fails on it: {error}") from error
 
     return render

@@ -1,4 +1,4 @@
-"""The `Corpus` of token ids that the plans read, and its cache."""
+"""The `Corpus`, the token ids of documents, and its cache."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 class Corpus:
     """Token ids of all documents end to end, without separators.
 
-    `tokens` comes in any integer dtype and is kept in the smallest unsigned one. Document i is
+    `tokens` has any integer dtype and is kept in the smallest unsigned one. Document i is
     `tokens[offsets[i]:offsets[i + 1]]`, or `corpus[i]`. `num_bytes` is the size of the text in
-    UTF-8, for bits per byte. Names are for messages. Where `counts` is given, only tokens that it
-    is True for count in a loss, such as those of completions, and in `num_bytes`.
+    UTF-8, for bits per byte. `names` are for messages. `counts`, if given, is True for the tokens
+    that count in a loss and in `num_bytes`, such as those of completions.
 
     Raises:
         ValueError: there is no token, the offsets do not fit, or a token is outside the vocabulary.
@@ -70,7 +70,7 @@ class Corpus:
         names: Sequence[str] | None = None,
         counts: Sequence[Bool[np.ndarray, "_"]] | None = None,
     ) -> "Corpus":
-        """A corpus of one array of ids a document, and if `counts` one of booleans."""
+        """A corpus of one array of ids per document and, optionally, one of booleans, `counts`."""
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
         counted = np.concatenate(counts) if counts else None
@@ -83,17 +83,17 @@ class Corpus:
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
 
     def name(self, i: int) -> str:
-        """The name of document i, or its number."""
+        """The name of document i, or else its number."""
         return str(i) if self.names is None else repr(self.names[i])
 
 
 def tokenize(
     documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
 ) -> Corpus:
-    """The corpus of the documents; kept in, and next time read from, a cache if there is a folder.
+    """The corpus of the documents, cached in `cache_folder` if it is given.
 
     The key of the cache is a hash of the tokenizer and of all names and texts. Any number of
-    processes may share the folder. A damaged entry is made anew, with a warning.
+    processes may share the folder. A damaged entry is replaced, with a warning.
     """
     if cache_folder is None:
         return _tokenize(documents, tokenizer)
@@ -102,13 +102,13 @@ def tokenize(
         return cached
     corpus = _tokenize(documents, tokenizer)
     _write_entry(entry, corpus)
-    cached = _read_entry(entry)  # memory-mapped, unlike what it was written from
+    cached = _read_entry(entry)  # memory-mapped, unlike `corpus`
     return corpus if cached is None else cached
 
 
 def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     arrays: list[np.ndarray] = []
-    for start in range(0, len(documents), 1024):  # bounds the memory of the encodings
+    for start in range(0, len(documents), 1024):  # to bound the memory of the encodings
         arrays += tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
     num_bytes = sum(len(document.text.encode()) for document in documents)
     names = [document.name for document in documents]
@@ -118,7 +118,7 @@ def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
 def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
 
-    def add(part: bytes) -> None:  # with its length, so that no two lists of parts hash alike
+    def add(part: bytes) -> None:  # with its length, so that the boundaries of parts count
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
 
@@ -133,11 +133,11 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
 
 def _read_entry(entry: Path) -> Corpus | None:
-    """The corpus of a cache entry, memory-mapped; None if there is none, or a damaged one."""
+    """The corpus of a cache entry, memory-mapped; None if it is missing or damaged."""
     if not entry.exists():
         return None
     if problems := checksums.problems(entry):
-        logger.warning("the cached corpus %s is made anew: %s", entry, "; ".join(problems))
+        logger.warning("the cached corpus %s is replaced: %s", entry, "; ".join(problems))
         return None
     try:
         return Corpus(
@@ -150,7 +150,7 @@ def _read_entry(entry: Path) -> Corpus | None:
 
 
 def _write_entry(entry: Path, corpus: Corpus) -> None:
-    """Put a cache entry in place by a rename, so that no process ever sees half of one."""
+    """Put a cache entry in place by a rename, so that no process ever sees part of one."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".partial-") as temporary:
         new, old = Path(temporary, "new"), Path(temporary, "old")
@@ -163,4 +163,4 @@ def _write_entry(entry: Path, corpus: Corpus) -> None:
         with contextlib.suppress(OSError):  # another process may be doing the same
             if entry.exists() and checksums.problems(entry):
                 entry.rename(old)
-            new.rename(entry)  # refused where another process was faster
+            new.rename(entry)  # fails where another process was faster

@@ -1,4 +1,4 @@
-"""Texts and where they come from: files, records with fields, the standard library."""
+"""Documents: the texts of files, of records with fields, and of Python's standard library."""
 
 import ast
 import csv
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
-    """A text and its name, relative to the folder it was found in; its label, if it has one."""
+    """A text, its name (relative to the folder it was found in) and, optionally, its label."""
 
     name: str
     text: str
@@ -30,29 +30,26 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Which fields of a record hold the text, and the label if there is one."""
+    """The names of a record's text field and, optionally, its label field."""
 
     text: str = "text"
     label: str | None = None
 
 
-# --- Reading ----------------------------------------------------------------------------------
-
-
 def read_documents(
     pattern: str | Sequence[str], *, field: str = "text", label: str | None = None
 ) -> list[Document]:
-    """Documents of all files that match, sorted by path, read as their suffix says.
+    """The documents of all matching files, sorted by path; a file's suffix names its format.
 
-    `pattern` is a glob, several separated by commas, or a list of them; `~` and `**` work.
-    `.jsonl`, `.csv` (its first line names the columns) and `.parquet`: a document a line or row,
-    its text in `field` and, if `label` is given, its label in that field; `.array_record` and
-    `.arrayrecord`: a document a record; any other file is one document. All text is UTF-8.
+    `pattern` is a glob, several separated by commas, or a list of globs; `~` and `**` work.
+    `.jsonl`, `.csv` (its first line names the columns) and `.parquet`: one document per line or
+    row, its text in `field` and, if `label` is given, its label in that field; `.array_record` and
+    `.arrayrecord`: one document per record; any other file is one document. All text is UTF-8.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
         ImportError: the file's format needs an extra that is not installed.
-        ValueError: the text cannot be read (the message says where), or there is none.
+        ValueError: the text cannot be read (the message names the place), or is empty.
     """
     patterns = pattern.split(",") if isinstance(pattern, str) else pattern
     names: dict[Path, str] = {}  # a file that two patterns match is read once
@@ -62,37 +59,41 @@ def read_documents(
     for path, name in names.items():
         if path.suffix in _RECORDS:
             fields = Fields(field, label)
-            for number, where, record in _RECORDS[path.suffix](path, fields):
-                documents.append(_document(f"{name}:{number}", where, record, fields))
+            documents += [
+                _document(f"{name}:{number}", where, record, fields)
+                for number, where, record in _RECORDS[path.suffix](path, fields)
+            ]
         elif label is not None:
             raise ValueError(
                 f"{path} has no field {label!r}: labels come from {', '.join(_RECORDS)} files"
             )
+        elif path.suffix in (".array_record", ".arrayrecord"):
+            documents += _read_array_record(name, path)
         else:
-            documents += _TEXTS.get(path.suffix, _read_text)(name, path)
+            documents.append(Document(name, _decode(path.read_bytes(), path)))
     if not any(document.text for document in documents):
         raise ValueError(f"{pattern!r} has {len(documents)} documents and no text in them")
     return documents
 
 
 def read_json_lines(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, where it stands, record) of each line of the `.jsonl` files that match.
+    """(name, location, record) of each line of the matching `.jsonl` files.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_documents`; or a file of another suffix.
+        FileNotFoundError, ValueError: as `read_documents`, or a file has another suffix.
     """
     records = []
     for one in pattern.split(","):
         for path, name in _matching_files(one.strip()).items():
             if path.suffix != ".jsonl":
-                raise ValueError(f"{path} is no .jsonl file, which prompts and chats are read from")
+                raise ValueError(f"{path} is no .jsonl file: prompts and chats are read from those")
             for number, where, record in _read_jsonl(path, Fields()):
                 records.append((f"{name}:{number}", where, record))
     return records
 
 
 def _matching_files(pattern: str) -> dict[Path, str]:
-    """The names of the files that match: their paths relative to the glob's fixed folder."""
+    """The matching files with their names: paths relative to the glob's fixed folder."""
     expanded = str(local_path(pattern, "data"))
     paths = sorted(map(Path, glob.glob(expanded, recursive=True)))
     files = [path for path in paths if path.is_file()]
@@ -114,11 +115,7 @@ def _decode(data: bytes, where: object) -> str:
         ) from error
 
 
-def _read_text(name: str, path: Path) -> list[Document]:
-    return [Document(name, _decode(path.read_bytes(), path))]
-
-
-Record = tuple[int, str, dict[str, Any]]  # its number, where it is, its fields
+Record = tuple[int, str, dict[str, Any]]  # its number, location and fields
 
 
 def _document(name: str, where: str, record: dict[str, Any], fields: Fields) -> Document:
@@ -127,10 +124,11 @@ def _document(name: str, where: str, record: dict[str, Any], fields: Fields) -> 
             raise ValueError(f"{where} has no field {field!r}: its fields are {sorted(record)}")
     text, label = record[fields.text], None
     if not isinstance(text, str):
-        raise ValueError(f"{where}: field {fields.text!r} is a {_kind(text)}, not a string")
+        kind = type(text).__name__
+        raise ValueError(f"{where}: field {fields.text!r} is a {kind}, not a string")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text
+    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
         raise ValueError(f"{where}: lone surrogate at character {error.start}") from error
     if fields.label is not None:
         label = record[fields.label]
@@ -139,10 +137,6 @@ def _document(name: str, where: str, record: dict[str, Any], fields: Fields) -> 
                 f"{where}: field {fields.label!r} is {label!r}: a label is a string or an integer"
             )
     return Document(name, text, None if label is None else str(label))
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _read_jsonl(path: Path, fields: Fields) -> Iterator[Record]:
@@ -156,19 +150,19 @@ def _read_jsonl(path: Path, fields: Fields) -> Iterator[Record]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{where} is a JSON {_kind(record)}, not an object")
+            raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
         yield number, where, record
 
 
 def read_csv(path: Path, fields: Fields | None = None) -> Iterator[Record]:
-    """The rows of a CSV file, by the names in its first line."""
+    """The rows of a CSV file as records; its first line names the columns."""
     text = _decode(path.read_bytes(), path).removeprefix("\ufeff")
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             if None in row or None in row.values():
-                raise ValueError(f"{where} has not as many columns as the first line")
+                raise ValueError(f"{where} does not have as many columns as the first line")
             yield rows.line_num, where, row
     except csv.Error as error:
         raise ValueError(f"{path} is not CSV after line {rows.line_num}: {error}") from error
@@ -179,7 +173,7 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Record]:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ImportError(f"{path} needs the extra: pip install 'zoo[parquet]'") from error
+        raise ImportError(f"{path} needs an extra: pip install 'zoo[parquet]'") from error
     try:
         file = parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
@@ -196,7 +190,7 @@ def _read_array_record(name: str, path: Path) -> list[Document]:
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
-        raise ImportError(f"{path} needs the extra: pip install 'zoo[array-record]'") from error
+        raise ImportError(f"{path} needs an extra: pip install 'zoo[array-record]'") from error
     reader = ArrayRecordReader(str(path))
     if not reader.ok():
         raise ValueError(f"{path} is no ArrayRecord file")
@@ -213,20 +207,16 @@ _RECORDS: dict[str, Callable[[Path, Fields], Iterator[Record]]] = {
     ".csv": read_csv,
     ".parquet": _read_parquet,
 }
-_TEXTS: dict[str, Callable[[str, Path], list[Document]]] = {
-    ".array_record": _read_array_record,
-    ".arrayrecord": _read_array_record,
-}
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_NOT_LIBRARY |= {"pydoc_data"}  # one generated file, 6% of all bytes: help texts, no source
+_NOT_LIBRARY |= {"pydoc_data"}  # one generated file of help texts, 6% of all bytes
 
 
 def standard_library() -> list[Document]:
     """The Python files of this interpreter's standard library, sorted by name.
 
-    Without its tests and generated help texts: about 11 MB. Line breaks become "\\n", and a file
-    that does not decode is left out.
+    Its tests and generated help texts are left out, which leaves about 11 MB. Line breaks become
+    "\\n"; a file that cannot be decoded is skipped.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
@@ -250,21 +240,21 @@ def standard_library() -> list[Document]:
 
 
 def help_topics() -> list[Document]:
-    """The help texts on topics such as "assignment" that come with Python: English, 0.5 MB."""
+    """Python's help texts on topics such as "assignment": 0.5 MB of English."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise FileNotFoundError(
-            "this Python has no pydoc_data.topics, its help texts: give text files of your own"
+            "this Python has no help texts (pydoc_data.topics): give text files of your own"
         ) from error
     return [Document(name, text) for name, text in sorted(topics.items())]
 
 
 def functions(documents: Sequence[Document]) -> list[Document]:
-    """Each function of the Python files among the documents, as a document of its own.
+    """Each function of the Python files among the documents as a document of its own.
 
-    Those are top-level functions and methods, with their decorators and the functions inside, and
-    without their indentation. A file that is no Python, or not of this version, stays as it is.
+    These are top-level functions and methods with their decorators and inner functions, dedented.
+    A document that this version of Python cannot parse stays as it is.
     """
     return [part for document in documents for part in _functions(document)]
 
@@ -291,17 +281,14 @@ def _functions(document: Document) -> Iterator[Document]:
     yield from visit(tree)
 
 
-# --- Splitting and comparing ------------------------------------------------------------------
-
-
 def held_out_split(
     documents: Sequence[Document], fraction: float = 0.05
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents, with about `fraction` of them held out.
+    """(training, held-out) documents, about `fraction` of them held out.
 
-    A hash of its name decides for each document, so the split is the same on every machine and a
-    new document moves no other. Neither part is ever empty: with too few documents the one with
-    the nearest hash changes sides. A single document is split into its head and its tail.
+    A hash of a document's name decides its part, so the split is the same on every machine, and a
+    new document moves no other. Neither part is ever empty: with too few documents, the one with
+    the nearest hash changes parts. A single document is split into its head and its tail.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"held-out fraction={fraction} must lie between 0 and 1")
@@ -315,7 +302,7 @@ def held_out_split(
         logger.warning("%s is the only document: its last %.0f%% is held out", name, 100 * fraction)
         return [Document(name, text[:cut], label)], [Document(name, text[cut:], label)]
     hashes = [unit_hash(document.name) for document in documents]
-    # With duplicated names both ends can tie, and then the order decides.
+    # Of documents with equal names the order decides.
     order = sorted(range(len(documents)), key=hashes.__getitem__)
     held = {i for i in order[:-1] if hashes[i] < fraction} | {order[0]}
     return (
@@ -325,12 +312,12 @@ def held_out_split(
 
 
 def unit_hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone, on every machine."""
+    """A number in [0, 1): a hash of the name, the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
 def compressed_size(documents: Sequence[Document], method: Literal["gzip", "xz"]) -> int:
-    """Bytes of the documents compressed one by one by `gzip -9` or `xz -9`."""
+    """Bytes of the documents, each compressed on its own by `gzip -9` or `xz -9`."""
     compress = {
         "gzip": lambda data: gzip.compress(data, compresslevel=9, mtime=0),
         "xz": lambda data: lzma.compress(data, preset=9),

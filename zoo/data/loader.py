@@ -1,4 +1,4 @@
-"""From a plan to the devices: batches read ahead, a process its own rows, by Grain's threads."""
+"""Batches of a plan on the devices: Grain's threads prefetch the rows of this process."""
 
 import sys
 import weakref
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from zoo.data.plans import HostBatch, Plan
+from zoo.data.plans import HostBatch, Plan, check_batch_size
 from zoo.sharding import batch_sharding
 
 Batch = dict[str, Array]
@@ -20,11 +20,11 @@ Rows = tuple[int, int]
 def batches(
     plan: Plan, mesh: Mesh | None = None, *, start: int = 0, stop: int | None = None
 ) -> Generator[tuple[int, Batch], None, None]:
-    """(k, batch k) from `start`, without end or up to `stop`, put on the devices ahead of use.
+    """(k, batch k) from `start` to `stop` (None: without end), put on the devices ahead of use.
 
-    Arrays are global, with the first axis over the mesh's batch axes, and each process builds only
-    the rows that its devices hold. Without a mesh they are on the default device. Closing the
-    iterator, or dropping it, ends its threads.
+    Arrays are global, their first axis sharded over the mesh's batch axes, and each process builds
+    only the rows of its own devices. Without a mesh they are on the default device. Closing or
+    dropping the iterator ends its threads.
 
     Raises:
         ValueError: the mesh's batch axes do not divide the batch size.
@@ -35,7 +35,7 @@ def batches(
     ahead = iter(_dataset(plan, mesh, range(start, stop)))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
-        yield from ahead  # which also hands on close()
+        yield from ahead  # forwards close() too
 
     iterator = iterate()
     reference = weakref.ref(iterator)
@@ -44,13 +44,13 @@ def batches(
         if (alive := reference()) is not None:
             alive.close()
 
-    # At exit too: one that is still open must close before Grain's modules are torn down.
+    # Also at exit: an open iterator must close before Grain's modules are torn down.
     weakref.finalize(iterator, close)
     return iterator
 
 
 def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
-    plan.check_divides(mesh)
+    check_batch_size(plan.batch_size, mesh)
     held = _held_rows(plan.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
@@ -60,10 +60,10 @@ def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset
         k, parts = item
         return k, _place(parts, plan.batch_size, mesh)
 
-    # Threads, because worker processes cost seconds to start and lose on few cores.
+    # Threads, because worker processes take seconds to start, and are slower on few cores.
     read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     read_ahead = grain.MapDataset.source(indices).map(read).to_iter_dataset(read_options)
-    # `grain.experimental.device_put` does the same, but wants the whole batch in every process.
+    # `grain.experimental.device_put` would need the whole batch in every process.
     return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
 
 

@@ -1,8 +1,7 @@
-"""Plans: what is in batch k.
+"""Plans: batch k as a pure function of the data, the plan's arguments and k.
 
-A plan is random access: batch k is a pure function of the corpus, the plan's arguments and k. So
-every process of a run agrees on it without a word, any number of processes makes the same batches,
-and resuming at step k is the integer k.
+So all processes of a run agree on it without communication, any number of processes makes the same
+batches, and the integer k is all that a run needs to resume.
 """
 
 import abc
@@ -19,28 +18,29 @@ from jaxtyping import Int64
 from zoo.sharding import batch_sharding, num_batch_parts
 
 HostBatch = dict[str, np.ndarray]
+Row = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, dtype)
 
 
 def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) -> None:
-    """Raise a ValueError where a mesh, and microbatches, cut a batch into unequal parts."""
+    """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
     parts = 1 if mesh is None else num_batch_parts(mesh)
     if batch_size % (parts * accumulate):
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {parts * accumulate}, the {parts} parts "
-            f"that the mesh {dict(mesh.shape) if mesh else ''} cuts a batch into times "
+            f"of a batch on the mesh {dict(mesh.shape) if mesh else ''} times "
             f"accumulate={accumulate}: make it a multiple of {parts * accumulate}"
         )
 
 
 class Plan(abc.ABC):
-    """A pure function from k to batch k, which is built on demand, whole or some rows of it.
+    """A pure function from k to batch k, which is built on demand, whole or in part.
 
-    `buckets` tell the shapes of its batches apart, ascending: for tokens, the sequence lengths. In
-    `batches_per_epoch` batches every row comes once; `padding_waste` is the fraction of an epoch's
+    `buckets`, ascending, name the shapes of its batches: for tokens, the sequence lengths.
+    `batches_per_epoch` batches have every row once; `padding_waste` is the fraction of an epoch's
     positions that are padding.
     """
 
-    unit: ClassVar[str] = "tokens"  # what a batch's weights count
+    unit: ClassVar[str] = "tokens"  # the unit of a batch's weights
     buckets: tuple[int, ...]
     batches_per_epoch: int
     padding_waste: float
@@ -56,18 +56,18 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _build(self, k: int, rows: range) -> HostBatch:
-        """Those rows of batch k."""
+        """The given rows of batch k."""
 
     @abc.abstractmethod
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
-        """Name -> (shape, dtype) of a row of a bucket."""
+    def _row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
 
     def bucket(self, k: int) -> int:
         """The bucket of batch k."""
         return self.buckets[0]
 
     def epoch(self, k: int) -> int:
-        """The epoch that batch k belongs to, from 0."""
+        """The epoch of batch k, from 0."""
         return k // self.batches_per_epoch
 
     def batch(self, k: int, rows: slice | None = None) -> HostBatch:
@@ -76,17 +76,13 @@ class Plan(abc.ABC):
             raise IndexError(f"batch {k}: batches count from 0")
         return self._build(k, range(self.batch_size)[rows or slice(None)])
 
-    def check_divides(self, mesh: Mesh | None) -> None:
-        """Raise a ValueError where the mesh cuts a batch into parts that do not divide it."""
-        check_batch_size(self.batch_size, mesh)
-
     def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
         """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
 
         Raises:
-            ValueError: the mesh cuts a batch into parts that do not divide it.
+            ValueError: the mesh does not divide the batch size.
         """
-        self.check_divides(mesh)
+        check_batch_size(self.batch_size, mesh)
 
         def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
             placed = None if mesh is None else batch_sharding(mesh, 1 + len(shape))
@@ -98,7 +94,7 @@ class Plan(abc.ABC):
         }
 
     def _order(self, size: int, epoch: int, what: str) -> Int64[np.ndarray, "size"]:
-        """A permutation of `size` for this epoch and use, or no permutation without shuffling."""
+        """The order of `size` things named `what` in an epoch: shuffled, or as they are."""
         if not self.shuffle:
             return np.arange(size)
         # Sorting raw bits: numpy keeps these streams from version to version, unlike permutation().
@@ -109,8 +105,8 @@ class Plan(abc.ABC):
 class ArrayPlan(Plan):
     """Rows of arrays [rows, …], such as features and labels, permuted in each epoch.
 
-    A batch has the arrays by name, and `weights`, float32[batch]: 1, and 0 where the last batch of
-    an epoch is filled up.
+    A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that pad
+    the last batch of an epoch.
     """
 
     unit = "examples"
@@ -122,8 +118,8 @@ class ArrayPlan(Plan):
         lengths = {name: len(array) for name, array in arrays.items()}
         if "weights" in arrays or len(set(lengths.values())) != 1 or not max(lengths.values()):
             raise ValueError(
-                f"arrays of {lengths} rows: they need as many rows each, at least one, and the "
-                "name 'weights' is taken"
+                f"arrays of {lengths} rows: all need the same number of rows, at least one, and "
+                "the name 'weights' is taken"
             )
         self.arrays = dict(arrays)
         self._num_rows = max(lengths.values())
@@ -134,7 +130,7 @@ class ArrayPlan(Plan):
             lambda epoch: self._order(self._num_rows, epoch, "rows")
         )
 
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _row(self, bucket: int) -> Row:
         rows = {name: (array.shape[1:], array.dtype.type) for name, array in self.arrays.items()}
         return {**rows, "weights": ((), np.float32)}
 

@@ -10,22 +10,20 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from zoo.data.corpus import Corpus
-from zoo.data.plans import HostBatch, Plan
+from zoo.data.plans import HostBatch, Plan, Row
 
 TOKEN_BATCH = {
-    "tokens": np.int32,  # what the model reads
+    "tokens": np.int32,  # the input of the model
     "targets": np.int32,  # the token after each of them
     "weights": np.float32,  # 1 where the target counts; 0 for padding, and for prompts
     "segment_ids": np.int32,  # 1, 2, ... within the row; 0 for padding
     "positions": np.int32,  # from 0 in each segment
 }
-
-
 EMPTY_ROW = -1
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document; token 0 is the separator that stands before it."""
+    """Tokens [start, stop) of a document; token 0 is the separator before it."""
 
     document: int
     start: int
@@ -33,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class TokenPlan(Plan):
-    """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), made of pieces of documents."""
+    """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents."""
 
     def __init__(
         self, corpus: Corpus, separator_id: int, batch_size: int, seed: int, shuffle: bool
@@ -49,9 +47,9 @@ class TokenPlan(Plan):
 
     @abc.abstractmethod
     def _pieces(self, k: int, row: int) -> list[Piece]:
-        """What stands in one row of batch k, left to right; nothing in a row that fills up."""
+        """The pieces in one row of batch k, from left to right; none in a row of padding."""
 
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _row(self, bucket: int) -> Row:
         return {name: ((bucket,), dtype) for name, dtype in TOKEN_BATCH.items()}
 
     def _build(self, k: int, rows: range) -> HostBatch:
@@ -64,7 +62,7 @@ class TokenPlan(Plan):
     def _fill(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
         begin = 0
         for segment, (document, start, stop) in enumerate(pieces, start=1):
-            # The document between its separator and the next one; the targets are one further on.
+            # The document between its separator and the next one; the targets are one ahead.
             here = slice(begin, begin + stop - start)
             text = self.corpus[document]
             follow = text[start:stop]
@@ -88,9 +86,9 @@ class PackedPlan(TokenPlan):
 
     In each epoch the documents are permuted, each with a separator before it, and cut into rows,
     which are permuted in turn. Each token of a document, and the separator after it, is a target
-    once an epoch. A row's documents are segments; a document that a cut splits goes on in another
-    row as a segment of its own. Only the last row is padded, and the last batch filled up with
-    empty rows. Memory: 16 bytes a document and 8 a row, for each of two epochs.
+    once per epoch. A row's documents are segments; the parts of a document that a cut splits are
+    segments of different rows. Only the last row is padded, and the last batch with empty rows.
+    Memory: 16 bytes per document and 8 per row, for each of two epochs.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class PackedPlan(TokenPlan):
         self.buckets = (seq_len,)
         self.batches_per_epoch = math.ceil(self._num_rows / batch_size)
         self.padding_waste = 1 - self._num_tokens / (self.batches_per_epoch * batch_size * seq_len)
-        # Two, because the threads that read ahead cross from one epoch into the next.
+        # Two, because the prefetching threads cross from one epoch into the next.
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
 
     def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,14 +140,14 @@ class PackedPlan(TokenPlan):
 
 
 class BucketPlan(TokenPlan):
-    """One document a row, padded to the smallest bucket that holds it and its separator.
+    """One document per row, padded to the smallest bucket that holds it and its separator.
 
     In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
-    all buckets are permuted. The rows that are left over in a bucket fill the places that larger
-    buckets have left, if there are enough of them; else they get a batch with empty rows.
+    all buckets are permuted. A bucket's remaining rows fill up the batches of larger buckets, if
+    those have room for all of them; else they form a batch with empty rows.
 
-    A row too long for the largest bucket is an error, is truncated, or is split into several rows.
-    Memory: 32 bytes a row, and 8 more for each of two epochs.
+    A document too long for the largest bucket is an error, is truncated, or is split into rows.
+    Memory: 32 bytes per row, and 8 more for each of two epochs.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class BucketPlan(TokenPlan):
         starts, stops = self._rows[:, 1], self._rows[:, 2]
         self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
-        batch_lengths, _ = self._epoch_order(0)  # as many of each length in every epoch
+        batch_lengths, _ = self._epoch_order(0)  # every epoch has as many of each length
         self.buckets = tuple(np.unique(batch_lengths).tolist())
         self.batches_per_epoch = len(batch_lengths)
         self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
@@ -197,7 +195,7 @@ class BucketPlan(TokenPlan):
         return np.stack([documents, starts, np.minimum(starts + longest, lengths[documents])], 1)
 
     def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the bucket of each batch, the rows of each batch), with `EMPTY_ROW` for no row."""
+        """(the bucket of each batch, the rows of each batch); `EMPTY_ROW` is a row of padding."""
         order = self._order(len(self._rows), epoch, "rows")
         lengths, table = np.zeros(0, np.int64), np.zeros((0, self.batch_size), np.int64)
         for length in self._lengths[::-1]:
@@ -215,7 +213,7 @@ class BucketPlan(TokenPlan):
         return lengths[order], table[order]
 
     def describe_buckets(self) -> str:
-        """A line for each bucket: its rows and batches in an epoch, and its padding."""
+        """One line per bucket: its rows and batches in an epoch, and its padding."""
         lengths, table = self._epoch_order(0)
         lines = []
         for bucket in self.buckets:
@@ -240,11 +238,11 @@ class BucketPlan(TokenPlan):
 
 
 class LabelledPlan(BucketPlan):
-    """The rows of a `BucketPlan` as a classifier takes them, each with its document's label.
+    """The rows of a `BucketPlan` for a classifier, each with its document's label.
 
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
-    and 0 in rows that fill a batch up. A document that was split has its label in each part.
+    or 0 for empty rows. All parts of a document that was split have its label.
     """
 
     unit = "examples"
@@ -253,11 +251,11 @@ class LabelledPlan(BucketPlan):
         self, corpus: Corpus, labels: Int32[np.ndarray, "documents"], *arguments: Any, **named: Any
     ):
         if len(labels) != len(corpus):
-            raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give each its own")
+            raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
 
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _row(self, bucket: int) -> Row:
         return {
             "inputs": ((bucket,), np.int32),
             "mask": ((bucket,), np.bool_),

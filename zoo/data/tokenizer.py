@@ -1,5 +1,7 @@
 """Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library."""
 
+# ruff: noqa: D102 (`Tokenizer` documents the methods of all tokenizers)
+
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,35 +17,35 @@ from zoo.base.files import local_path
 Ids = Int32[np.ndarray, "length"]
 
 FILE_NAME = "tokenizer.json"
-CONFIG_NAME = "tokenizer_config.json"  # where Hugging Face folders name their bos and eos tokens
-CHAT_TEMPLATE_NAME = "chat_template.jinja"  # newer folders have the template in a file of its own
+CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
+CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
 END_OF_TEXT = "<|endoftext|>"
-# In order of preference: the separator stands before each document, so a begin token comes first.
+# In order of preference: the separator precedes each document, so begin tokens come first.
 SEPARATORS = ("<|begin_of_text|>", "<bos>", "<s>", END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
 
 # Pre-tokens for source code, which merges never cross. In turn: a line break with the blank lines
 # and the indentation around it; a dotted name with up to two marks before it ("(self.name"); other
-# marks, with a space or a line break after them ("):\n    "); runs of spaces. On held-out Python it
-# takes 11% fewer tokens than GPT-2's pattern with 2048 ids, and 14% fewer with 4096.
+# marks, with a space or a line break after them ("):\n    "); runs of spaces. Held-out Python has
+# 11% fewer tokens than by GPT-2's pattern with 2048 ids, and 14% fewer with 4096.
 PRE_TOKENS = r"\s*\n\s*| ?[^\s\w]{0,2}\w+(?:\.\w+)*| ?[^\s\w]+(?:\s*\n\s*| )?|\s+(?!\S)|\s+"
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data pipeline, the recipes and generation ask of a tokenizer."""
+    """The interface of a tokenizer for the data pipeline, the recipes and generation."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: every id is below it, the separator's too."""
+        """Number of ids; every id, the separator's too, is below it."""
         ...
 
     @property
     def separator_id(self) -> int:
-        """Id of the document separator, which stands before each document."""
+        """Id of the document separator, which precedes each document."""
         ...
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, with no separator; a special token's name in it is ordinary text."""
+        """Ids of a text, without a separator; a special token's name in it is ordinary text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -51,36 +53,36 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids vanish."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer(folder)` opens."""
+        """Write the files that `load_tokenizer(folder)` opens."""
         ...
 
 
 class TextStream:
-    """Ids to text as they come: `add` gives what is certain by now, never half a character."""
+    """Ids to text as they arrive: `add` returns the text that is final, in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._length = 0  # of the text given so far
+        self._length = 0  # of the text returned so far
 
     def add(self, *ids: int) -> str:
-        """The text that is certain once these ids have come."""
+        """The text that these ids complete."""
         self._ids.extend(ids)
         text = self._tokenizer.decode(self._ids)
-        # The bytes of a character that is not yet whole are decoded as U+FFFD, three at most.
+        # The bytes of an incomplete character, three at most, are decoded as U+FFFD.
         for _ in range(3):
             text = text.removesuffix("\ufffd")
-        return self._give(text)
+        return self._rest(text)
 
     def end(self) -> str:
-        """The rest, when no id is to come."""
-        return self._give(self._tokenizer.decode(self._ids))
+        """The rest of the text, after the last id."""
+        return self._rest(self._tokenizer.decode(self._ids))
 
-    def _give(self, text: str) -> str:
+    def _rest(self, text: str) -> str:
         new = text[self._length :]
         self._length += len(new)
         return new
@@ -93,19 +95,15 @@ class ByteTokenizer:
     separator_id = 256
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer(folder)` opens."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE_NAME).write_text(json.dumps({"type": "bytes"}) + "\n")
 
@@ -113,12 +111,11 @@ class ByteTokenizer:
 class BPETokenizer:
     """A `tokenizers.Tokenizer` with one of its tokens as the document separator.
 
-    `config` is what a `tokenizer_config.json` holds, such as a chat template; it is saved too.
-
-    Truncation and padding that its file asks for are switched off: a document is never cut.
+    `config` is the content of a `tokenizer_config.json`, such as a chat template; it is saved too.
+    Truncation and padding are switched off, whatever the file says: no document is cut.
 
     Raises:
-        ValueError: `separator` is no token, or is not given and none of `SEPARATORS` is one.
+        ValueError: `separator` is no token; or it is None, and no token is one of `SEPARATORS`.
     """
 
     def __init__(
@@ -150,14 +147,14 @@ class BPETokenizer:
             **(config or {}),
         }
         self.separator_id: int = vocabulary[separator]
-        # Ids may have holes, so the number of tokens would not do.
+        # Ids may have gaps, so that the number of tokens would be too small.
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
-        """Byte-level BPE with `vocab_size` ids, of which 256 are the bytes and one the separator.
+        """Byte-level BPE with `vocab_size` ids: 256 bytes, the separator, and merges.
 
-        Any text round-trips. With little text there may be fewer ids: see `vocab_size`.
+        Any text round-trips. Little text gives fewer ids: see the attribute `vocab_size`.
         """
         if vocab_size < 257:
             raise ValueError(
@@ -181,16 +178,14 @@ class BPETokenizer:
         return cls(tokenizer, END_OF_TEXT)
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text; the library spreads the texts over its threads."""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_special(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, such as a chat template makes: special tokens' names are those tokens.
+        """Ids of texts such as chat templates write: a special token's name is that token.
 
         No other thread may encode at the same time.
         """
@@ -201,11 +196,10 @@ class BPETokenizer:
             self.tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids nothing."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer(folder)` and Hugging Face's `AutoTokenizer` open."""
+        """Write the files that `load_tokenizer` and Hugging Face's `AutoTokenizer` open."""
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / FILE_NAME))
         (folder / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n")
@@ -214,8 +208,8 @@ class BPETokenizer:
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
 
-    The separator is `separator`, else what `tokenizer_config.json` beside it calls the bos, eos or
-    cls token, else the first of `SEPARATORS` in the vocabulary.
+    The separator is `separator`; else the bos, eos or cls token of the `tokenizer_config.json`
+    beside it; else the first of `SEPARATORS` in the vocabulary.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -257,5 +251,5 @@ def _configured_separator(config: dict[str, Any]) -> str | None:
 
 
 def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that a flag names: "bytes", or a path for `load_tokenizer`."""
+    """The tokenizer that a flag names: "bytes", or a path as for `load_tokenizer`."""
     return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec, separator)

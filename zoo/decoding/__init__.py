@@ -1,1 +1,1 @@
-"""Text from a model: what a decoder is, its cache, sampling and beam search."""
+"""Text from a model: decoders, their caches, sampling and beam search."""

@@ -28,10 +28,10 @@ def beam_search(
     of ids give for each prompt a list of lists, which end with the stop token. A score is the sum
     of the log-probabilities of the new tokens, float32[batch, beams], and -inf where there are
     fewer continuations than beams. A beam that has come to one of the `stop_tokens` keeps its score
-    and repeats the token to its end; for no preference of the short ones, compare scores by length.
+    and repeats the token to its end; divide scores by length to not prefer short ones.
 
     Raises:
-        ValueError: as `zoo.generate`, and fewer than one beam.
+        ValueError: as for `zoo.generate`, and fewer than one beam.
     """
     if num_beams < 1:
         raise ValueError(f"num_beams={num_beams} must be at least 1")
@@ -55,7 +55,7 @@ def beam_search(
 
 
 class _Beams(eqx.Module):
-    """The beams of each row, best first; `tokens` has room for all that are to come."""
+    """The beams of each row, best first; `tokens` has room for all the new ones."""
 
     tokens: Int[Array, "batch beams new"]
     scores: Float[Array, "batch beams"]
@@ -98,7 +98,7 @@ def _grow(
     batch, num_beams, _ = beams.tokens.shape
     vocab = logits.shape[1]
     logs = jax.nn.log_softmax(logits, axis=-1).reshape(batch, num_beams, vocab)
-    # What has stopped has one successor, itself.
+    # A beam that has stopped has one successor, itself.
     itself = jnp.where(jnp.arange(vocab) == 0, 0.0, -jnp.inf)[None, None]
     sums = beams.scores[:, :, None] + jnp.where(beams.done[:, :, None], itself, logs)
     scores, best = jax.lax.top_k(sums.reshape(batch, -1), num_beams)

@@ -2,7 +2,7 @@
 
 Rows are aligned to the right (padding first), so that every row's next token has the same index,
 and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as
-many slots as its window, and so forgets by itself what it may not see.
+many slots as its window, and so forgets the tokens that it must not see.
 
 Legend of suffixes: B batch, T time, K key-value heads, N query heads, S slots, H head size.
 """
@@ -35,7 +35,7 @@ class Clock(eqx.Module):
     def seen(self, num_slots: int) -> Bool[Array, "batch slots"]:
         """Which slots of a ring the token at this index sees, itself included."""
         age_S = (self.index - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
-        # What is older than the row's first token is padding, or was never written.
+        # A slot older than the row's first token is padding, or was never written.
         return age_S[None, :] <= self.positions[:, None]
 
 
@@ -88,7 +88,7 @@ class LayerCache(eqx.Module):
         soft_cap: float | None = None,
         scale: float | None = None,
     ) -> Float[Array, "batch 1 heads head_dim"]:
-        """What the token just written reads from all slots that it sees."""
+        """The attention output of the token just written, over all slots that it sees."""
         seen_BS = clock.seen(self.keys.shape[-2])
         keys, values = (_with_rows(x, q_B1NH.shape[0]) for x in (self.keys, self.values))
         return attend_to_slots(q_B1NH, keys, values, seen_BS, soft_cap=soft_cap, scale=scale)

@@ -1,4 +1,4 @@
-"""Decoders: what `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and which models are one.
+"""Decoders, which `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and those of families.
 
 A family is decoded by the adapter that stands beside it in `DECODERS`. The adapter calls the parts
 of a model, those of subclasses too, in the place of its forward pass. A subclass that overrides a
@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.recurrent import RecurrentDecoder
-from zoo.rnn import RNN
-from zoo.transformer import Transformer
+from zoo.rnn.model import RNN
+from zoo.transformer.model import Transformer
 
 
 @runtime_checkable

@@ -77,10 +77,10 @@ def stream(
 ) -> Iterator[Int[np.ndarray, "batch"]]:
     """The tokens of `generate` as they come, int32[batch] at a time, until all rows have stopped.
 
-    A row that has come to a stop token repeats it while others go on.
+    A row that has come to a stop token repeats it while others continue.
 
     Raises:
-        ValueError: as `generate`, and at once.
+        ValueError: as for `generate`, at the call.
     """
     rows = Rows(model, prompt, max_new_tokens, stop_tokens)
     sampling = Sampling.checked(temperature, top_k, top_p, key)
@@ -187,7 +187,7 @@ class Sampling(eqx.Module):
     def draw(
         self, logits: Float[Array, "batch vocab"], step: Int[Array, ""]
     ) -> Int[Array, "batch"]:
-        """One id a row, in the random stream of that step."""
+        """One id per row, in the random stream of that step."""
         if self.temperature is None or self.key is None:
             return logits.argmax(-1).astype(jnp.int32)
         key = jax.random.fold_in(self.key, step)
@@ -202,7 +202,7 @@ def sample(
     top_k: int | None = None,
     top_p: float | Float[Array, ""] | None = None,
 ) -> Int[Array, "batch"]:
-    """One token id a row, int32[batch], from logits float32[batch, vocab]."""
+    """One token id per row, int32[batch], from logits float32[batch, vocab]."""
     logits = logits / temperature
     ids = None
     if top_k is not None or top_p is not None:
@@ -218,7 +218,7 @@ def sample(
 
 
 class _State(eqx.Module):
-    """A continuation under way: `count` tokens a row, the last of which is not yet read."""
+    """A continuation in progress: `count` tokens per row, the last of which is not yet read."""
 
     tokens: Int[Array, "batch room"]
     count: Int[Array, ""]
@@ -249,10 +249,10 @@ def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
 
 @eqx.filter_jit(donate="all-except-first")
 def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
-    """Go on to so many tokens in all, or until all rows have stopped."""
+    """Continue to `limit` tokens in all, or until all rows have stopped."""
     decoder, sampling, stops, limit = arrays
 
-    def goes_on(state: _State) -> Array:
+    def unfinished(state: _State) -> Array:
         return (state.count < limit) & ~state.done.all()
 
     def step(state: _State) -> _State:
@@ -261,11 +261,11 @@ def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
         state = eqx.tree_at(lambda s: s.cache, state, cache)
         return _append(state, sampling, logits, stops)
 
-    return _whole(jax.lax.while_loop(goes_on, step, state))
+    return _whole(jax.lax.while_loop(unfinished, step, state))
 
 
 def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _State:
-    """The state with one more token a row; a row that has stopped repeats its last."""
+    """The state with one more token per row; a row that has stopped repeats its last."""
     before = jax.lax.dynamic_index_in_dim(
         state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
     )
@@ -278,7 +278,7 @@ def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _
 def _whole(state: _State) -> _State:
     """The state with its tokens on every device, and so in every process that reads them.
 
-    XLA places what a loop returns as it likes, however it was placed within.
+    XLA chooses the placement of a loop's results, whatever it was within.
     """
     tokens, done = constrain(state.tokens, None, None), constrain(state.done, None)
     return _State(tokens, state.count, done, state.cache)

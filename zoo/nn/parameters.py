@@ -68,6 +68,24 @@ def cast_for_use(tree: Tree) -> Tree:
     return tree if dtype is None else cast(tree, dtype)
 
 
+class CastsAtUse(eqx.Module):
+    """A model that casts its parameters where it uses them, a layer at a time, by `gather`.
+
+    A step then hands it its parameters as they are, and no copy of the whole model in the compute
+    dtype is ever made. A model around another one may say by `casts_at_use` that the other does.
+    """
+
+    @property
+    def casts_at_use(self) -> bool:
+        """Whether all of the model's parameters are cast at their use."""
+        return True
+
+
+def casts_at_use(model: Any) -> bool:
+    """Whether a model casts its own parameters; if not, a step casts them all before."""
+    return isinstance(model, CastsAtUse) and model.casts_at_use
+
+
 def gather(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 

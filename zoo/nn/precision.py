@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from zoo.nn.parameters import cast, computing_in, resolve
+from zoo.nn.parameters import cast, casts_at_use, computing_in, resolve
 
 Tree = TypeVar("Tree")
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -50,14 +50,13 @@ def native_precision() -> Precision:
 
 @contextlib.contextmanager
 def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
-    """The model as a step computes with it: cast as a whole, or within by itself, where it is used.
+    """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
 
     `exact_products` too; to differentiate, be within that one outside of the gradient.
     """
     dtype = compute_dtype(precision)
-    at_use = getattr(model, "casts_at_use", False)
     with computing_in(dtype), exact_products(precision):
-        yield model if at_use else cast(resolve(model), dtype)
+        yield model if casts_at_use(model) else cast(resolve(model), dtype)
 
 
 def exact_products(precision: Precision) -> contextlib.AbstractContextManager[Any]:

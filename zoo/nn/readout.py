@@ -20,7 +20,7 @@ class Readout(eqx.Module):
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq out"]:
         """The outputs in fp32; with a soft cap, its multiple of tanh (Gemma 2)."""
         outputs = add_bias(matmul(x_BTE, self.weight, dtype=jnp.float32), self.bias)
-        outputs = constrain(outputs, "batch", None, dict(self.axes)["out"])
+        outputs = constrain(outputs, "batch", "inner_seq", dict(self.axes)["out"])
         return (
             outputs if self.soft_cap is None else self.soft_cap * jnp.tanh(outputs / self.soft_cap)
         )

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.nn.precision import DTYPES
-from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.axes import is_parameter, keystr, map_parameters
+from zoo.sharding.kinds import is_stack
+from zoo.sharding.placement import on_host
 
 # In the order in which safetensors lays them out.
 _CODES = {
@@ -96,7 +97,7 @@ def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLi
         check_tensors(f"{path}", stored, parameter_shapes(skeleton))
 
         def fill(path: tuple, leaf: Any, where: Any) -> Any:
-            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            if not is_parameter(leaf):
                 return leaf
             return _read(file, keystr(path), leaf.shape, where, dtype)
 
@@ -122,25 +123,25 @@ def open_file(path: Path) -> Iterator[Any]:
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: `pieces` gives it in parts, one after the other, on process 0."""
+    """A tensor to be written: `pieces` gives it in parts, one after the other."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    pieces: Callable[[], Iterator[np.ndarray | None]]
+    pieces: Callable[[], Iterator[np.ndarray]]
 
 
 def write_tensors(path: Path | None, model: PyTree) -> None:
     """Write the arrays of a model by name; all processes call it, one of them with a path.
 
-    What lies in memory at once is one layer of one parameter that stacks them.
+    One layer, expert or member of one parameter at a time lies in memory.
     """
     tensors: dict[str, Tensor] = {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        is_stack = leaf.ndim > 0 and names[0] in (None, "member")
+        in_parts = leaf.ndim > 0 and is_stack(names[0])
 
-        def pieces() -> Iterator[np.ndarray | None]:
-            for part in (leaf[i] for i in range(leaf.shape[0])) if is_stack else (leaf,):
+        def pieces() -> Iterator[np.ndarray]:
+            for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
                 yield on_host(part)
 
         tensors[keystr(path)] = Tensor(leaf.shape, leaf.dtype, pieces)
@@ -183,16 +184,9 @@ def write_file(
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
 
 
-def on_host(array: jax.Array) -> np.ndarray | None:
-    """An array, gathered from all processes, which all call it; None on any but process 0."""
-    if not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array) if jax.process_index() == 0 else None
-
-
 def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if is_parameter(leaf):
             yield keystr(path), leaf
 
 

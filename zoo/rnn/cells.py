@@ -1,74 +1,26 @@
-"""Recurrences over time: sequential cells, parallel cells, and time in chunks.
+"""Recurrent cells, such as LSTM and GRU, in one table. A new cell is an entry in it.
 
-A cell computes with its terms, what its non-linearities read: each is a gate of the input (a
+A cell computes with its terms, the inputs of its non-linearities: each is a gate of the input (a
 product with `weight_ih`), one of the state (with `weight_hh`), or their sum, plus a bias.
 
-Legend of suffixes: B batch, T time, I inputs, H hidden, G gates of a weight, P terms.
+Legend of suffixes: B batch, T time, P terms, H hidden.
 """
 
-import dataclasses
-import functools
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
-
-from zoo.nn.layers import add_bias
-from zoo.nn.precision import product
-from zoo.nn.remat import Policy, checkpoint
-from zoo.sharding import constrain
+from jaxtyping import Array, Float
 
 CellName = Literal["lstm", "gru", "elman", "mingru", "minlstm"]
 State = tuple[Float[Array, "batch hidden"], ...]  # float32: (h, c) of an LSTM, (h,) of the others
 
 
-class Weights(NamedTuple):
-    """The weights of one direction of one layer; those of a parallel cell have no `hh`."""
-
-    ih: Float[Array, "in gates hidden"]
-    hh: Any  # Float[Array, "units gates hidden"] | None
-    bias: Float[Array, "terms hidden"]
-
-
-class Marks(NamedTuple):
-    """Where a step counts, and where one begins with a state of zeros; None: always, and never."""
-
-    valid: Bool[Array, "batch seq"] | None = None
-    restart: Bool[Array, "batch seq"] | None = None
-
-
-def make_marks(
-    segment_ids: Int[Array, "batch seq"] | None,
-    mask: Bool[Array, "batch seq"] | None,
-    before: Int[Array, "batch"],
-) -> tuple[tuple[Marks, Marks], Int[Array, "batch"]]:
-    """The marks of both directions, and the segment that each row ends in, from that `before`."""
-    if segment_ids is None:
-        return (Marks(mask), Marks(mask)), before
-    ids = segment_ids if mask is None else jnp.where(mask, segment_ids, 0)
-    valid = ids != 0
-
-    def restarts(ids: Array, before: Array) -> tuple[Array, Array]:
-        """Where another segment begins, padding before it or not, and the last segment."""
-        padded = jnp.concatenate([before[:, None], ids], 1)
-        steps = lax.broadcasted_iota(jnp.int32, padded.shape, 1)
-        latest = lax.cummax(jnp.where(padded != 0, steps, 0), axis=1)
-        current = jnp.take_along_axis(padded, latest, 1)
-        previous = current[:, :-1]
-        return (ids != 0) & (previous != 0) & (ids != previous), current[:, -1]
-
-    forward, last = restarts(ids, before)
-    backward, _ = restarts(ids[:, ::-1], jnp.zeros_like(before))
-    return (Marks(valid, forward), Marks(valid, backward[:, ::-1])), last
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
-    """What tells a cell from the others.
+    """A recurrence of one step.
 
     A sequential cell moves its state by `advance(terms_BPH, state)`; a parallel one has `linear`,
     which maps the terms [B, T, P, H] to (a, b) of the recurrence h = a · h + b. Both are pointwise,
@@ -76,9 +28,10 @@ class Cell:
     """
 
     num_terms: int
-    input_terms: tuple[int, ...]  # which of the terms the gates of the input add to
+    input_terms: tuple[int, ...]  # the terms that the gates of the input add to
     state_terms: tuple[int, ...]  # … and those of the state
     num_states: int = 1
+    forget_term: int | None = None  # its bias begins at one, open (Jozefowicz et al. 2015)
     advance: Callable[[Array, State], State] | None = None
     linear: Callable[[Array], tuple[Array, Array]] | None = None
 
@@ -116,264 +69,9 @@ def _minlstm(terms_BTPH: Array) -> tuple[Array, Array]:
 # al. 2024 without their log-space form: nothing divides here by a product of gates, so that the
 # plain form is stable, and it leaves the state its sign.
 CELLS: dict[CellName, Cell] = {
-    "lstm": Cell(4, (0, 1, 2, 3), (0, 1, 2, 3), 2, advance=_lstm),
+    "lstm": Cell(4, (0, 1, 2, 3), (0, 1, 2, 3), num_states=2, forget_term=1, advance=_lstm),
     "gru": Cell(4, (0, 1, 2), (0, 1, 3), advance=_gru),
     "elman": Cell(1, (0,), (0,), advance=_elman),
     "mingru": Cell(2, (0, 1), (), linear=_mingru),
     "minlstm": Cell(3, (0, 1, 2), (), linear=_minlstm),
 }
-
-
-class Options(NamedTuple):
-    """How a recurrence runs: whether from the end, and how the scan of a sequential cell does."""
-
-    cell: CellName
-    reverse: bool = False
-    hoist: bool = False
-    unroll: int = 1
-
-
-def recur(
-    options: Options,
-    weights: Weights,
-    state: State,
-    x_BTI: Float[Array, "batch seq in"],
-    marks: Marks,
-) -> tuple[State, Float[Array, "batch seq hidden"]]:
-    """Run a cell over time: its final state, and its h of each step, in the dtype of x.
-
-    A step that does not count leaves the state as it was.
-    """
-    cell = CELLS[options.cell]
-    if cell.linear is None:
-        return _scan(options, weights, state, x_BTI, marks)
-    a_BTH, b_BTH = cell.linear(
-        add_bias(_gates(x_BTI, weights.ih), weights.bias).astype(jnp.float32)
-    )
-    if marks.restart is not None:
-        a_BTH = jnp.where(marks.restart[:, :, None], 0.0, a_BTH)
-    if marks.valid is not None:
-        a_BTH = jnp.where(marks.valid[:, :, None], a_BTH, 1.0)
-        b_BTH = jnp.where(marks.valid[:, :, None], b_BTH, 0.0)
-    h_BTH = linear_recurrence(a_BTH, b_BTH, state[0], options.reverse)
-    return (h_BTH[:, 0 if options.reverse else -1],), h_BTH.astype(x_BTI.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def linear_recurrence(
-    a_BTH: Float[Array, "batch seq hidden"],
-    b_BTH: Float[Array, "batch seq hidden"],
-    h_BH: Float[Array, "batch hidden"],
-    reverse: bool = False,
-) -> Float[Array, "batch seq hidden"]:
-    """h[t] = a[t] · h[t-1] + b[t] at every t, in a depth of log(seq); `reverse` is from the end."""
-    first = -1 if reverse else 0
-    b_BTH = b_BTH.at[:, first].add(a_BTH[:, first] * h_BH)
-    combine = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])  # noqa: E731
-    return lax.associative_scan(combine, (a_BTH, b_BTH), reverse=reverse, axis=1)[1]
-
-
-def _linear_forward(a_BTH: Array, b_BTH: Array, h_BH: Array, reverse: bool) -> tuple[Array, tuple]:
-    h_BTH = linear_recurrence(a_BTH, b_BTH, h_BH, reverse)
-    return h_BTH, (a_BTH, h_BTH, h_BH)
-
-
-def _linear_backward(reverse: bool, residuals: tuple, g_BTH: Array) -> tuple[Array, Array, Array]:
-    # The gradient of a linear recurrence is one in the other direction.
-    a_BTH, h_BTH, h_BH = residuals
-    zeros = jnp.zeros_like(h_BH)
-    after = _before(a_BTH, zeros, not reverse, axis=1)
-    dh_BTH = linear_recurrence(after, g_BTH, zeros, not reverse)
-    first = -1 if reverse else 0
-    da_BTH = dh_BTH * _before(h_BTH, h_BH, reverse, axis=1)
-    return da_BTH, dh_BTH, dh_BTH[:, first] * a_BTH[:, first]
-
-
-linear_recurrence.defvjp(_linear_forward, _linear_backward)
-
-
-def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
-    """Each step's value one step earlier in the direction of the recurrence."""
-    length = x.shape[axis]
-    initial = jnp.expand_dims(initial, axis)
-    if reverse:
-        return jnp.concatenate([lax.slice_in_dim(x, 1, length, axis=axis), initial], axis)
-    return jnp.concatenate([initial, lax.slice_in_dim(x, 0, length - 1, axis=axis)], axis)
-
-
-# The gradient is written out for its products: autodiff would add up the gradients of the weights
-# step by step, where one product over all steps does it, and would keep every intermediate, where
-# the terms and the states are enough. What is pointwise is left to autodiff. No product is by
-# `matmul`, which would merge the axes of gates and hidden, and so gather a sharded weight.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks) -> Any:
-    return _scan_forward(options, weights, state, x_BTI, marks)[0]
-
-
-def _scan_forward(
-    options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks
-) -> tuple[tuple[State, Array], tuple]:
-    cell, dtype = CELLS[options.cell], x_BTI.dtype
-    bias = weights.bias.astype(jnp.float32)[None]
-    inputs = _gates(x_BTI, weights.ih) if options.hoist else x_BTI
-
-    def step(state: State, inputs: tuple[Array, Marks]) -> tuple[State, tuple]:
-        x, marks = inputs
-        state = _start(marks, state)
-        gates = x if options.hoist else product(x, weights.ih, ((1,), (0,)))
-        h = constrain(state[0].astype(dtype), "batch", None)
-        terms = _join(cell, gates, product(h, weights.hh, ((1,), (0,)))) + bias
-        # Rounded before use, so that the gradient is that of what was computed.
-        terms = constrain(terms.astype(dtype), "batch", None, "hidden")
-        after = _advance(cell, terms, state, marks)
-        after = tuple(constrain(s, "batch", "hidden") for s in after)
-        return after, (after[0].astype(dtype), terms, state)
-
-    final, (h_TBH, *kept) = lax.scan(
-        step, state, _swap_time((inputs, marks)), reverse=options.reverse, unroll=options.unroll
-    )
-    return (final, h_TBH.swapaxes(0, 1)), (x_BTI, weights, marks, *kept)
-
-
-def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, Array]) -> tuple:
-    x_BTI, weights, marks, terms_TBPH, states_TBH = residuals
-    cell, dtype = CELLS[options.cell], x_BTI.dtype
-    # Every step multiplies by it, so that it is worth a transpose in memory.
-    hh_GHI = lax.optimization_barrier(jnp.moveaxis(weights.hh, 0, -1))
-
-    def step(d_after: State, inputs: tuple) -> tuple[State, Array]:
-        dh, terms, state, marks = inputs
-        d_after = (d_after[0] + dh.astype(jnp.float32), *d_after[1:])
-
-        def advance(terms: Array, state: State) -> State:
-            return _advance(cell, terms, state, marks)
-
-        _, pullback = jax.vjp(advance, terms, state)
-        d_terms, d_state = pullback(d_after)
-        through_h = product(_pick(d_terms, cell.state_terms), hh_GHI, ((1, 2), (0, 1)))
-        return _start(marks, (d_state[0] + through_h, *d_state[1:])), d_terms
-
-    d_initial, d_terms = lax.scan(
-        step,
-        gradients[0],
-        (gradients[1].swapaxes(0, 1), terms_TBPH, states_TBH, _swap_time(marks)),
-        reverse=not options.reverse,
-        unroll=options.unroll,
-    )
-    d_terms = d_terms.swapaxes(0, 1)
-    h_BTH = states_TBH[0].swapaxes(0, 1).astype(dtype)
-    dx_BTI, d_ih = _gates_backward((x_BTI, weights.ih), _pick(d_terms, cell.input_terms))
-    d_hh = _weight_gradient(h_BTH, _pick(d_terms, cell.state_terms))
-    d_bias = d_terms.astype(jnp.float32).sum((0, 1)).astype(dtype)
-    return Weights(d_ih, d_hh, d_bias), d_initial, dx_BTI, None
-
-
-_scan.defvjp(_scan_forward, _scan_backward)
-
-
-def _swap_time(tree: Any) -> Any:
-    """Exchange the axes of batch and time: a scan runs over the first."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), tree)
-
-
-def _start(marks: Marks, state: State) -> State:
-    """The state that a step begins with; or, for this is linear, a gradient back through it."""
-    if marks.restart is None:
-        return state
-    return tuple(jnp.where(marks.restart[:, None], 0.0, s) for s in state)
-
-
-def _advance(cell: Cell, terms_BPH: Array, state: State, marks: Marks) -> State:
-    """The state after a step."""
-    assert cell.advance is not None
-    after = cell.advance(terms_BPH.astype(jnp.float32), state)
-    if marks.valid is None:
-        return after
-    valid = marks.valid[:, None]
-    return tuple(jnp.where(valid, new, old) for new, old in zip(after, state, strict=True))
-
-
-def _join(cell: Cell, input_gates: Array, state_gates: Array) -> Array:
-    """The terms that the gates add up to, fp32[B, P, H], without the bias."""
-    input_gates = input_gates.astype(jnp.float32)
-    if cell.input_terms == cell.state_terms:
-        return input_gates + state_gates
-    terms = [jnp.zeros_like(state_gates[:, 0])] * cell.num_terms
-    for gates, where in ((input_gates, cell.input_terms), (state_gates, cell.state_terms)):
-        for gate, term in enumerate(where):
-            terms[term] = terms[term] + gates[:, gate]
-    return jnp.stack(terms, axis=1)
-
-
-def _pick(terms: Array, which: tuple[int, ...]) -> Array:
-    """Some of the terms [..., P, H]: the gradient of the gates that add to them."""
-    if len(which) == terms.shape[-2]:
-        return terms
-    return jnp.concatenate([terms[..., p : p + 1, :] for p in which], axis=-2)
-
-
-@jax.custom_vjp
-def _gates(x_BTI: Array, w_IGH: Array) -> Array:
-    """The products of all inputs with their weight, [B, T, G, H], in the dtype of x."""
-    gates = product(x_BTI, w_IGH, ((2,), (0,)), x_BTI.dtype)
-    return constrain(gates, "batch", "inner_seq", None, "hidden")
-
-
-def _gates_forward(x_BTI: Array, w_IGH: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _gates(x_BTI, w_IGH), (x_BTI, w_IGH)
-
-
-def _gates_backward(residuals: tuple[Array, Array], g_BTGH: Array) -> tuple[Array, Array]:
-    x_BTI, w_IGH = residuals
-    dx_BTI = product(g_BTGH, w_IGH, ((2, 3), (1, 2)), x_BTI.dtype)
-    return dx_BTI, _weight_gradient(x_BTI, g_BTGH)
-
-
-def _weight_gradient(x_BTI: Array, g_BTGH: Array) -> Array:
-    return product(x_BTI, g_BTGH, ((0, 1), (0, 1)), x_BTI.dtype)
-
-
-_gates.defvjp(_gates_forward, _gates_backward)
-
-
-class Chunks(NamedTuple):
-    """Time cut into chunks: the gradient stops between them, or each is recomputed."""
-
-    size: int
-    truncate: bool
-    remat: Policy
-
-
-def over_time(
-    chunks: Chunks | None,
-    function: Callable[[PyTree, Array, Marks], tuple[PyTree, Array]],
-    carry: PyTree,
-    x: Array,
-    marks: Marks,
-    *,
-    reverse: bool = False,
-) -> tuple[PyTree, Array]:
-    """`carry, y = function(carry, x, marks)` over [batch, seq, …], at once or chunk by chunk.
-
-    With chunks of √seq steps that are recomputed, the backward pass keeps the carries at their
-    ends and one chunk's intermediates, so that memory grows with √seq.
-    """
-    if chunks is None:
-        return function(carry, x, marks)
-    batch, seq = x.shape[:2]
-    num_chunks = math.ceil(seq / chunks.size)
-    padding = num_chunks * chunks.size - seq
-    if padding and marks.valid is None:
-        marks = marks._replace(valid=jnp.ones((batch, seq), bool))
-
-    def cut(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(batch, num_chunks, chunks.size, *x.shape[2:]).swapaxes(0, 1)
-
-    def chunk(carry: PyTree, inputs: tuple[Array, Marks]) -> tuple[PyTree, Array]:
-        return function(lax.stop_gradient(carry) if chunks.truncate else carry, *inputs)
-
-    body = checkpoint(chunk, chunks.remat, in_scan=True)
-    carry, y = lax.scan(body, carry, jax.tree.map(cut, (x, marks)), reverse=reverse)
-    y = y.swapaxes(0, 1)
-    return carry, y.reshape(batch, num_chunks * chunks.size, *y.shape[3:])[:, :seq]

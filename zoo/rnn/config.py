@@ -1,4 +1,4 @@
-"""The configuration of a recurrent network, and what follows from it alone."""
+"""The hyperparameters of a recurrent network, and the numbers that follow from them alone."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Literal
 from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.nn.layers import Norm
-from zoo.rnn.cells import CELLS, CellName, Chunks
+from zoo.rnn.cells import CELLS, CellName
+from zoo.rnn.time import Chunks
 
 
 @dataclass(frozen=True)
@@ -15,31 +16,31 @@ class Config:
     """Hyperparameters of a recurrent network."""
 
     vocab_size: int | None = None
-    """Number of token ids; None for real-valued inputs, of in_size features a step."""
+    """Number of token ids; None for real-valued inputs, of in_size features per step."""
     in_size: int | None = None
-    """Features a step of real-valued inputs, in place of token ids."""
+    """Features per step of real-valued inputs, in place of token ids."""
     out_size: int | None = None
     """Outputs: classes, or values of a regression; the vocabulary (a language model) if None."""
     hidden_size: int = 256
-    """Units of a layer, in each direction."""
+    """Units per layer and direction."""
     num_layers: int = 2
     """Number of layers."""
     cell: CellName = "lstm"
-    """Cell: lstm, gru, elman (scanned), mingru or minlstm (parallel in time)."""
+    """Recurrent cell; those named min… are parallel in time, the others a scan."""
     embed_size: int | None = None
     """Width of the embedding; hidden_size if not given."""
     bidirectional: bool = False
     """A second recurrence in each layer, from the end."""
     pooling: Literal["none", "last", "mean"] = "none"
-    """What the head reads: each step, a row's final state, or the mean of its steps."""
+    """Input of the head: each step, a row's final state, or the mean of its steps."""
     norm: Norm = "none"
-    """Norm of what each layer gives."""
+    """Norm of the output of each layer."""
     dropout: float = 0.0
-    """Rate of dropout on the embedding and on what each layer gives; one mask for all steps."""
+    """Rate of dropout on the embedding and on each layer's output; one mask for all steps."""
     tie_embeddings: bool = False
     """Use the embedding as the output head: one leaf."""
     truncate: int | None = None
-    """Truncated back-propagation: the gradient stops every so many steps, the state goes on."""
+    """Truncated back-propagation: the gradient stops every so many steps, the state does not."""
     remat: Literal["none", "full"] = may_differ("none")
     """full keeps the states at the ends of chunks of √seq (or truncate) steps, and recomputes."""
     implementation: Literal["auto", "scan", "cudnn"] = may_differ("auto")
@@ -84,7 +85,7 @@ class Config:
 
     @property
     def in_sizes(self) -> list[int]:
-        """Width of what each layer reads."""
+        """Width of each layer's input."""
         return [self.in_size or self.embedding_size] + [self.width] * (self.num_layers - 1)
 
     @property
@@ -94,7 +95,7 @@ class Config:
 
     @property
     def width(self) -> int:
-        """Width of what a layer gives."""
+        """Width of a layer's output."""
         return self.hidden_size * (2 if self.bidirectional else 1)
 
     def chunks(self, seq: int) -> Chunks | None:
@@ -106,7 +107,7 @@ class Config:
 
 
 def num_flops_per_token(config: Config) -> float:
-    """Floating-point operations of a training step a token: six a weight in a product."""
+    """Floating-point operations of training per token: six per weight in a product."""
     cell, hidden = CELLS[config.cell], config.hidden_size
     gates_of_input, gates_of_state = len(cell.input_terms), len(cell.state_terms)
     weights = sum(

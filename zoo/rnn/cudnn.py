@@ -8,7 +8,8 @@ from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float
 
 from zoo.nn.precision import platform
-from zoo.rnn.cells import CellName, State, Weights
+from zoo.rnn.cells import CellName, State
+from zoo.rnn.recurrence import Weights
 
 
 def refusal(cell: CellName, *, packed: bool) -> str | None:
@@ -16,7 +17,7 @@ def refusal(cell: CellName, *, packed: bool) -> str | None:
     if cell != "lstm":
         return f"has cell 'lstm' alone, and this is {cell!r}"
     if packed:
-        return "can't begin anew between the segments of packed rows: pass mask, not segment_ids"
+        return "can't begin afresh between the segments of packed rows: pass mask, not segment_ids"
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     mesh = jax.sharding.get_abstract_mesh()

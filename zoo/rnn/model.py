@@ -1,6 +1,6 @@
 """The RNN family: stacked recurrent layers over tokens or real-valued steps, one way or both.
 
-Legend of suffixes: B batch, T time, H hidden, D the width of what a layer gives: hidden, twice if
+Legend of suffixes: B batch, T time, H hidden, D the width of a layer's output: hidden, twice if
 bidirectional. The cells are in `zoo.rnn.cells`.
 """
 
@@ -18,9 +18,11 @@ from zoo.nn.parameters import gather
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
-from zoo.rnn.cells import CELLS, Chunks, Marks, Options, Weights, make_marks, over_time
+from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config as Config
 from zoo.rnn.config import num_flops_per_token as num_flops_per_token
+from zoo.rnn.recurrence import Options, Weights, recur
+from zoo.rnn.time import Chunks, Marks, make_marks, over_time
 from zoo.sharding import constrain
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
@@ -46,14 +48,13 @@ class Direction(eqx.Module):
             else None
         )
         self.bias = jnp.zeros((cell.num_terms, hidden))
-        if config.cell == "lstm":
-            # The forget gate begins open (Jozefowicz et al. 2015).
-            self.bias = self.bias.at[1].set(1.0)
+        if cell.forget_term is not None:
+            self.bias = self.bias.at[cell.forget_term].set(1.0)
         self.axes = (("in", in_axis), ("units", "embed"), ("terms", "gates"))
 
     @property
     def weights(self) -> Weights:
-        """What `zoo.rnn.cells` takes."""
+        """These as `zoo.rnn.recurrence` takes them."""
         return Weights(self.weight_ih, self.weight_hh, self.bias)
 
 
@@ -72,7 +73,7 @@ class Layer(eqx.Module):
 
 
 class State(eqx.Module):
-    """What a network knows at the end of a stretch of its rows, to go on from."""
+    """The state of a network at the end of a stretch of its rows, to continue from."""
 
     layers: tuple[tuple[cells.State, ...], ...]
     """By layer and direction: (h, c) of an LSTM and (h,) of the others, float32[batch, hidden]."""
@@ -192,7 +193,7 @@ class RNN(eqx.Module):
         model = gather(self)
         chunks = config.chunks(inputs.shape[1])
         if config.bidirectional:
-            # A direction needs all that the layer below gives: each has chunks of its own.
+            # A direction needs all of the output of the layer below: each has chunks of its own.
             finals, x_BTD = model._stack(state.layers, inputs, marks, key, chunks)
         else:
             finals, x_BTD = over_time(
@@ -222,7 +223,7 @@ class RNN(eqx.Module):
         key: Key[Array, ""] | None,
         chunks: Chunks | None,
     ) -> tuple[tuple, Float[Array, "batch seq out"]]:
-        """All layers over a stretch of time: their final states, and what the last one gives."""
+        """All layers over a stretch of time: their final states, and the output of the last."""
         dtype = self.layers[0].directions[0].bias.dtype
         if self.embedding is not None:
             x = self.embedding(constrain(x, "batch", "inner_seq"))
@@ -252,7 +253,7 @@ class RNN(eqx.Module):
         finals, outputs = [], []
         for index, (direction, state) in enumerate(zip(layer.directions, states, strict=True)):
             options = Options(config.cell, index == 1, config.hoist, config.unroll)
-            run = functools.partial(cells.recur, options, direction.weights)
+            run = functools.partial(recur, options, direction.weights)
             final, h_BTH = over_time(chunks, run, state, x_BTI, marks[index], reverse=index == 1)
             finals.append(final)
             outputs.append(h_BTH)
@@ -261,7 +262,7 @@ class RNN(eqx.Module):
     def _finish(
         self, index: int, x_BTD: Float[Array, "batch seq width"], key: Key[Array, ""] | None
     ) -> Float[Array, "batch seq width"]:
-        """Norm and dropout of what layer `index` gives, counted from one; 0 is the embedding."""
+        """Norm and dropout of the output of layer `index`, counted from one; 0 is the embedding."""
         norm = self.layers[index - 1].norm if index > 0 else None
         x_BTD = constrain(x_BTD if norm is None else norm(x_BTD), "batch", "inner_seq", "embed")
         if key is None or self.config.dropout == 0:

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums, files
 from zoo.publishing.tensors import differences
-from zoo.sharding.axes import keystr
+from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
 _NOTHING, _NONE_GOOD = -1, -2  # process 0 sends one of them instead of a step
@@ -80,8 +80,9 @@ class Checkpointer:
                     f"{self.folder / str(step)} exists already. Restore from this folder before "
                     "saving in it, or save in another."
                 )
-            files.remove(partial)
-            partial.mkdir()
+            with self._explained(step):
+                files.remove(partial)
+                partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in arrays.items()}
         with self._explained(step):
@@ -219,10 +220,6 @@ def _set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
 def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -230,7 +227,7 @@ def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 def _arrays(tree: PyTree) -> dict[str, Any]:
     """Name -> array; a flat dict, so that no container's class matters to what is stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = [(keystr(path), leaf) for path, leaf in leaves if _is_array(leaf)]
+    named = [(keystr(path), leaf) for path, leaf in leaves if is_parameter(leaf)]
     arrays = dict(named)
     if len(arrays) < len(named):
         raise CheckpointError("Two arrays of the state have the same dotted name")
@@ -239,7 +236,7 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
 
 def _replace_arrays(like: PyTree, restored: dict[str, jax.Array]) -> PyTree:
     def replace(path: tuple, leaf: Any) -> Any:
-        if not _is_array(leaf):
+        if not is_parameter(leaf):
             return leaf
         array = restored[keystr(path)]
         return jax.random.wrap_key_data(array, impl=_key_impl(leaf)) if _is_key(leaf) else array

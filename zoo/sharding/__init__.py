@@ -14,10 +14,12 @@ from zoo.sharding.placement import num_batch_parts as num_batch_parts
 from zoo.sharding.placement import placement_table as placement_table
 from zoo.sharding.placement import replicated as replicated
 from zoo.sharding.placement import shardings as shardings
+from zoo.sharding.rules import LOGICAL_AXES as LOGICAL_AXES
 from zoo.sharding.rules import MESH_AXES as MESH_AXES
 from zoo.sharding.rules import RULES as RULES
 from zoo.sharding.rules import SEQUENCE_PARALLEL as SEQUENCE_PARALLEL
 from zoo.sharding.rules import STORAGE_AXES as STORAGE_AXES
+from zoo.sharding.rules import Axis as Axis
 from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.rules import ShardingError as ShardingError
 from zoo.sharding.rules import check_rules as check_rules

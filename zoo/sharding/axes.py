@@ -1,10 +1,8 @@
-"""The logical axes of parameters: what the annotations of a tree of modules say of its arrays.
-
-`zoo.sharding` maps them to mesh axes; decay, Muon and adapters tell matrices from vectors by them.
-"""
+"""The logical axes of parameters, read off the annotations of the modules that hold them."""
 
 import functools
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from zoo.sharding.rules import ShardingError
+from zoo.sharding.rules import ShardingError, kind_of
 
 
 def keystr(path: tuple) -> str:
@@ -53,14 +51,26 @@ def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
 
     But the first of them is what an enclosing module calls it by a static field `stacked_axis`.
     """
-    owner, field, node, stacked = None, "", tree, None
-    for entry in path:
-        stacked = getattr(node, "stacked_axis", stacked)
+    names = annotated_axes(tree, path, leaf)
+    stacked = next((x.stacked_axis for x in _nodes(tree, path) if hasattr(x, "stacked_axis")), None)
+    if stacked is None or not names or names[0] is not None:
+        return names
+    if (kind := kind_of(stacked)) not in ("stack", None):
+        raise ShardingError(
+            f"{keystr(path)}: stacked_axis={stacked!r} is of the kind {kind!r}; take an axis of "
+            f'the kind "stack", by a rule such as zoo.sharding.Axis(None, "stack")'
+        )
+    return (stacked, *names[1:])
+
+
+def annotated_axes(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
+    """The logical axes of one leaf by its own annotation: None for what stacks it from outside."""
+    dims, owner, field = None, None, ""
+    for node, entry in zip(_nodes(tree, path), path, strict=False):
         if isinstance(entry, jtu.GetAttrKey):
-            owner, field, node = node, entry.name, getattr(node, entry.name)
-        else:
-            node = node[getattr(entry, "idx", getattr(entry, "key", None))]
-    dims = None if owner is None else _dim_str(_annotations(owner.__class__).get(field))
+            owner, field = node, entry.name
+    if owner is not None:
+        dims = _dim_str(_annotations(owner.__class__).get(field))
     if dims is None:
         raise ShardingError(
             f"{keystr(path)} of shape {leaf.shape} has no jaxtyping annotation to shard it by; "
@@ -72,8 +82,18 @@ def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
         raise ShardingError(
             f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
         )
-    unnamed = leaf.ndim - len(names)
-    return ((stacked, *(None,) * (unnamed - 1)) if unnamed else ()) + names
+    return (None,) * (leaf.ndim - len(names)) + names
+
+
+def _nodes(tree: PyTree, path: tuple) -> Iterator[Any]:
+    """The nodes of a tree along a path, from the root to the leaf."""
+    yield tree
+    for entry in path:
+        if isinstance(entry, jtu.GetAttrKey):
+            tree = getattr(tree, entry.name)
+        else:
+            tree = tree[getattr(entry, "idx", getattr(entry, "key", None))]
+        yield tree
 
 
 def logical_axes(tree: PyTree) -> Any:
@@ -81,7 +101,7 @@ def logical_axes(tree: PyTree) -> Any:
 
     The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
     Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
-    its axes an instance at a time by a static field `axes`, pairs of (annotated, logical) names,
+    its axes per instance by a static field `axes`, pairs of (annotated, logical) names,
     the latter several with spaces between them where the former is variadic. A module that stacks
     others names their first leading axis by a static field `stacked_axis`.
 
@@ -89,33 +109,3 @@ def logical_axes(tree: PyTree) -> Any:
         ShardingError: an array without an annotation, or of lower rank than its annotation.
     """
     return map_parameters(lambda path, names, leaf: names, tree)
-
-
-def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether logical axes name a matrix (what weight decay and Muon are for), not a vector.
-
-    A head's axes count as one: ("heads", "head_dim") is a bias, ("embed", "heads", "head_dim") a
-    matrix; so do ("gates", "hidden"). The leading axes of what is stacked do not count, nor do
-    experts.
-    """
-    apart = (None, "member", "experts", "gates", "head_dim")
-    return sum(name not in apart for name in names) >= 2
-
-
-def matrix_axes(names: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The input and the output axes of a matrix; the other leading ones tell matrices apart.
-
-    A matrix maps its first axis to the others; a head's size goes with its head, so that
-    ("heads", "head_dim", "embed") is a matrix of heads·head_dim by embed.
-    """
-    named = [axis for axis, name in enumerate(names) if name not in (None, "member", "experts")]
-    inputs = 2 if names[named[1]] == "head_dim" else 1
-    return tuple(named[:inputs]), tuple(named[inputs:])
-
-
-_ENDS = {"vocab", "positions", "features", "classes"}
-
-
-def is_hidden_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether logical axes name a matrix whose inputs and outputs are not the model's own."""
-    return is_matrix(names) and not _ENDS & set(names)

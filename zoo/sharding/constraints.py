@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array
 
-from zoo.sharding.rules import ShardingError, mesh_axes, rules_in_use, use
+from zoo.sharding.rules import Axis, Rule, ShardingError, kind_of, mesh_axes, rules_in_use, use
 from zoo.sharding.specs import check_divides, num_shards, partition_spec
 
 
@@ -54,8 +54,9 @@ def mapped(name: str) -> Iterator[tuple[str, ...] | None]:
     [entry] = partition_spec([name], mesh)
     taken = mesh_axes([entry])
 
-    def rest(rule: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        return tuple(axis for axis in mesh_axes([rule]) if axis not in taken)
+    def rest(name: str, rule: Rule) -> Axis:
+        free = tuple(axis for axis in mesh_axes([rule]) if axis not in taken)
+        return Axis(free, kind_of(name) or "dimension")
 
-    with use(None, {name: rest(rule) for name, rule in rules_in_use().items()}):
+    with use(None, {name: rest(name, rule) for name, rule in rules_in_use().items()}):
         yield taken or None

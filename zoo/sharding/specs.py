@@ -13,6 +13,7 @@ from zoo.sharding.rules import (
     check_rules,
     mesh_axes,
     rules_in_use,
+    unknown_axis,
 )
 
 
@@ -37,10 +38,7 @@ def partition_spec(
     entries: list[str | tuple[str, ...] | None] = []
     for name in names:
         if name is not None and name not in rules:
-            raise ShardingError(
-                f"{field or tuple(names)}: the logical axis {name!r} is not in the sharding rules; "
-                f"known are {sorted(rules)}, and {{**zoo.sharding.RULES, {name!r}: None}} adds it"
-            )
+            raise unknown_axis(name, names, field, rules)
         axes = () if name is None else mesh_axes([rules[name]])
         free = tuple(axis for axis in axes if axis in mesh.axis_names and axis not in used)
         used.update(free)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.data.plans import Plan
@@ -20,6 +19,7 @@ from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.run import Config, Run
+from zoo.sharding.placement import on_host
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.state import TrainState
@@ -166,12 +166,9 @@ def predictor(run: Run[Config], plan: Plan) -> Callable[[PyTree, bool], Predicti
     def predict(model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
         for k, results in evaluation.results(run, step, model, plan, whole):
-            result = results["probabilities"]
-            if not result.is_fully_addressable:
-                result = multihost_utils.process_allgather(result, tiled=True)
             host = plan.batch(k)
             real = host["weights"] > 0
-            found.append(np.asarray(result)[:, real])
+            found.append(on_host(results["probabilities"])[:, real])
             labels.append(host["labels"][real])
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 

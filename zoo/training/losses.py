@@ -1,4 +1,4 @@
-"""Losses as sums with their weights, so that a gradient does not depend on how a batch is cut.
+"""Losses as sums with their weights, so that a gradient does not depend on the microbatches.
 
 Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
@@ -13,7 +13,7 @@ from zoo import sharding
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
-# How much of a device's logits in fp32 is in memory at once.
+# Most bytes of a device's logits in fp32 that are in memory at once.
 LOGITS_BYTES = 2**29
 
 
@@ -54,7 +54,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted cross-entropy in nats, reduced in fp32: the summed loss and the summed weight.
 
-    With the vocabulary sharded over a mesh axis, only scalars a token cross the network.
+    With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
     A position of weight 0 counts nothing, whatever its logits and target are.
     """
     losses = jnp.where(weights > 0, _token_losses(logits, targets), 0.0)
@@ -67,11 +67,11 @@ def readout_cross_entropy(
     targets_BT: Int[Array, "batch seq"],
     weights_BT: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`cross_entropy` of the logits `readout(x_BTE)`, a stretch of time after another.
+    """`cross_entropy` of the logits `readout(x_BTE)`, one stretch of time after another.
 
     Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
-    is ever in memory, forward or backward; for that the gradient is worked out on the way forward,
-    which costs no product more; in fp16 on the way back, for one more. `readout` is a
+    is ever in memory, forward or backward. For that the gradient is computed in the forward pass,
+    at no additional product; in fp16 in the backward pass, at one more. `readout` is a
     `zoo.nn.readout.Readout`, or a module like it.
     """
     batch, seq, _ = x_BTE.shape
@@ -123,9 +123,9 @@ def _check_tokens(batch: Mapping[str, Array]) -> None:
 
 
 def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
-    """`next_token` for a mixture of experts: plus `coefficient` times its uneven load.
+    """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
-    `balance` among the metrics is the mean `moe.load_balance` a token: 1 where experts share alike.
+    `balance` among the metrics is the mean `moe.load_balance` per token: 1 for an even load.
     """
 
     def loss(

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
 import optax
 import optax.contrib
 from jaxtyping import PyTree
 
 from zoo.base import configuration
-from zoo.sharding.axes import is_hidden_matrix, is_matrix, logical_axes, matrix_axes
+from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,28 @@ def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
 
 
 def matrices(parameters: PyTree) -> Any:
-    """A tree of booleans: whether a parameter is a matrix by its logical axes, not a vector."""
-    return jax.tree.map(is_matrix, logical_axes(parameters), is_leaf=_is_axes)
+    """A tree of booleans: whether a parameter is a matrix by its logical axes, not a vector.
+
+    Raises:
+        ShardingError: a logical axis that neither the table nor the rules in use know.
+    """
+    return map_parameters(
+        lambda path, names, leaf: is_matrix(names, field=keystr(path)), parameters
+    )
 
 
 def muon_dimensions(parameters: PyTree) -> Any:
-    """What Muon orthogonalises: the hidden matrices, layers and experts apart; None for the rest.
+    """The axes that Muon orthogonalises: of the hidden matrices, each of a stack by itself.
 
-    The rest is what has the model's inputs or outputs for an axis, and vectors.
+    None for vectors, and for matrices with the model's inputs or outputs for an axis.
+
+    Raises:
+        ShardingError: a logical axis that neither the table nor the rules in use know.
     """
 
-    def dimensions(names: tuple[str | None, ...]) -> Any:
-        if not is_hidden_matrix(names):
+    def dimensions(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
+        if not is_hidden_matrix(names, field=keystr(path)):
             return None
         return optax.contrib.MuonDimensionNumbers(*matrix_axes(names))
 
-    return jax.tree.map(dimensions, logical_axes(parameters), is_leaf=_is_axes)
-
-
-def _is_axes(x: Any) -> bool:
-    # A module of the tree is no axes tuple, nor is one of its containers.
-    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+    return map_parameters(dimensions, parameters)

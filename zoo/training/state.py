@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int32, Key, PyTree
 
 from zoo import sharding
-from zoo.nn.precision import LossScale, cast
+from zoo.nn.parameters import cast
+from zoo.nn.precision import LossScale
+from zoo.sharding.axes import is_parameter
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
@@ -49,8 +51,9 @@ def init_state(
             axis that there is not, by name.
         TypeError: a model in place of `make_model`, or an optimizer that is none.
     """
-    sharding.check_rules(rules)
-    build, given, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
+    build, given, skeleton, static = _blueprint(
+        make_model, optimizer, key, trainable, pretrained, rules
+    )
     placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
     # `eqx.filter_jit` takes no output shardings.
     arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
@@ -70,8 +73,7 @@ def abstract_state(
     pretrained: PyTree = None,
 ) -> TrainState:
     """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
-    sharding.check_rules(rules)
-    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained)
+    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, rules)
     if mesh is not None:
         placed = state_shardings(skeleton, mesh, rules)
         skeleton = jax.tree.map(
@@ -83,9 +85,15 @@ def abstract_state(
 
 
 def _blueprint(
-    make_model: Any, optimizer: Any, key: Key[Array, ""], trainable: Any, pretrained: PyTree
+    make_model: Any,
+    optimizer: Any,
+    key: Key[Array, ""],
+    trainable: Any,
+    pretrained: PyTree,
+    rules: sharding.Rules | None,
 ) -> tuple[Any, Any, Any, Any]:
     """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
+    sharding.check_rules(rules)
     check_optimizer(optimizer)
     has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
     if has_arrays or not callable(make_model):
@@ -98,9 +106,10 @@ def _blueprint(
 
     def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
-        model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
+        with sharding.use(None, rules):  # which say what the axes of its parameters are
+            model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
         model = cast(model, jnp.float32)
-        with standard_promotion():
+        with standard_promotion(), sharding.use(None, rules):
             opt_state = optimizer.init(eqx.filter(model, trained_leaves(model, trainable)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
@@ -123,7 +132,7 @@ def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
     """The NamedSharding of each array of a state (or of its skeleton): None for other leaves."""
-    arrays = eqx.filter(state, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays = eqx.filter(state, is_parameter)
     counters = jax.tree.map(lambda _: sharding.replicated(mesh), arrays)
     model = sharding.shardings(arrays.model, mesh, rules)
     opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh, rules)

@@ -17,7 +17,7 @@ from zoo.sharding import constrain
 from zoo.transformer.config import MLP_KINDS, Config
 from zoo.transformer.moe import MoE
 
-# `attention`, or what stands in for it where keys and values are kept.
+# `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Norm = RMSNorm | LayerNorm
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
@@ -83,7 +83,7 @@ class Attention(eqx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Attend within each row's segments; `rotary` are the tables of its positions.
 
-        `attend` takes the place of `attention` where keys and values are kept, or were.
+        `attend` takes the place of `attention` where a cache keeps keys and values.
         """
         q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
         k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
@@ -110,7 +110,7 @@ class Attention(eqx.Module):
 def _norm_heads(
     norm: RMSNorm, x_BTNH: Float[Array, "batch seq heads head_dim"]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Norm each head by itself, or all of them as one, as the size of the norm has it."""
+    """Norm each head by itself, or all of them as one, by the size of the norm."""
     if norm.scale.shape[-1] == x_BTNH.shape[-1]:
         return norm(x_BTNH)
     return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
@@ -194,7 +194,7 @@ class Block(eqx.Module):
         attend: Attend,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "batch seq embed"]:
-        """What attention adds to the residual stream."""
+        """The residual update of attention."""
         normed_BTE = _enter(self.attention_norm, x_BTE)
         added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
         return dropout(_leave(self.attention_out_norm, added_BTE), self.dropout, key)
@@ -205,7 +205,7 @@ class Block(eqx.Module):
         segment_ids: Int[Array, "batch seq"] | None,
         key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
-        """What the MLP or the experts add to the residual stream, and the balance of these."""
+        """The residual update of the MLP or the experts, and the balance of these."""
         normed_BTE, balance_B = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MLP):
             added_BTE = self.mlp(normed_BTE)
@@ -214,14 +214,14 @@ class Block(eqx.Module):
         return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance_B
 
 
-# Between these two a part has whole rows: with "seq" sharded, only what is outside is split.
+# Between these two a part has whole rows: with "seq" sharded, only the stream outside is split.
 def _enter(norm: Norm | None, x_BTE: Array) -> Float[Array, "batch seq embed"]:
     """The input of a part, from the residual stream."""
     return constrain(x_BTE if norm is None else norm(x_BTE), "batch", "inner_seq", "embed")
 
 
 def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed"]:
-    """What goes to the residual stream, from the output of a part."""
+    """The residual update, from the output of a part; dropout is still to come."""
     added_BTE = constrain(added_BTE, "batch", "seq", "embed")
     return added_BTE if norm is None else norm(added_BTE)
 

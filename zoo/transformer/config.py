@@ -1,4 +1,4 @@
-"""The hyperparameters of a transformer, and what follows from them alone."""
+"""The hyperparameters of a transformer, and the numbers that follow from them alone."""
 
 import dataclasses
 import math
@@ -62,9 +62,9 @@ class Config:
     num_layers: int = 8
     """Number of blocks."""
     num_heads: int = 8
-    """Query heads a layer."""
+    """Query heads per layer."""
     num_kv_heads: int | None = None
-    """Key and value heads a layer, for grouped queries; as many as query heads if not given."""
+    """Key and value heads per layer, for grouped queries; as many as query heads if not given."""
     head_dim: int | None = None
     """Size of a head; d_model / num_heads if not given."""
     d_ff: int | None = None
@@ -72,9 +72,9 @@ class Config:
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_erf"] = "swiglu"
     """Kind of MLP: gated by SiLU, gated by GELU, plain GELU, or GELU without its approximation."""
     num_experts: int | None = None
-    """Experts a layer, each an MLP of its own, in place of one for all tokens."""
+    """Experts per layer, each an MLP of its own, in place of one for all tokens."""
     experts_per_token: int = 2
-    """How many of the experts a token goes to: those that its router likes best."""
+    """Experts that each token goes to: those with the highest router probabilities."""
     normalize_experts: bool = True
     """Make the weights of a token's experts add up to one (Mixtral)."""
     norm: Literal["rms", "layer", "rms_offset"] = "rms"
@@ -122,7 +122,7 @@ class Config:
     logit_soft_cap: float | None = None
     """Bounds the output logits likewise (Gemma 2)."""
     dropout: float = 0.0
-    """Rate of dropout on the embedding and on what each part adds to the residual stream."""
+    """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
     remat: Policy = may_differ("none")
@@ -203,9 +203,9 @@ class Config:
 
 
 def num_flops_per_token(config: Config, seq_len: int) -> float:
-    """Floating-point operations of a training step a token: forward and backward, no recomputation.
+    """Floating-point operations of training per token: forward and backward, no recomputation.
 
-    Six a weight in a product (of experts, those that a token goes to), and twelve a layer, head
+    Six per weight in a product (of experts, those that a token goes to), and twelve per layer, head
     feature and visible key for attention, halved where it is causal (Chowdhery et al. 2022,
     appendix B, counts the whole square).
     """

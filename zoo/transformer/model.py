@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
 from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
@@ -25,7 +25,7 @@ from zoo.transformer.config import LayerKind
 from zoo.transformer.config import num_flops_per_token as num_flops_per_token
 
 
-class Transformer(eqx.Module):
+class Transformer(CastsAtUse):
     """A transformer over token ids: int32[batch, seq] to float32[batch, seq, vocab] logits."""
 
     embedding: Embedding
@@ -34,7 +34,6 @@ class Transformer(eqx.Module):
     final_norm: RMSNorm | LayerNorm
     head: Linear | None
     config: Config = eqx.field(static=True)
-    casts_at_use: ClassVar[bool] = True
     is_pooled: ClassVar[bool] = False
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):

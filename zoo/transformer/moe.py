@@ -1,8 +1,8 @@
 """A mixture of experts in place of one MLP (Shazeer et al. 2017): each token goes to a few of many.
 
-Token choice without a capacity: every token reaches the experts that its router likes best, and
+Token choice without a capacity: every token reaches the experts that its router ranks highest, and
 none is dropped. Rows are sorted by expert and multiplied by `jax.lax.ragged_dot`. Experts lie on
-the mesh axis of the logical axis "experts"; a device computes what its tokens ask of its experts.
+the mesh axis of the logical axis "experts"; a device computes its tokens' share of its experts.
 An axis that splits the batch too only stores them.
 
 Legend of suffixes: B batch, T time, E embed, X experts, C a token's choices, R routed rows.
@@ -80,10 +80,10 @@ def load_balance(
     chosen_BTC: Int[Array, "batch seq choices"],
     counted_BT: Bool[Array, "#batch seq"],
 ) -> Float[Array, "batch"]:
-    """How unevenly a row's tokens spread over the experts, times the tokens: float32[batch].
+    """The load-balancing loss of each row, times its tokens: float32[batch].
 
     For each row, `tokens · experts · Σ f·p`, with f the share of its choices that an expert gets
-    and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; a row at a time as
+    and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; per row as
     in DeepSeek-V3, 2024): `tokens` where it is even. A sum over rows, so that it does not depend
     on how a batch is cut.
     """
@@ -137,7 +137,7 @@ def _apply_experts(
     w_up: Float[Array, "local_experts embed mlp"],
     w_down: Float[Array, "local_experts mlp embed"],
 ) -> Float[Array, "batch seq embed"]:
-    """What the experts from `first_expert` on add to these tokens."""
+    """The weighted outputs of the experts from `first_expert` on, summed per token."""
     num_local, choices = w_gate.shape[0], chosen_BTC.shape[-1]
     expert_R = chosen_BTC.reshape(-1) - first_expert
     # Rows for the experts of other devices go behind all groups, and are computed by nobody here.

@@ -1,1 +1,1 @@
-"""What stands on a model of any family: ensembles, low-rank adapters, a classification head."""
+"""Wrappers around a model of any family: ensembles, low-rank adapters, a classification head."""

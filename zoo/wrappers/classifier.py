@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base import configuration
 from zoo.nn.layers import Linear, add_bias
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsAtUse, casts_at_use, gather
 from zoo.nn.precision import matmul
 from zoo.nn.protocols import SequenceModel
 from zoo.sharding import constrain
@@ -19,7 +19,7 @@ from zoo.sharding import constrain
 Pooling = Literal["auto", "mean", "last", "first"]
 
 
-class Classifier(eqx.Module):
+class Classifier(CastsAtUse):
     """A model without its own head, and a linear head over one vector per row.
 
     int32[batch, seq] to float32[batch, classes].
@@ -64,7 +64,7 @@ class Classifier(eqx.Module):
     @property
     def casts_at_use(self) -> bool:
         """Whether the model under the head casts its parameters itself."""
-        return getattr(self.body, "casts_at_use", False)
+        return casts_at_use(self.body)
 
     def __call__(
         self,

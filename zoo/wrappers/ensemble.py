@@ -26,7 +26,7 @@ class Ensemble(eqx.Module):
     def __init__(
         self, make_model: Callable[[Key[Array, ""]], PyTree], num_members: int, *, key: Array
     ):
-        """Member i is what `make_model(jax.random.split(key, num_members)[i])` makes."""
+        """Member i is `make_model(jax.random.split(key, num_members)[i])`."""
         if num_members < 1:
             raise ValueError(f"num_members={num_members}: must be positive")
         self.members = eqx.filter_vmap(make_model)(jax.random.split(key, num_members))
@@ -42,7 +42,7 @@ class Ensemble(eqx.Module):
         return jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, self.members)
 
     def __call__(self, *args: Any, key: Key[Array, ""] | None = None, **kwargs: Any) -> Any:
-        """What each member gives for the same input, [member, …]; a `key` turns dropout on."""
+        """The outputs of all members for one input, [member, …]; a `key` turns dropout on."""
 
         def call(member: Any, index: Array) -> Any:
             member_key = None if key is None else jax.random.fold_in(key, index)
@@ -103,7 +103,7 @@ def summarize(outputs: Float[Array, "member ..."]) -> Prediction:
 def sample_dropout(
     model: PyTree, *args: Any, num_samples: int, key: Key[Array, ""], **kwargs: Any
 ) -> Any:
-    """What a model gives under as many dropout masks, [sample, …] (Gal & Ghahramani 2016)."""
+    """The outputs under `num_samples` dropout masks, [sample, …] (Gal & Ghahramani 2016)."""
     keys = jax.random.split(key, num_samples)
     return jax.vmap(lambda key: model(*args, key=key, **kwargs))(keys)
 

@@ -1,9 +1,9 @@
 """Low-rank adapters (Hu et al. 2021) on the matrices of any family.
 
-An adapted matrix is W + alpha / rank · down · up, and is computed where it is used: a layer at a
-time inside the scan over layers, in fp32 before the cast, sharded as W is. So the model runs as it
-did, and what it computes is what its merged weights compute. W is not trained; its gradient is
-made and used up a layer at a time.
+An adapted matrix is W + alpha / rank · down · up, and is computed where it is used: one layer at
+a time inside the scan over layers, in fp32 before the cast, sharded as W is. So the model runs as
+before, and computes the same as with merged weights. W is not trained; its gradient exists for one
+layer at a time.
 """
 
 import fnmatch
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from zoo.base.configuration import check
 from zoo.nn.layers import normal
 from zoo.nn.parameters import Derived, resolve
-from zoo.sharding.axes import is_hidden_matrix, is_matrix, keystr, map_parameters, matrix_axes
+from zoo.sharding.axes import annotated_axes, keystr, map_parameters
+from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 
 Model = TypeVar("Model")
 
@@ -30,9 +31,9 @@ class Config:
     """Which matrices have adapters, and of which rank."""
 
     rank: int = 8
-    """Rank of what is added to each matrix."""
+    """Rank of the matrix that is added to each target."""
     alpha: float = 16.0
-    """What is added is scaled by alpha / rank."""
+    """The added matrix is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
 
@@ -73,8 +74,8 @@ class Adapted(Derived):
         self.scale = config.alpha / config.rank
         self.num_inputs = len(inputs)
 
-        # What stacks layers or members is named from outside, as it was; experts are not.
-        experts = [name for name in names[: inputs[0]] if name == "experts"]
+        # The axes of stacked layers or members are named from outside; that of experts is not.
+        experts = [name for name in names[: inputs[0]] if name is not None]
         into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
         self.axes = (
             ("*matrix", " ".join([*experts, *into, *out])),
@@ -93,7 +94,7 @@ class Adapted(Derived):
         return self.weight.dtype
 
     def value(self) -> Float[Array, "..."]:
-        """The matrix with what the adapter adds to it, in the matrix's dtype."""
+        """The matrix plus its adapter's product, in the matrix's dtype."""
         stacked = tuple(range(self.down.ndim - self.num_inputs - 1))
         added = jax.lax.dot_general(
             self.down.astype(jnp.float32),
@@ -105,7 +106,7 @@ class Adapted(Derived):
 
 
 def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
-    """The model with an adapter on each target, which as yet adds nothing.
+    """The model with an adapter on each target, which adds nothing before training.
 
     Raises:
         ValueError: a target that matches no matrix, or a model that has adapters already.
@@ -118,7 +119,8 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
         name = keystr(path)
         if name not in chosen:
             return leaf
-        # By its name: what a matrix draws does not depend on which others are adapted.
+        # By its name: a matrix's draw does not depend on which others are adapted.
+        names = annotated_axes(model, path, leaf)
         return Adapted(leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
     return map_parameters(replace, model)
@@ -129,7 +131,7 @@ def targets(model: PyTree, config: Config) -> list[str]:
     matrices: dict[str, bool] = {}  # and whether it is a hidden one
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        if is_matrix(names):
+        if is_matrix(names, field=keystr(path)):
             matrices[keystr(path)] = is_hidden_matrix(names)
 
     map_parameters(add, model)

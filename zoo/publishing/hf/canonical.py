@@ -7,7 +7,7 @@ from zoo import bert, transformer
 
 
 def of_transformer(config: transformer.Config) -> transformer.Config:
-    """Derived sizes written out, the shortest pattern, and defaults for what has no effect."""
+    """Derived sizes written out, the shortest pattern, and defaults for fields without effect."""
     pattern = config.all_layer_kinds
     changes: dict[str, Any] = {
         "num_kv_heads": config.kv_heads,

@@ -14,7 +14,7 @@ from zoo.base import configuration
 from zoo.publishing.hf.names import Tensor
 from zoo.publishing.tensors import PublishError, check_counts
 
-# Of no consequence to what a model computes from its tokens.
+# Of no consequence to a model's outputs.
 IGNORED = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
@@ -142,7 +142,7 @@ class Family:
 
     model_type: str
     architecture: str
-    """What transformers calls the class of such a model."""
+    """The name of such a model's class in transformers."""
     model: type
     """The zoo's class."""
     config: Any
@@ -151,11 +151,11 @@ class Family:
     always: Mapping[str, Any]
     """Fields of the `Config` that all models of the family have."""
     canonical: Callable[[Any], Any]
-    """The same configuration in one spelling, for comparison: what is derived is written out."""
+    """The same configuration in one spelling, for comparison: derived values are written out."""
     tensors: Callable[[Any], dict[str, Tensor]]
     """Where each parameter is, by its path."""
     prefixes: tuple[str, ...] = ("",)
-    """What names may begin with; the first is written."""
+    """Prefixes that names may have; the first is written."""
     marker: str = ""
     """A tensor that every file has, by which the prefix is found out."""
     ignored: frozenset[str] = frozenset()
@@ -166,7 +166,7 @@ class Family:
     """The configuration, given the names of the tensors in the file."""
 
     def read(self, values: Mapping[str, Any], where: str) -> Any:
-        """The `Config` of what `config.json` holds.
+        """The `Config` of the fields of a `config.json`.
 
         Raises:
             PublishError: a field that is missing, unknown, or not supported.
@@ -181,11 +181,11 @@ class Family:
             fields.finish(self.ignored)
             return self.canonical(self.config(**found))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # What a rule could not make sense of.
+            # A value that a rule could not interpret.
             raise PublishError(f"{where}: {error}") from error
 
     def write(self, config: Any) -> dict[str, Any]:
-        """What `config.json` holds for a configuration that `difference` finds nothing wrong in."""
+        """The fields of `config.json` for a configuration without a `difference`."""
         values = {"architectures": [self.architecture], "model_type": self.model_type}
         for rule in self.rules:
             values |= rule.write(config)

@@ -20,8 +20,9 @@ from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place
 from zoo.publishing.hf.weights import write as write_weights
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import PublishError, Tensor, check_tensors, on_host
+from zoo.publishing.tensors import PublishError, Tensor, check_tensors
 from zoo.sharding.axes import keystr
+from zoo.sharding.placement import on_host
 
 # In the order in which `write` tries them.
 MODEL_TYPES: dict[str, Family] = {
@@ -79,7 +80,7 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
-    """The family that a model is of, and what its `config.json` holds.
+    """The family of a model, and the fields of its `config.json`.
 
     Raises:
         PublishError: no family has such a model; with the nearest one, and in what they differ.
@@ -113,15 +114,13 @@ def write(folder: Path | None, model: Any, family: Family) -> None:
     tensors, prefix = family.tensors(model.config), family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 
-    def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray | None]:
+    def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
         made = []
         for part in parts:
             layout = found[part.path]
-            array = on_host(arrays[part.path][layout.at(part.at)])
-            if array is not None:
-                made.append(layout.write(part.at, array))
+            made.append(layout.write(part.at, on_host(arrays[part.path][layout.at(part.at)])))
         axis = next((i for i, g in enumerate(found[parts[0].path].factors) if "part" in g), 0)
-        yield np.concatenate(made, axis, dtype=dtype) if made else None
+        yield np.concatenate(made, axis, dtype=dtype)
 
     described = {}
     for name, parts in pieces(found).items():
@@ -136,7 +135,7 @@ def _skeleton(family: Family, config: Any) -> PyTree:
 
 
 def _prefix(family: Family, weights: Weights) -> str:
-    """What the names in these files begin with."""
+    """The prefix of the names in these files."""
     known = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     return next(known, family.prefixes[0])
 

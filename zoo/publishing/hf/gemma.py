@@ -52,7 +52,7 @@ GEMMA2 = llama.decoder(
     (*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), _Bidirectional()),
     ALWAYS,
     _tensors,
-    # What transformers goes by is hidden_activation.
+    # transformers goes by hidden_activation.
     ignored=frozenset({"hidden_act"}),
 )
 GEMMA3 = llama.decoder(

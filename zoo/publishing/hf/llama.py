@@ -1,4 +1,4 @@
-"""Llama, and what follows its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
+"""Llama, and the families with its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
 
 from collections.abc import Mapping
 from typing import Any

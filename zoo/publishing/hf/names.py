@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from zoo.sharding.axes import keystr, logical_axes
 
-LAYER = "layer"  # what the first axis of stacked layers is called here
+LAYER = "layer"  # the name here of the first axis of stacked layers
 Range = tuple[int, int]
 Index = tuple[slice, ...]
 
@@ -84,7 +84,7 @@ class Layout:
             yield self.name(index), index
 
     def read(self, slices: Index, dtype: Any, read: Callable[[str, Index], np.ndarray]) -> Any:
-        """The part of the parameter at `slices`, out of what `read(name, slices)` gives."""
+        """The part of the parameter at `slices`, made of parts from `read(name, slices)`."""
         ranges = {
             axis: s.indices(size)[:2]
             for (axis, size), s in zip(self.sizes.items(), slices, strict=True)
@@ -121,7 +121,7 @@ class Layout:
         return self.tensor.part[1] if axis == "part" and self.tensor.part else self.sizes[axis]
 
     def _tensor_slices(self, ranges: Mapping[str, Range]) -> tuple[Index, Index, list[int]]:
-        """What to read of a tensor, and how to cut it to the ranges, once in the shape given."""
+        """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
         where, cuts, shape = [], [], []
         for group in self.factors:
             low, high = 0, 1  # of what is read, in blocks as small as the factors so far make them

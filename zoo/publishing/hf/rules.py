@@ -62,8 +62,8 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 class Rotary(Rule):
     """`max_position_embeddings` and the rotary wavelengths, in the old spelling and the new.
 
-    `local` says that layers with a window have a base of their own, as in Gemma 3. What is
-    written is the old spelling, which all versions of transformers read.
+    `local` says that layers with a window have a base of their own, as in Gemma 3. The
+    old spelling is written, which all versions of transformers read.
     """
 
     theta: float = 10_000.0
@@ -205,7 +205,7 @@ def _layer_types(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class QueryScale(Rule):
-    """`query_pre_attn_scalar`: what the attention logits are divided by the square root of."""
+    """`query_pre_attn_scalar`: the attention logits are divided by its square root."""
 
     default: int = 256
 

@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class Weights:
-    """What the safetensors files of a folder hold."""
+    """The tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -71,7 +71,7 @@ class Weights:
                 handles[file] = opened.enter_context(open_file(self.folder / file))
             return handles[file].get_slice(name)[slices]
 
-        # What is read of a file stays mapped into memory until it is closed.
+        # The parts read of a file stay mapped into memory until it is closed.
         with contextlib.ExitStack() as opened:
             yield read
 
