@@ -16,6 +16,7 @@ import zoo
 import zoo.runs.loop
 from zoo import losses
 from zoo.data.corpus import Corpus
+from zoo.runs import planned
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
@@ -176,6 +177,26 @@ def test_checkpoints_come_at_their_cadence_and_at_the_end(tmp_path):
     run = config(tmp_path, steps=10, keep_checkpoints=2)
     fit(run)
     assert checkpoints(run) == [8, 10]
+
+
+def test_a_plan_takes_the_training_that_fit_takes(tmp_path, capsys):
+    wanted = training(flops_per_token=4e9, remat="none")
+    with zoo.Run(config(tmp_path, plan="cpu:8", mesh="fsdp=2", accumulate=2)) as run:
+        job = planned.make_job(run, wanted)
+        assert job.training is wanted
+        with pytest.raises(SystemExit) as end:
+            zoo.fit(run, wanted)
+    assert not end.value.code
+    output = " ".join(capsys.readouterr().out.split())
+    for text in ("(fsdp=2), 32 tokens per step", "remat none, 2 microbatches", "1.280e+11"):
+        assert text in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_any_compute(tmp_path):
+    fail = lambda key: pytest.fail("a model was made")
+    with pytest.raises(ValueError, match="batch_size=4 is not divisible by 3,"):
+        fit(config(tmp_path, accumulate=3), make_model=fail)
 
 
 # --- Steps under way --------------------------------------------------------------------------

@@ -104,6 +104,14 @@ def test_another_configuration_is_refused_with_what_differs(tmp_path):
     assert (folder / "config.json").read_text() == before
 
 
+def test_a_run_has_a_precision_once_it_is_open(tmp_path):
+    run = Run(config(tmp_path))
+    with pytest.raises(RunError, match="precision='auto'"):
+        run.precision  # noqa: B018
+    with run:
+        assert run.precision == native_precision()
+
+
 def test_what_may_differ_may(tmp_path):
     folder = begin(config(tmp_path))
     changes = {"steps": 5, "mesh": "data=2", "eval_every": 7, "model": Model(remat="full")}
