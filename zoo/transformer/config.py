@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxtyping import Array
@@ -63,9 +63,7 @@ class Config:
     """Make the weights of a token's experts add up to one (Mixtral)."""
     norm: NormKind = "rms"
     """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
-    norm_placement: Literal["pre", "post", "both"] = field(
-        default="pre", metadata=formerly("norms")
-    )
+    norm_placement: Literal["pre", "post", "both"] = formerly("norms", default="pre")
     """Where norms are: before each part, after it (OLMo 2), or both (Gemma 2); one at the end."""
     norm_eps: float = 1e-6
     """Constant that the norms add to the variance."""
@@ -73,9 +71,7 @@ class Config:
     """Rotary positions in each attention, or learned ones added to the embedding."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    rope_scaling: RopeScaling = field(
-        default=RopeScaling(), metadata=formerly(convert=_rope_scaling)
-    )
+    rope_scaling: RopeScaling = formerly(default=RopeScaling(), convert=_rope_scaling)
     """How the rotary wavelengths are stretched, except those of local_rope_theta."""
     local_rope_theta: float | None = None
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
