@@ -139,15 +139,13 @@ def from_percent(value: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Inner:
     rate: float = 0.0
-    places: int = dataclasses.field(default=1, metadata=configuration.formerly("slots"))
+    places: int = configuration.formerly("slots", default=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     size: int
-    inner: Inner = dataclasses.field(
-        default=Inner(), metadata=configuration.formerly("percent", convert=from_percent)
-    )
+    inner: Inner = configuration.formerly("percent", default=Inner(), convert=from_percent)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ are used. Legend of suffixes: B batch, T time, E embed.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.nn import attention as attention_module
-from zoo.nn.layers import Embedding, LayerNorm, Linear, dropout
+from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear, dropout
 from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
@@ -37,8 +37,8 @@ class Config:
     """Heads per layer, each of d_model / num_heads."""
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given."""
-    mlp: Literal["gelu", "gelu_erf"] = "gelu_erf"
-    """GELU by the tanh approximation, or without it."""
+    mlp: Activation = "gelu_erf"
+    """Activation of the MLP; gelu is the tanh approximation of gelu_erf."""
     norm_eps: float = 1e-12
     """Constant that the norms add to the variance."""
     max_seq_len: int = 512

@@ -18,10 +18,9 @@ from zoo.base.configuration import may_differ
 from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,
-    LayerNorm,
     Linear,
     Norm,
-    RMSNorm,
+    OptionalNorm,
     add_bias,
     dropout,
     make_norm,
@@ -46,8 +45,8 @@ class Config:
     num_layers: int = 2
     """Hidden layers; with residual, blocks of two layers each after the first layer."""
     activation: Activation = "gelu"
-    """Function after each hidden layer: gelu, relu, silu, or tanh."""
-    norm: Norm = "none"
+    """Function after each hidden layer."""
+    norm: OptionalNorm = "none"
     """Norm before each activation; with residual, before each block and the head."""
     residual: bool = False
     """Pre-norm residual blocks in place of plain layers."""
@@ -69,7 +68,7 @@ class Layer(eqx.Module):
     """A hidden layer: linear map, norm, activation, dropout."""
 
     linear: Linear
-    norm: RMSNorm | LayerNorm | None
+    norm: Norm | None
     config: Config = eqx.field(static=True)
 
     def __init__(
@@ -113,7 +112,7 @@ class PlainBlock(eqx.Module):
 class ResidualBlock(eqx.Module):
     """Norm, up, activation, down, dropout, added to the block's input."""
 
-    norm: RMSNorm | LayerNorm | None
+    norm: Norm | None
     w_up: Float[Array, "embed mlp"]
     b_up: Float[Array, "mlp"]
     w_down: Float[Array, "mlp embed"]
@@ -149,7 +148,7 @@ class MLP(eqx.Module):
     first: Layer
     blocks: PlainBlock | ResidualBlock | None
     last: Layer | None  # the one left over of an even number of plain layers
-    final_norm: RMSNorm | LayerNorm | None
+    final_norm: Norm | None
     head: Linear
     config: Config = eqx.field(static=True)
 

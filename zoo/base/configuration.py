@@ -25,7 +25,7 @@ _TEXTS = {
 }
 
 
-_MAY_DIFFER = "may differ"
+_MAY_DIFFER, _FORMERLY = "may differ", "formerly"  # in the metadata of fields
 
 
 def may_differ(default: Any = dataclasses.MISSING) -> Any:
@@ -51,6 +51,22 @@ def names_that_may_differ(config: Any, prefix: str = "") -> set[str]:
 def _marks(cls: type, name: str) -> bool:
     fields = getattr(cls, "__dataclass_fields__", {})
     return name in fields and _MAY_DIFFER in fields[name].metadata
+
+
+class _Former(NamedTuple):
+    name: str | None = None
+    convert: Callable[[Any], Any] | None = None
+
+
+def formerly(
+    name: str | None = None, *, default: Any, convert: Callable[[Any], Any] | None = None
+) -> Any:
+    """A field that files of earlier versions have in another form.
+
+    `name` is the name that it had; `convert` maps a JSON value of then to that of now, and leaves
+    every other value as it is.
+    """
+    return dataclasses.field(default=default, metadata={_FORMERLY: _Former(name, convert)})
 
 
 def require(condition: bool, message: str) -> None:
@@ -81,24 +97,6 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         raise ValueError(f"{name}={reprlib.repr(value)}: {wanted}")
 
 
-class Former(NamedTuple):
-    """A field as files of earlier versions have it; see `formerly`."""
-
-    name: str | None
-    convert: Callable[[Any], Any] | None
-
-
-def formerly(
-    name: str | None = None, *, convert: Callable[[Any], Any] | None = None
-) -> dict[str, Any]:
-    """Metadata of a dataclass field that files of earlier versions have in another form.
-
-    `name` is the name that it had; `convert` maps a JSON value of then to that of now, and leaves
-    every other value as it is.
-    """
-    return {"formerly": Former(name, convert)}
-
-
 def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON fields of a configuration as this version has them, whichever version wrote them.
 
@@ -106,7 +104,7 @@ def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(values)
     for field in dataclasses.fields(cls):
-        name, former = field.name, field.metadata.get("formerly", Former(None, None))
+        name, former = field.name, field.metadata.get(_FORMERLY, _Former())
         if former.name in found and name not in found:
             found[name] = found.pop(former.name)
         if former.convert is not None and name in found:

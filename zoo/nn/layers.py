@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.base.configuration import check, require
 from zoo.nn.precision import matmul
 
-Activation = Literal["gelu", "relu", "silu", "tanh"]
-Norm = Literal["none", "layer", "rms"]
+Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
+MLPKind = Literal["swiglu", "geglu", Activation]
+NormKind = Literal["rms", "layer", "rms_offset"]
+OptionalNorm = Literal["none", NormKind]
 
 
 def normal(key: Key[Array, ""], shape: tuple[int, ...], fan_in: int) -> Float[Array, "..."]:
@@ -141,11 +143,31 @@ class LayerNorm(eqx.Module):
         return add_bias(_normalise(x, self.scale, self.eps, True), self.bias)
 
 
-def make_norm(kind: Norm, size: int, *, axis: str = "embed") -> RMSNorm | LayerNorm | None:
-    """The norm of that name over `size` features, or None."""
-    if kind == "none":
-        return None
-    return RMSNorm(size, axis=axis) if kind == "rms" else LayerNorm(size, axis=axis)
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(
+    kind: OptionalNorm,
+    size: int,
+    *,
+    axis: str = "embed",
+    eps: float | None = None,
+    bias: bool = True,
+) -> Norm | None:
+    """The norm of that kind over `size` features, or None; the bias is LayerNorm's.
+
+    `eps` defaults to the kind's own.
+    """
+    options: dict[str, Any] = {"axis": axis} if eps is None else {"axis": axis, "eps": eps}
+    match kind:
+        case "none":
+            return None
+        case "rms":
+            return RMSNorm(size, **options)
+        case "layer":
+            return LayerNorm(size, bias=bias, **options)
+        case "rms_offset":
+            return RMSNorm(size, offset=1.0, **options)
 
 
 def _last_axis(vector: Array, like: Array) -> Array:
@@ -215,12 +237,15 @@ def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
-ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
+    "gelu_erf": gelu_erf,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
 }
+# Gated MLPs (Shazeer 2020), and the activation of each one's gate.
+GATED_MLPS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
-from zoo.nn.layers import Norm
+from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
 from zoo.rnn.time import Chunks
 
@@ -33,7 +33,7 @@ class Config:
     """A second recurrence in each layer, from the end."""
     pooling: Literal["none", "last", "mean"] = "none"
     """Input of the head: each step, a row's final state, or the mean of its steps."""
-    norm: Norm = "none"
+    norm: OptionalNorm = "none"
     """Norm of the output of each layer."""
     dropout: float = 0.0
     """Rate of dropout on the embedding and on each layer's output; one mask for all steps."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, make_norm, normal
+from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
 from zoo.nn.parameters import gather
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
@@ -62,7 +62,7 @@ class Layer(eqx.Module):
     """One recurrent layer: a direction or two, and a norm."""
 
     directions: tuple[Direction, ...]
-    norm: RMSNorm | LayerNorm | None
+    norm: Norm | None
 
     def __init__(self, config: Config, in_size: int, in_axis: str, *, key: Key[Array, ""]):
         self.directions = tuple(

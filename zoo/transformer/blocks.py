@@ -4,6 +4,7 @@ Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -11,28 +12,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.attention import attention
-from zoo.nn.layers import LayerNorm, RMSNorm, add_bias, dropout, normal, rotate
+from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
-from zoo.transformer.config import MLP_KINDS, Config
+from zoo.transformer.config import Config
 from zoo.transformer.moe import MoE
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
-Norm = RMSNorm | LayerNorm
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
 
 
-def make_norm(config: Config) -> Norm:
-    """A norm over the residual stream, of the kind that the configuration asks for."""
-    if config.norm == "layer":
-        return LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
-    return _rms_norm(config, config.d_model, "embed")
-
-
-def _rms_norm(config: Config, size: int, axis: str) -> RMSNorm:
-    offset = 1.0 if config.norm == "rms_offset" else 0.0
-    return RMSNorm(size, axis=axis, eps=config.norm_eps, offset=offset)
+def residual_norm(config: Config) -> Norm:
+    """A norm over the residual stream."""
+    norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+    assert norm is not None
+    return norm
 
 
 class Attention(eqx.Module):
@@ -65,12 +60,15 @@ class Attention(eqx.Module):
         self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bo = jnp.zeros(embed) if config.bias else None
         self.q_norm = self.k_norm = None
+        rms_norm = partial(
+            RMSNorm, eps=config.norm_eps, offset=1.0 if config.norm == "rms_offset" else 0.0
+        )
         if config.qk_norm and config.qk_norm_per_head:
-            self.q_norm = _rms_norm(config, size, "head_dim")
-            self.k_norm = _rms_norm(config, size, "head_dim")
+            self.q_norm = rms_norm(size, axis="head_dim")
+            self.k_norm = rms_norm(size, axis="head_dim")
         elif config.qk_norm:
-            self.q_norm = _rms_norm(config, heads * size, "heads")
-            self.k_norm = _rms_norm(config, kv_heads * size, "kv_heads")
+            self.q_norm = rms_norm(heads * size, axis="heads")
+            self.k_norm = rms_norm(kv_heads * size, axis="kv_heads")
         self.config = config
 
     def __call__(
@@ -117,14 +115,14 @@ def _norm_heads(
 
 
 class MLP(eqx.Module):
-    """The feed-forward part: SwiGLU or GEGLU (Shazeer 2020), or plain GELU."""
+    """The feed-forward part, gated (Shazeer 2020) or plain."""
 
     w_gate: Float[Array, "embed mlp"] | None
     w_up: Float[Array, "embed mlp"]
     w_down: Float[Array, "mlp embed"]
     b_up: Float[Array, "mlp"] | None
     b_down: Float[Array, "embed"] | None
-    kind: str = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embed, hidden = config.d_model, config.hidden_size
@@ -134,16 +132,15 @@ class MLP(eqx.Module):
         self.w_down = normal(down_key, (hidden, embed), hidden * 2 * config.num_layers)
         self.b_up = jnp.zeros(hidden) if config.bias else None
         self.b_down = jnp.zeros(embed) if config.bias else None
-        self.kind = config.mlp
+        self.activation = config.activation
 
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
         hidden = add_bias(matmul(x_BTE, self.w_up), self.b_up)
-        activation = MLP_KINDS[self.kind].activation
         if self.w_gate is None:
-            hidden = activation(hidden)
+            hidden = self.activation(hidden)
         else:
-            hidden = activation(matmul(x_BTE, self.w_gate)) * hidden
+            hidden = self.activation(matmul(x_BTE, self.w_gate)) * hidden
         hidden = constrain(hidden, "batch", "inner_seq", "mlp")
         return add_bias(matmul(hidden, self.w_down), self.b_down)
 
@@ -151,23 +148,23 @@ class MLP(eqx.Module):
 class Block(eqx.Module):
     """One layer: attention, then MLP, each added to the residual stream."""
 
-    attention_norm: RMSNorm | LayerNorm | None
+    attention_norm: Norm | None
     attention: Attention
-    attention_out_norm: RMSNorm | LayerNorm | None
-    mlp_norm: RMSNorm | LayerNorm | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
     mlp: MLP | MoE
-    mlp_out_norm: RMSNorm | LayerNorm | None
+    mlp_out_norm: Norm | None
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         attention_key, mlp_key = jax.random.split(key)
         before, after = (config.norm_placement in (place, "both") for place in ("pre", "post"))
-        self.attention_norm = make_norm(config) if before else None
+        self.attention_norm = residual_norm(config) if before else None
         self.attention = Attention(config, key=attention_key)
-        self.attention_out_norm = make_norm(config) if after else None
-        self.mlp_norm = make_norm(config) if before else None
+        self.attention_out_norm = residual_norm(config) if after else None
+        self.mlp_norm = residual_norm(config) if before else None
         self.mlp = _make_mlp(config, key=mlp_key)
-        self.mlp_out_norm = make_norm(config) if after else None
+        self.mlp_out_norm = residual_norm(config) if after else None
         self.dropout = config.dropout
 
     def __call__(
@@ -235,7 +232,7 @@ def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize=config.normalize_experts,
-        activation=MLP_KINDS[config.mlp].activation,
+        activation=config.activation,
         num_layers=config.num_layers,
         key=key,
     )

@@ -3,34 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import jax
 from jaxtyping import Array
 
 from zoo.base import configuration
 from zoo.base.configuration import formerly, may_differ, require
 from zoo.nn import attention as attention_module
-from zoo.nn.layers import RopeScaling, gelu, gelu_erf
+from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
 from zoo.nn.remat import Policy
 
 LayerKind = Literal["local", "global"]
-
-
-class MLPKind(NamedTuple):
-    """A kind of MLP: the activation of its hidden layer, or of the gate that multiplies it."""
-
-    activation: Callable[[Array], Array]
-    gated: bool
-
-
-MLP_KINDS = {
-    "swiglu": MLPKind(jax.nn.silu, gated=True),
-    "geglu": MLPKind(gelu, gated=True),
-    "gelu": MLPKind(gelu, gated=False),
-    "gelu_erf": MLPKind(gelu_erf, gated=False),
-}
 
 
 def _rope_scaling(value: Any) -> Any:
@@ -69,19 +53,17 @@ class Config:
     """Size of a head; d_model / num_heads if not given."""
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given, and 8/3 of it (rounded up) when gated."""
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_erf"] = "swiglu"
-    """Kind of MLP: gated by SiLU, gated by GELU, plain GELU, or GELU without its approximation."""
+    mlp: MLPKind = "swiglu"
+    """Kind of MLP: gated by SiLU, gated by GELU (geglu), or plain, with that activation."""
     num_experts: int | None = None
     """Experts per layer, each an MLP of its own, in place of one for all tokens."""
     experts_per_token: int = 2
     """Experts that each token goes to: those with the highest router probabilities."""
     normalize_experts: bool = True
     """Make the weights of a token's experts add up to one (Mixtral)."""
-    norm: Literal["rms", "layer", "rms_offset"] = "rms"
+    norm: NormKind = "rms"
     """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
-    norm_placement: Literal["pre", "post", "both"] = field(
-        default="pre", metadata=formerly("norms")
-    )
+    norm_placement: Literal["pre", "post", "both"] = formerly("norms", default="pre")
     """Where norms are: before each part, after it (OLMo 2), or both (Gemma 2); one at the end."""
     norm_eps: float = 1e-6
     """Constant that the norms add to the variance."""
@@ -89,9 +71,7 @@ class Config:
     """Rotary positions in each attention, or learned ones added to the embedding."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    rope_scaling: RopeScaling = field(
-        default=RopeScaling(), metadata=formerly(convert=_rope_scaling)
-    )
+    rope_scaling: RopeScaling = formerly(default=RopeScaling(), convert=_rope_scaling)
     """How the rotary wavelengths are stretched, except those of local_rope_theta."""
     local_rope_theta: float | None = None
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
@@ -184,7 +164,12 @@ class Config:
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies by a gate."""
-        return MLP_KINDS[self.mlp].gated
+        return self.mlp in GATED_MLPS
+
+    @property
+    def activation(self) -> Callable[[Array], Array]:
+        """The activation of the MLP, or of its gate."""
+        return ACTIVATIONS[GATED_MLPS.get(self.mlp, self.mlp)]
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
-from zoo.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, dropout, rotary_tables
+from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
 from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
 from zoo.sharding import constrain
-from zoo.transformer.blocks import Block, Rotary, make_norm
+from zoo.transformer.blocks import Block, Rotary, residual_norm
 from zoo.transformer.config import Config as Config
 from zoo.transformer.config import LayerKind
 from zoo.transformer.config import num_flops_per_token as num_flops_per_token
@@ -31,7 +31,7 @@ class Transformer(CastsAtUse):
     embedding: Embedding
     position_embedding: Embedding | None
     blocks: Block
-    final_norm: RMSNorm | LayerNorm
+    final_norm: Norm
     head: Linear | None
     config: Config = eqx.field(static=True)
     is_pooled: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class Transformer(CastsAtUse):
         self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
             jax.random.split(blocks_key, config.num_layers)
         )
-        self.final_norm = make_norm(config)
+        self.final_norm = residual_norm(config)
         self.head = (
             None
             if config.tie_embeddings
