@@ -12,7 +12,7 @@ from recipe_cases import Recipe, shared
 import zoo
 from zoo import finetuning, rnn, transformer
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 from zoo.runs.metrics import read_metrics
 
 __all__ = ["shared"]

@@ -24,7 +24,7 @@ import zoo
 from zoo import ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
 from zoo.nn import parameters
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
 

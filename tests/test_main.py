@@ -8,8 +8,8 @@ import zoo
 from zoo import __main__ as main
 from zoo import mlp
 from zoo.publishing import shelf as the_shelf
+from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import WEIGHTS
-from zoo.publishing.tensors import PublishError
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from recipes import finetune, generate, lm
 from zoo import bert, language, mlp, rnn, sharding, transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 from zoo.runs import loop
 from zoo.runs.processes import RunError
 from zoo.runs.run import as_json

@@ -11,11 +11,11 @@ from rich.table import Table
 from zoo import sharding
 from zoo.base import checksums
 from zoo.planning import command as planning
+from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
-from zoo.publishing.tensors import PublishError
 from zoo.runs.command_line import cli_errors
 
 

@@ -1,4 +1,4 @@
-"""The adapters of a model alone, as a folder: its `config.json` names the model that they adapt."""
+"""Folders of adapters without their model: `config.json` names the model that they adapt."""
 
 import dataclasses
 import json
@@ -14,23 +14,24 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums, configuration
 from zoo.base.files import local_path
+from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name, family_name, fresh
 from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, replacing, verify, version
 from zoo.publishing.shelf import find
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import PublishError, parse_dtype, read_tensors, write_tensors
+from zoo.publishing.tensors import parse_dtype, read_tensors, write_tensors
 from zoo.sharding.axes import keystr
 from zoo.wrappers import lora
 
-BASE = "adapters_of"  # the field of `config.json`, which no other folder has
+BASE = "adapters_of"  # a field of `config.json` that only adapters have
 
 
 def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> None:
-    """Writes the adapters of a model alone, as a folder that `load_adapters` and `zoo.load` open.
+    """Write only the adapters of a model, as a folder that `load_adapters` and `zoo.load` open.
 
-    `base` says which model they adapt: a folder, a name on the shelf or a hub id. All processes
-    call it, and the first writes. Raises PublishError where the folder has other files, ValueError
-    for a model without adapters.
+    `base` names the model that they adapt: a folder, a name on the shelf or a hub id. All processes
+    call it, and the first writes. Raises PublishError if the folder has other files, ValueError if
+    the model has no adapters.
     """
     found: dict[str, lora.Adapted] = {}
 
@@ -63,10 +64,10 @@ def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> Non
 def load_adapters(
     folder: Path | str, base: Any, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
 ) -> Any:
-    """The adapters in a folder on the model `base`; `zoo.load` opens the one they were made for.
+    """The model `base` with the adapters in a folder; `zoo.load` also loads the base itself.
 
     `zoo.lora.merge` makes a plain model of it. `mesh` and `dtype` are as for `zoo.load`, and `base`
-    has to lie on that mesh. Raises PublishError, naming what is at fault.
+    has to be on that mesh. Raises PublishError, which names the file, field or tensor at fault.
     """
     folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
     description, config = _read(folder)
@@ -85,12 +86,12 @@ def load_adapters(
 
 
 def are_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters, and no whole model."""
+    """Whether a folder holds adapters instead of a whole model."""
     return BASE in read_json(folder / CONFIG)
 
 
 def base_of(folder: Path) -> str:
-    """The model that the adapters in a folder are for, as `zoo.load` takes it."""
+    """The base of the adapters in a folder, as an argument for `zoo.load`."""
     description, _ = _read(folder)
     if find(description[BASE]).samefile(folder):
         raise PublishError(f"{folder / CONFIG}: {BASE}={str(folder)!r} is this folder itself")
@@ -98,7 +99,7 @@ def base_of(folder: Path) -> str:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
-    """What `config.json` holds, and the configuration in it."""
+    """The content of `config.json`, and the configuration in it."""
     verify(folder)
     path = folder / CONFIG
     description = read_json(path)

@@ -1,7 +1,7 @@
-"""The families by name: what `config.json` says of a model, and the skeleton of what it describes.
+"""The families by name: the `config.json` of a model, and the skeleton that it describes.
 
-Opening a folder makes a model of one of these and nothing else, and the names in a folder are those
-of this table: no folder knows in which module a class is.
+Opening a folder makes a model of one of these families and nothing else. Folders name families by
+this table, never by module.
 """
 
 import dataclasses
@@ -17,15 +17,16 @@ from jaxtyping import PyTree
 
 from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
+from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json, version
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import PublishError, check_counts, parameter_shapes
+from zoo.publishing.tensors import check_counts, parameter_shapes
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
 
 
 class Family(NamedTuple):
-    """The class of a model, and that of its configuration."""
+    """The classes of a model and of its configuration."""
 
     model: Any
     config: Any
@@ -38,7 +39,7 @@ FAMILIES = {
     "transformer": Family(transformer.Transformer, transformer.Config),
 }
 
-# In folders of the zoo up to 0.1 a family is named by its class.
+# Versions up to 0.1 named a family by its class.
 FORMER_NAMES = {
     "zoo.bert.BERT": "bert",
     "zoo.mlp.MLP": "mlp",
@@ -48,15 +49,15 @@ FORMER_NAMES = {
 
 
 def current_name(name: Any) -> Any:
-    """The name of a family in the table, of that or of its former one; any other as it is."""
+    """A family's name in the table, given it or the former one; any other name as it is."""
     return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def family_name(model: eqx.Module) -> str:
-    """The family of a model, or of what an ensemble or a classification head has in it.
+    """The family of a model, of an ensemble's members or of a classifier's body.
 
     Raises:
-        PublishError: a model of no family of the zoo.
+        PublishError: the model is of no family of the zoo.
     """
     cls = type(body_of(model))
     for name, family in FAMILIES.items():
@@ -69,7 +70,7 @@ def family_name(model: eqx.Module) -> str:
 
 
 def describe(model: eqx.Module) -> dict:
-    """What `config.json` holds, after the proof that the model can be made again from it."""
+    """The content of `config.json`, after a check that it suffices to make the model again."""
     check_model(model, fresh(model))
     config = body_of(model).config
     fields = dataclasses.asdict(config)
@@ -92,17 +93,20 @@ def describe(model: eqx.Module) -> dict:
 
 
 def fresh(model: PyTree) -> PyTree:
-    """The skeleton of what `load` makes of the configuration of a model.
+    """The skeleton of the model that `load` makes from the configuration of this one.
 
     Raises:
-        PublishError: a model of no family of the zoo.
+        PublishError: the model is of no family of the zoo.
     """
     cls = FAMILIES[family_name(model)].model
     return _skeleton(cls, body_of(model).config, _around(model))
 
 
+_AROUND = {"num_members": int, "num_classes": int, "pooling": Pooling}
+
+
 def _around(model: PyTree) -> dict[str, Any]:
-    """What `config.json` says of an ensemble's members, or of a classification head."""
+    """The fields of `config.json` for an ensemble or a classification head."""
     if isinstance(model, Ensemble):
         return {"num_members": model.num_members}
     if isinstance(model, Classifier):
@@ -126,11 +130,7 @@ def read_skeleton(folder: Path) -> PyTree:
         configuration.check_value("config", values, dict)
         around = {
             name: configuration.value_from_json(name, description[name], annotation)
-            for name, annotation in (
-                ("num_members", int),
-                ("num_classes", int),
-                ("pooling", Pooling),
-            )
+            for name, annotation in _AROUND.items()
             if name in description
         }
         config = configuration.from_json(config_class, values)
@@ -152,7 +152,7 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
             return Ensemble(one, around["num_members"], key=key)
         if "num_classes" in around:
             if "pooling" not in around:
-                raise ValueError("a classifier has the field pooling beside num_classes")
+                raise ValueError("the field pooling is missing beside num_classes")
             return Classifier(one(key), around["num_classes"], pooling=around["pooling"], key=key)
         return one(key)
 
@@ -160,7 +160,7 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
 
 
 def body_of(model: eqx.Module) -> Any:
-    """What an ensemble has several of, or a classification head stands on; else the model."""
+    """The members of an ensemble, the body of a classifier; else the model itself."""
     if isinstance(model, Classifier):
         return model.body
     return model.members if isinstance(model, Ensemble) else model

@@ -1,4 +1,4 @@
-"""A model's folder as files: their names, their checksums, and how one folder replaces another."""
+"""The files of a model's folder: their names, their checksums, and replacing the folder."""
 
 import contextlib
 import importlib.metadata
@@ -14,18 +14,18 @@ from jax.experimental import multihost_utils
 
 from zoo.base import checksums
 from zoo.base.files import local_path
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
 
 
 @contextlib.contextmanager
 def replacing(folder: Path | str) -> Iterator[Path | None]:
-    """A new folder to fill, which then takes the place of `folder`; None on other processes.
+    """A new folder to fill, which then replaces `folder`; None except on process 0.
 
     Raises:
-        PublishError: a folder that no earlier save wrote.
-        ValueError: a folder on another machine.
+        PublishError: the folder has files that no earlier save wrote.
+        ValueError: the folder is on another machine.
     """
     folder = local_path(folder, "folder").absolute()
     _check_replaceable(folder)
@@ -45,22 +45,22 @@ def replacing(folder: Path | str) -> Iterator[Path | None]:
 
 
 def verify(folder: Path) -> None:
-    """Raise a PublishError where a folder's checksums do not hold."""
+    """Raise a PublishError if a folder's files do not match their checksums."""
     if problems := checksums.problems(folder):
         raise PublishError(
             f"{folder} is damaged or not a model of the zoo:\n  "
             + "\n  ".join(problems)
-            + "\nPut back the files from a copy, or publish it again."
+            + "\nRestore the files from a copy, or publish the model again."
         )
 
 
 def hugging_face_config(folder: Path) -> dict | None:
-    """What `config.json` holds if it is Hugging Face's; None if it is the zoo's, or damaged."""
+    """The content of `config.json` if it is Hugging Face's; None if it is the zoo's, or damaged."""
     try:
         values = read_json(folder / CONFIG)
     except PublishError:
         if (folder / checksums.NAME).exists():
-            return None  # the checksums will tell
+            return None  # `verify` will report it
         raise
     return None if values.keys() & {"family", "config"} else values
 
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        PublishError: there is none.
+        PublishError: the file is missing, damaged, or holds something else.
     """
     try:
         values = json.loads(path.read_bytes())
@@ -81,19 +81,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Nothing is deleted but what an earlier save wrote."""
+    """Refuse to delete files that no earlier save wrote."""
     if folder.exists() and not folder.is_dir():
         raise PublishError(f"{folder} is a file: a model is a folder")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if others := sorted(found - checksums.listed(folder) - {README, checksums.NAME}):
         raise PublishError(
-            f"{folder} has files that are no part of a model: {', '.join(others)}. Move them away, "
-            "or save elsewhere"
+            f"{folder} has files that are not part of a model: {', '.join(others)}. Move them "
+            "away, or save elsewhere"
         )
 
 
 def version() -> str:
-    """The version of the zoo, for what is written by it."""
+    """The version of the zoo, which is stored with each model."""
     try:
         return importlib.metadata.version("zoo")
     except importlib.metadata.PackageNotFoundError:

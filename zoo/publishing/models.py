@@ -1,9 +1,9 @@
-"""A model as a folder that anyone can open: configuration, safetensors, card and checksums.
+"""Saving a model as a folder that anyone can open, and loading it.
 
 The folder holds `config.json` (family, parameter count, the fields of its `Config`),
-`model.safetensors` (a tensor per parameter, named by its dotted path in the model), `README.md`,
-`metrics.json` and the tokenizer's files where there are any, and `checksums.json`. Folders in
-Hugging Face's format, whose `config.json` has a `model_type`, are read and written by `hf`.
+`model.safetensors` (one tensor per parameter, named by its dotted path in the model), `README.md`,
+`checksums.json` and, if given, `metrics.json` and the tokenizer's files. Folders in Hugging Face's
+format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from zoo.base import checksums
 from zoo.nn.parameters import is_derived
 from zoo.publishing import adapters, hf
+from zoo.publishing.errors import PublishError
 from zoo.publishing.families import describe, family_name, read_skeleton
 from zoo.publishing.folder import (
     CONFIG,
@@ -30,13 +31,7 @@ from zoo.publishing.folder import (
     verify,
 )
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import (
-    PublishError,
-    parameter_shapes,
-    parse_dtype,
-    read_tensors,
-    write_tensors,
-)
+from zoo.publishing.tensors import parameter_shapes, parse_dtype, read_tensors, write_tensors
 
 
 def save(
@@ -48,13 +43,13 @@ def save(
     card: str = "",
     metrics: dict | None = None,
 ) -> None:
-    """Writes `model`, in the dtypes it has, as the folder that `load` opens, all or nothing.
+    """Write `model`, in its own dtypes, as a folder that `load` opens: all of it or nothing.
 
-    A model already there is replaced, and a folder with other files is refused. `format="hf"` is
-    what transformers opens too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown
-    for the README, `metrics` is JSON, which is written with the checksums of what was measured.
-    All processes call it, and the first writes. Raises PublishError where `load` could not make
-    the model again, or no Hugging Face family has it.
+    A model already there is replaced; a folder with other files is refused. transformers opens
+    `format="hf"` too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown for the
+    README, `metrics` is JSON, which is stored with the checksums of the measured files.
+    All processes call it, and the first writes. Raises PublishError if `load` could not make the
+    model again, or no Hugging Face family has it.
     """
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(
@@ -64,7 +59,7 @@ def save(
     with replacing(folder) as new:
         if format == "hf":
             family, description = hf.describe(model, tokenizer)
-            hf.write(new, model, family)
+            hf.write_model(new, model, family)
         else:
             description = describe(model)
             write_tensors(new and new / WEIGHTS, model)
@@ -74,8 +69,8 @@ def save(
             (new / README).write_text(readme, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(new)
-            # A card may be edited by hand, and the model opens still.
-            if metrics is not None:  # with what they were measured on
+            # The card is in no checksum, so that it may be edited by hand.
+            if metrics is not None:
                 measured = {**metrics, "files": checksums.of(new, skip=(README,))}
                 (new / METRICS).write_text(json.dumps(measured, indent=1) + "\n")
             checksums.write(new, skip=(README,))
@@ -84,13 +79,13 @@ def save(
 def load(
     name_or_folder: str | Path, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
 ) -> Any:
-    """The model in a folder, of a name on the shelf, or of a Hugging Face hub id.
+    """The model in a folder, given its path, its name on the shelf or its Hugging Face hub id.
 
-    It is born on `mesh` (None: one device): each device reads its own slices, so that no device
-    or host holds the whole. Floating point parameters are cast to `dtype` slice by slice: "bf16",
-    "fp16", "fp32", or any floating point dtype (None: as stored). The checksums of a folder that
-    has them are verified first; Hugging Face's have none.
-    Nothing in a folder is executed. Raises PublishError, naming the file, field or tensor at fault.
+    It is sharded over `mesh` (None: on one device): each device reads its own slices, so that no
+    device or host holds the whole model. Floating point parameters are cast to `dtype` slice by
+    slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
+    verified first; Hugging Face's folders have none. Nothing in a folder is executed. Raises
+    PublishError, which names the file, field or tensor at fault.
     """
     dtype = parse_dtype(dtype)
     folder = find(name_or_folder)
@@ -98,7 +93,7 @@ def load(
     if values is None or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
-        return hf.load(folder, values, mesh=mesh, dtype=dtype)
+        return hf.read_model(folder, values, mesh=mesh, dtype=dtype)
     if adapters.are_adapters(folder):
         base = load(adapters.base_of(folder), mesh=mesh, dtype=dtype)
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)

@@ -1,18 +1,18 @@
-"""The shelf of published models, and the folder that a name, a path or a hub id stands for."""
+"""The shelf of published models, and the folder of a name, a path or a hub id."""
 
 import dataclasses
 from pathlib import Path
 
 from zoo.base.files import local_path
 from zoo.publishing import hf
+from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name
 from zoo.publishing.folder import CONFIG, METRICS, README, read_json
-from zoo.publishing.tensors import PublishError
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the shelf says of a published model; `text` is its README."""
+    """A published model's entry on the shelf; `text` is its README."""
 
     name: str
     folder: Path
@@ -23,13 +23,13 @@ class Card:
 
 
 def published() -> dict[str, Card]:
-    """The shelf: name -> card, of every model that came with the zoo."""
+    """The shelf: the card of each model that comes with the zoo, by name."""
     configs = sorted(_shelf().glob(f"*/{CONFIG}"))
     return {config.parent.name: _card(config.parent) for config in configs}
 
 
 def _shelf() -> Path:
-    """In an install the models lie in the package, in a checkout beside it."""
+    """The models' folder: in an installation inside the package, in a checkout beside it."""
     package = Path(__file__).parents[1]
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
@@ -49,20 +49,20 @@ def _card(folder: Path) -> Card:
 
 
 def find(name_or_folder: str | Path) -> Path:
-    """The folder of a model: one that exists, or of that name on the shelf, or of that hub id.
+    """The folder of a model, given its path, its name on the shelf or its hub id.
 
     A run's folder stands for the model in it.
 
     Raises:
         PublishError: there is none.
-        ValueError: a folder on another machine.
+        ValueError: the folder is on another machine.
     """
     given = local_path(name_or_folder, "model")
     for folder in (given / "model", given, _shelf() / name_or_folder):
         if (folder / CONFIG).is_file():
             return folder
     if (given / "checkpoints").is_dir():
-        raise PublishError(f"{given} is a run that has not come to its end: it has no model yet")
+        raise PublishError(f"{given} is a run that has not finished: it has no model yet")
     if Path(name_or_folder).is_file():
         raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
     if Path(name_or_folder).exists():

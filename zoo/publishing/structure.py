@@ -1,4 +1,4 @@
-"""Whether a model is what its configuration makes: its classes, static fields and shapes."""
+"""Whether a model is as its configuration makes it: its classes, static fields and shapes."""
 
 import dataclasses
 import reprlib
@@ -6,29 +6,30 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from zoo.publishing.tensors import PublishError, check_tensors, parameter_shapes
+from zoo.publishing.errors import PublishError
+from zoo.publishing.tensors import check_tensors, parameter_shapes
 from zoo.sharding.axes import is_parameter
 
 
 def check_model(model: PyTree, fresh: PyTree) -> None:
-    """Refuse a model that is not as `fresh`, what its configuration makes, but for its numbers.
+    """Refuse a model that differs from `fresh`, which its configuration makes, in more than values.
 
     Raises:
-        PublishError: it names the first path that differs, and what is there in both.
+        PublishError: they differ; the message names the first path, and both sides.
     """
     check_tensors("the model", parameter_shapes(model), parameter_shapes(fresh))
     if difference := first_difference(model, fresh):
         raise PublishError(
-            f"the model is another one than its configuration makes, which is what loading it "
-            f"would give:\n  {difference}\nKeep its arrays by equinox.tree_serialise_leaves, "
-            "and make it by its own code"
+            f"the model is not the one that its configuration makes, and that loading it would "
+            f"give:\n  {difference}\nSave its arrays by equinox.tree_serialise_leaves, "
+            "and make the model by its own code"
         )
 
 
 def first_difference(model: Any, fresh: Any, path: str = "") -> str | None:
-    """The first path at which two models have other classes or static fields, and which; or None.
+    """The first path at which the classes or static fields of two models differ, or None.
 
-    Arrays are alike whatever their shapes, dtypes and values.
+    Shapes, dtypes and values of arrays are not compared.
     """
     if is_parameter(model) and is_parameter(fresh):
         return None
@@ -62,11 +63,8 @@ def _is_same(a: Any, b: Any) -> bool:
         return False
 
 
-def _name(x: Any) -> str:
-    return f"{x.__module__}.{x.__qualname__}"
-
-
 def _text(x: Any) -> str:
     if is_parameter(x):
         return "an array"
-    return reprlib.repr(x) if _children(x) is None else _name(type(x))
+    cls = type(x)
+    return reprlib.repr(x) if _children(x) is None else f"{cls.__module__}.{cls.__qualname__}"

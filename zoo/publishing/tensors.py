@@ -1,4 +1,4 @@
-"""The arrays of a model in a safetensors file: a tensor a parameter, named by its dotted path."""
+"""A model's arrays in a safetensors file: one tensor per parameter, named by its dotted path."""
 
 import contextlib
 import json
@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.nn.precision import DTYPES
+from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import is_parameter, keystr, map_parameters
 from zoo.sharding.kinds import is_stack
 from zoo.sharding.placement import on_host
@@ -43,29 +44,25 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_MOST = 4096  # layers or experts: a damaged file can name any number, and they are counted out
-
-
-class PublishError(Exception):
-    """A folder that can't be written as a model, or can't be opened as one."""
+_MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse more layers or experts than a model has.
+    """Refuse implausible numbers of layers or experts.
 
     Raises:
-        ValueError: it names the field.
+        ValueError: a number is too large; the message names the field.
     """
     for name in ("num_layers", "num_experts"):
         if (count := fields.get(name) or 0) > _MOST:
-            raise ValueError(f"{name}={count}: more layers or experts than {_MOST}")
+            raise ValueError(f"{name}={count}: must be at most {_MOST}")
 
 
 def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """A floating point dtype of its name, of the zoo's ("bf16", "fp16", "fp32") or of any other.
+    """A floating point dtype, also by the zoo's names: "bf16", "fp16" and "fp32".
 
     Raises:
-        PublishError: another one, with the choices.
+        PublishError: `dtype` is no floating point dtype; the message names the choices.
     """
     if dtype is None:
         return None
@@ -75,7 +72,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise PublishError(
-            f"dtype={dtype!r}: parameters are cast to floating point types alone; choose one of "
+            f"dtype={dtype!r}: parameters can be cast to floating point types only; choose one of "
             f"{[*DTYPES]}, or a dtype such as 'bfloat16' or jnp.float32"
         )
     return found
@@ -85,31 +82,47 @@ def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLi
     """The skeleton with its arrays from a file; each device reads its own slices.
 
     Raises:
-        PublishError: tensors that are missing, surplus or of another shape, by name.
+        PublishError: tensors are missing, surplus or of another shape; the message names them.
     """
-    if mesh is None:
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        placed = jax.tree.map(lambda leaf: one, skeleton)
-    else:
-        placed = sharding.shardings(skeleton, mesh)
     with open_file(path) as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         check_tensors(f"{path}", stored, parameter_shapes(skeleton))
 
-        def fill(path: tuple, leaf: Any, where: Any) -> Any:
-            if not is_parameter(leaf):
-                return leaf
-            return _read(file, keystr(path), leaf.shape, where, dtype)
+        def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
+            def read(index: Any) -> np.ndarray:
+                # get_slice refuses an empty array.
+                part = file.get_slice(name)[index] if 0 not in shape else file.get_tensor(name)
+                floating = jnp.issubdtype(part.dtype, jnp.floating)
+                return part.astype(dtype) if dtype is not None and floating else part
 
-        return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
+            return jax.make_array_from_callback(shape, where, read)
+
+        return fill(skeleton, mesh, make)
+
+
+def fill(
+    skeleton: PyTree,
+    mesh: Mesh | None,
+    make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], jax.Array],
+) -> Any:
+    """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh."""
+    one = SingleDeviceSharding(jax.local_devices()[0])
+    placed = skeleton if mesh is None else sharding.shardings(skeleton, mesh)
+
+    def array(path: tuple, leaf: Any, where: Any) -> Any:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        return make(keystr(path), leaf.shape, one if mesh is None else where)
+
+    return jax.tree_util.tree_map_with_path(array, skeleton, placed)
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, open to be read.
+    """A safetensors file, open for reading.
 
     Raises:
-        PublishError: one that is missing or damaged.
+        PublishError: the file is missing or damaged.
     """
     try:
         with safetensors.safe_open(path, "numpy") as opened:
@@ -118,12 +131,12 @@ def open_file(path: Path) -> Iterator[Any]:
         raise PublishError(f"{path} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise PublishError(
-            f"{path} is damaged, or no safetensors file: {error}. Get it again from where it came"
+            f"{path} is damaged, or no safetensors file: {error}. Get it again from its source"
         ) from error
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: `pieces` gives it in parts, one after the other."""
+    """A tensor to write: `pieces` yields its parts in order on process 0, None on others."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -133,7 +146,7 @@ class Tensor(NamedTuple):
 def write_tensors(path: Path | None, model: PyTree) -> None:
     """Write the arrays of a model by name; all processes call it, one of them with a path.
 
-    One layer, expert or member of one parameter at a time lies in memory.
+    A parameter that stacks layers is gathered layer by layer, to save memory.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -153,16 +166,16 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
 def write_file(
     path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file a piece at a time, the same bytes as the library writes at once.
+    """Write a safetensors file piece by piece, with the same bytes as the library writes.
 
-    All processes call it, for each piece may be gathered from all; one of them has a path.
+    All processes call it, because pieces may be gathered from all; one of them has a path.
 
     Raises:
-        PublishError: a dtype that safetensors has not.
+        PublishError: safetensors does not have a tensor's dtype.
     """
     for name, tensor in tensors.items():
         if str(tensor.dtype) not in _CODES:
-            raise PublishError(f"{name} is of type {tensor.dtype}, which safetensors has not")
+            raise PublishError(f"{name} is of type {tensor.dtype}, which safetensors does not have")
     order = [*_CODES]
     names = sorted(tensors, key=lambda name: (order.index(str(tensors[name].dtype)), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -180,7 +193,7 @@ def write_file(
         for name in names:
             for piece in tensors[name].pieces():
                 if file is not None:
-                    # The buffer as it lies would be wrong for any other order than C.
+                    # The file is in C order, whatever the order of the array in memory.
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
 
 
@@ -192,34 +205,25 @@ def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
 
 def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a model, by its dotted path."""
-    return {name: leaf.shape for name, leaf in _named(model)}
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    arrays = [x for x in leaves if isinstance(x[1], jax.Array | jax.ShapeDtypeStruct)]
+    return {keystr(path): leaf.shape for path, leaf in arrays}
 
 
 def check_tensors(
     where: str, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
 ) -> None:
-    """Raise a PublishError that names what is missing, surplus or of another shape."""
-    lines = differences(stored, wanted, "here", "by the configuration")
-    if lines:
+    """Raise a PublishError that names the tensors that are missing, surplus or of another shape."""
+    if lines := differences(stored, wanted, "here", "by the configuration"):
         raise PublishError(f"{where} does not fit its configuration:\n  " + "\n  ".join(lines))
 
 
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], there: str, here: str
 ) -> list[str]:
-    """A line for each name under which two descriptions of arrays differ."""
+    """One line per name for which two descriptions of arrays differ."""
     return [
         f"{name}: {stored.get(name, 'none')} {there}, {wanted.get(name, 'none')} {here}"
         for name in sorted(stored.keys() | wanted.keys())
         if stored.get(name) != wanted.get(name)
     ]
-
-
-def _read(file: Any, name: str, shape: tuple, where: Any, dtype: DTypeLike | None) -> jax.Array:
-    def read(index: Any) -> np.ndarray:
-        # get_slice refuses an empty array.
-        part = file.get_slice(name)[index] if 0 not in shape else file.get_tensor(name)
-        floating = jnp.issubdtype(part.dtype, jnp.floating)
-        return part.astype(dtype) if dtype is not None and floating else part
-
-    return jax.make_array_from_callback(shape, where, read)

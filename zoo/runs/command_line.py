@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import tyro
 
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.processes import RunError
 

@@ -1,4 +1,4 @@
-"""BERT and its like, such as MiniLM: encoders without a head for tokens."""
+"""BERT and similar encoders, such as MiniLM, without a language-modelling head."""
 
 import dataclasses
 from collections.abc import Collection
@@ -47,7 +47,7 @@ def _tensors(config: bert.Config) -> dict[str, Tensor]:
 
 
 def _with_pooler(config: bert.Config, names: Collection[str]) -> bert.Config:
-    """The configuration does not say whether there is one."""
+    """Hugging Face's configuration does not tell whether there is a pooler; the tensors do."""
     return dataclasses.replace(config, pooler=any("pooler." in name for name in names))
 
 
@@ -80,7 +80,7 @@ BERT = Family(
     tensors=_tensors,
     prefixes=("", "bert."),
     marker="{prefix}embeddings.word_embeddings.weight",
-    # Of a head that these models lack, and of a pooler that transformers does not have.
+    # Fields of a head that these models lack, and of a pooler that transformers does not have.
     ignored=frozenset(
         {
             "directionality",

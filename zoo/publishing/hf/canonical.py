@@ -1,4 +1,4 @@
-"""One spelling for configurations that mean the same model, so that they can be compared."""
+"""One canonical form for configurations of the same model, so that they can be compared."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from zoo import bert, transformer
 
 
 def of_transformer(config: transformer.Config) -> transformer.Config:
-    """Derived sizes written out, the shortest pattern, and defaults for fields without effect."""
+    """Derived sizes filled in, the shortest pattern, and defaults for fields without effect."""
     pattern = config.all_layer_kinds
     changes: dict[str, Any] = {
         "num_kv_heads": config.kv_heads,
@@ -38,12 +38,12 @@ def of_transformer(config: transformer.Config) -> transformer.Config:
 
 
 def of_bert(config: bert.Config) -> bert.Config:
-    """Derived sizes written out."""
+    """Derived sizes filled in."""
     return dataclasses.replace(config, d_ff=config.parts.hidden_size)
 
 
 def shortest(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest pattern that gives this one when it is repeated (and cut)."""
+    """The shortest pattern that gives this one when it is repeated and truncated."""
     lengths = range(1, len(pattern) + 1)
     period = next(n for n in lengths if all(x == pattern[i % n] for i, x in enumerate(pattern)))
     return pattern[:period]

@@ -46,26 +46,24 @@ class _NumExperts(Rule):
 
 
 MIXTRAL = llama.decoder(
-    "mixtral",
-    "MixtralForCausalLM",
-    (
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    rules=(
         *llama.sizes(eps=1e-5, kv_heads=8),
-        Same("head_dim", "head_dim", None),
         llama.SILU,
         Rotary(theta=1_000_000.0, max_seq_len=131072),
         Window(None),
         _NumExperts(("num_local_experts",), 8),
         Same("num_experts_per_tok", "experts_per_token", 2),
     ),
-    {"normalize_experts": True},
-    _tensors("block_sparse_moe", "w1", "w3", "w2"),
+    always={"normalize_experts": True},
+    tensors=_tensors("block_sparse_moe", "w1", "w3", "w2"),
 )
 QWEN3_MOE = llama.decoder(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    (
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rules=(
         *llama.sizes(kv_heads=4, hidden="moe_intermediate_size"),
-        Same("head_dim", "head_dim", None),
         llama.SILU,
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(all_layers=True),
@@ -76,7 +74,7 @@ QWEN3_MOE = llama.decoder(
         Fixed("decoder_sparse_step", 1),
         Fixed("mlp_only_layers", []),
     ),
-    {"qk_norm": True},
-    _tensors("mlp", "gate_proj", "up_proj", "down_proj"),
-    ignored=frozenset({"intermediate_size"}),  # of the layers without experts: there are none
+    always={"qk_norm": True},
+    tensors=_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
+    ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )

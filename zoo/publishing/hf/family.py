@@ -1,8 +1,10 @@
-"""A family as Hugging Face knows it: a map of configuration fields and a map of tensor names.
+"""A family in Hugging Face's format: rules for configuration fields and a map of tensor names.
 
-Both go both ways. A field of `config.json` that a family's map does not know, or whose value the
-zoo's model would not follow, is an error: nothing that changes the maths is passed over.
+Both work in both directions. A field of `config.json` that no rule of the family knows, or a value
+that the zoo's model does not support, is an error: nothing that changes the maths is ignored.
 """
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 import abc
 import dataclasses
@@ -11,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.base import configuration
+from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.names import Tensor
-from zoo.publishing.tensors import PublishError, check_counts
+from zoo.publishing.tensors import check_counts
 
-# Of no consequence to a model's outputs.
+# Fields without effect on what a model computes from its tokens.
 IGNORED = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
@@ -33,7 +36,7 @@ _ABSENT = object()
 
 
 class Fields:
-    """The fields of a `config.json`, each to be taken once."""
+    """The fields of a `config.json`; each is taken once."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
@@ -48,7 +51,7 @@ class Fields:
         return value
 
     def expect(self, name: str, value: Any) -> None:
-        """A field that has this value, if it is there at all."""
+        """Take a field, which has to have this value or to be absent."""
         if (found := self.take(name, value)) != value:
             raise self.refusal(f"{name}={found!r} is not supported, only {value!r}")
 
@@ -57,46 +60,44 @@ class Fields:
         return PublishError(f"{self._where}: {reason}")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Refuse the fields that nobody took."""
+        """Refuse the fields that no rule took."""
         if left := sorted(self._left.keys() - IGNORED - set(ignored)):
             fields = ", ".join(f"{name}={self._left[name]!r}" for name in left)
             raise self.refusal(f"unknown fields, which may change the maths: {fields}")
 
 
 class Rule(abc.ABC):
-    """How some fields of a `config.json` and some of a `Config` follow from each other."""
+    """A map between some fields of a `config.json` and some of a `Config`, in both directions."""
 
     @abc.abstractmethod
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
+        """The fields of the `Config`."""
 
     @abc.abstractmethod
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
+        """The fields of `config.json`."""
 
 
 @dataclass(frozen=True)
 class Same(Rule):
-    """The same value under another name; `default` is Hugging Face's, where the field is absent."""
+    """The same value under another name; `default` is Hugging Face's, for an absent field."""
 
     theirs: str
     ours: str
     default: Any = _ABSENT
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         return {self.ours: fields.take(self.theirs, self.default)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         return {self.theirs: getattr(config, self.ours)}
 
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """A field of which one value is supported: Hugging Face's default too.
+    """A field with one supported value, which is Hugging Face's default too.
 
-    One that transformers does not know itself is not written.
+    A field that transformers does not know itself is not `written`.
     """
 
     theirs: str
@@ -104,18 +105,16 @@ class Fixed(Rule):
     written: bool = True
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         fields.expect(self.theirs, self.value)
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         return {self.theirs: self.value} if self.written else {}
 
 
 @dataclass(frozen=True)
 class Choice(Rule):
-    """A field whose values have other names here; the first of theirs is written."""
+    """A field whose values have other names in the zoo; of several, the first is written."""
 
     theirs: str
     ours: str
@@ -123,7 +122,6 @@ class Choice(Rule):
     default: str
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         value = fields.take(self.theirs, self.default)
         if value not in self.values:
             known = ", ".join(self.values)
@@ -131,7 +129,6 @@ class Choice(Rule):
         return {self.ours: self.values[value]}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         value = getattr(config, self.ours)
         return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
 
@@ -142,34 +139,34 @@ class Family:
 
     model_type: str
     architecture: str
-    """The name of such a model's class in transformers."""
+    """The class of such a model in transformers."""
     model: type
     """The zoo's class."""
     config: Any
     """The class of its configuration."""
     rules: tuple[Rule, ...]
-    always: Mapping[str, Any]
-    """Fields of the `Config` that all models of the family have."""
     canonical: Callable[[Any], Any]
-    """The same configuration in one spelling, for comparison: derived values are written out."""
+    """The canonical form of a configuration, for comparison."""
     tensors: Callable[[Any], dict[str, Tensor]]
-    """Where each parameter is, by its path."""
+    """The place of each parameter, by its path."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the `Config` that are the same for all models of the family."""
     prefixes: tuple[str, ...] = ("",)
-    """Prefixes that names may have; the first is written."""
+    """Possible prefixes of tensor names; the first is written."""
     marker: str = ""
-    """A tensor that every file has, by which the prefix is found out."""
+    """A tensor that every file has, by which the prefix is found."""
     ignored: frozenset[str] = frozenset()
-    """Fields of `config.json` of no consequence in this family."""
+    """Fields of `config.json` without effect in this family."""
     buffers: tuple[str, ...] = ()
-    """How the names of tensors end that are no parameters, and may be in a file."""
+    """Suffixes of the names of tensors that may be in a file, but are no parameters."""
     adapt: Callable[[Any, Collection[str]], Any] = field(default=lambda config, names: config)
     """The configuration, given the names of the tensors in the file."""
 
     def read(self, values: Mapping[str, Any], where: str) -> Any:
-        """The `Config` of the fields of a `config.json`.
+        """The `Config` of the content of a `config.json`.
 
         Raises:
-            PublishError: a field that is missing, unknown, or not supported.
+            PublishError: a field is missing, unknown or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
         types = configuration.annotations(self.config)
@@ -181,18 +178,17 @@ class Family:
             fields.finish(self.ignored)
             return self.canonical(self.config(**found))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A value that a rule could not interpret.
             raise PublishError(f"{where}: {error}") from error
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The fields of `config.json` for a configuration without a `difference`."""
+        """The content of `config.json` for a configuration without a `difference`."""
         values = {"architectures": [self.architecture], "model_type": self.model_type}
         for rule in self.rules:
             values |= rule.write(config)
         return values
 
     def difference(self, config: Any) -> list[str]:
-        """The fields in which a model of this family would not be this one; none if it can be."""
+        """The fields that a model of this family can't have; none if it can have all."""
         if not isinstance(config, self.config):
             return [f"a configuration of {type(config).__module__}"]
         try:
@@ -201,7 +197,7 @@ class Family:
         except (PublishError, ValueError, TypeError) as error:
             return [str(error)]
         mine = self.canonical(config)
-        # Of no consequence to what a published model computes, and not in Hugging Face's fields.
+        # Without effect on what a published model computes, and not in Hugging Face's fields.
         ignored = configuration.names_that_may_differ(config) | {"dropout"}
         return [
             f"{x.name}={getattr(mine, x.name)!r}"

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model of the zoo, and a model of the zoo as such a folder."""
+"""Models of the zoo read from and written to folders in Hugging Face's format."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,22 +9,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo import sharding
+from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama
 from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
-from zoo.publishing.hf.weights import Weights, place
-from zoo.publishing.hf.weights import write as write_weights
+from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import PublishError, Tensor, check_tensors
+from zoo.publishing.tensors import Tensor, check_tensors, fill
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
 
-# In the order in which `write` tries them.
+# `describe` prefers the first of the families that fit.
 MODEL_TYPES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -43,7 +42,7 @@ MODEL_TYPES: dict[str, Family] = {
 }
 
 
-def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
@@ -55,35 +54,30 @@ def load(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | No
     weights = Weights(folder)
     config = family.adapt(config, weights.tensors)
     skeleton = _skeleton(family, config)
-    prefix = _prefix(family, weights)
+    present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
+    prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family.tensors(config), prefix)
     _check(family, weights, found)
-    if mesh is None:
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        placed = jax.tree.map(lambda leaf: one, skeleton)
-    else:
-        placed = sharding.shardings(skeleton, mesh)
 
-    def fill(path: tuple, leaf: Any, where: Any) -> Any:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        layout = found[keystr(path)]
+    def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
+        layout = found[name]
         target = _dtype(weights, layout) if dtype is None else jnp.dtype(dtype)
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             with weights.reader() as read:
                 return layout.read(index, target, read)
 
-        return place(leaf.shape, where, part)
+        return place(shape, where, part)
 
-    return jax.tree_util.tree_map_with_path(fill, skeleton, placed)
+    return fill(skeleton, mesh, make)
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
-    """The family of a model, and the fields of its `config.json`.
+    """The family of a model, and the content of its `config.json`.
 
     Raises:
-        PublishError: no family has such a model; with the nearest one, and in what they differ.
+        PublishError: no family has such a model; the message names the nearest family, and how it
+            differs.
     """
     config = getattr(model, "config", None)
     differences = {
@@ -92,7 +86,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
         if isinstance(model, family.model)
     }
     if not differences:
-        raise PublishError(f"Hugging Face's format has no {type(model).__name__} of the zoo's")
+        raise PublishError(f"Hugging Face's format has no {type(model).__name__} like the zoo's")
     kind, lacks = min(differences.items(), key=lambda item: len(item[1]))
     if lacks:
         raise PublishError(
@@ -107,7 +101,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
     return family, family.write(config) | tokens | {"torch_dtype": dtype}
 
 
-def write(folder: Path | None, model: Any, family: Family) -> None:
+def write_model(folder: Path | None, model: Any, family: Family) -> None:
     """Write the weights; all processes call it, and those without a folder write nothing."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
@@ -134,20 +128,14 @@ def _skeleton(family: Family, config: Any) -> PyTree:
     return eqx.filter_eval_shape(lambda key: family.model(config, key=key), jax.random.key(0))
 
 
-def _prefix(family: Family, weights: Weights) -> str:
-    """The prefix of the names in these files."""
-    known = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
-    return next(known, family.prefixes[0])
-
-
 def _dtype(weights: Weights, layout: Layout) -> Any:
-    """The dtype that a parameter is stored in: of several the widest."""
+    """The dtype in which a parameter is stored; the widest one if its tensors differ."""
     dtypes = {weights.dtype(name) for name, _ in layout.names()}
     return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
 
 
 def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
-    """Refuse files that lack a tensor, have another, or have one of another shape."""
+    """Refuse files with missing, surplus or misshapen tensors."""
     wanted = {name: x.tensor_shape for x in found.values() for name, _ in x.names()}
     stored = {name: x.shape for name, x in weights.tensors.items()}
     ours = {
@@ -162,7 +150,7 @@ def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
 
 
 def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:
-    """Whether a tensor is the embedding once more, as the head that is tied to it."""
+    """Whether a tensor is a copy of the embedding, stored as the head that is tied to it."""
     tied = [x for x in wanted if x.endswith(("embed_tokens.weight", "wte.weight"))]
     if name != "lm_head.weight" or not tied:
         return False

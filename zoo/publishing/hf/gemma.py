@@ -24,8 +24,7 @@ def _tensors(config: transformer.Config) -> dict[str, Tensor]:
 
 def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
     return (
-        *llama.sizes(tied=True),
-        Same("head_dim", "head_dim", 256),
+        *llama.sizes(tied=True, head_dim=256),
         Choice("hidden_activation", "mlp", MLPS, "gelu_pytorch_tanh"),
         Same("attn_logit_softcapping", "attention_soft_cap", attention_cap),
         Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
@@ -47,23 +46,23 @@ class _Bidirectional(Rule):
 
 
 GEMMA2 = llama.decoder(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    (*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), _Bidirectional()),
-    ALWAYS,
-    _tensors,
-    # transformers goes by hidden_activation.
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    rules=(*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), _Bidirectional()),
+    always=ALWAYS,
+    tensors=_tensors,
+    # transformers uses hidden_activation instead.
     ignored=frozenset({"hidden_act"}),
 )
 GEMMA3 = llama.decoder(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    (
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    rules=(
         *_rules(None, None),
         Rotary(theta=1_000_000.0, local=10_000.0, max_seq_len=131072),
         LayerTypes(period=6),
         _Bidirectional(),
     ),
-    {**ALWAYS, "qk_norm": True},
-    _tensors,
+    always={**ALWAYS, "qk_norm": True},
+    tensors=_tensors,
 )

@@ -1,4 +1,4 @@
-"""GPT-2: weights as [in, out], queries, keys and values side by side in one."""
+"""GPT-2: weights as [in, out]; queries, keys and values side by side in one tensor."""
 
 from zoo import transformer
 from zoo.publishing.hf.canonical import of_transformer
@@ -66,7 +66,7 @@ GPT2 = Family(
     tensors=_tensors,
     prefixes=("transformer.", ""),
     marker="{prefix}wte.weight",
-    # The length once more, a matter of precision, and a head for something else.
+    # The length a second time, a matter of precision, and fields of a head that is not used.
     ignored=frozenset(
         {
             "n_ctx",

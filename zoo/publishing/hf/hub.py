@@ -1,11 +1,11 @@
-"""Folders from the Hugging Face Hub, by its own client: cache, endpoint and tokens are its own."""
+"""Folders from the Hugging Face Hub, by its own client with its cache, endpoint and tokens."""
 
 import re
 from pathlib import Path
 
-from zoo.publishing.tensors import PublishError
+from zoo.publishing.errors import PublishError
 
-# No pickles, and no weights in the formats of others.
+# No pickled weights, and none in the formats of other libraries.
 FILES = [
     "config.json",
     "model.safetensors",
@@ -23,9 +23,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def snapshot(name: str) -> Path:
-    """The folder of a model on the Hub, from the local cache as far as it is there.
+    """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
 
-    The cache is in `HF_HOME`, the server is `HF_ENDPOINT`, and `HF_HUB_OFFLINE=1` asks nobody.
+    The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
 
     Raises:
         PublishError: the client is missing, no server answers, or there is no such model.
@@ -34,21 +34,21 @@ def snapshot(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise PublishError(
-            f"{name!r} is no folder here, and to look for it on the Hugging Face Hub takes "
+            f"{name!r} is no folder here, and looking for it on the Hugging Face Hub needs "
             "huggingface_hub: pip install 'zoo[hf]'"
         ) from None
     try:
-        # "*" would match a slash too: the patterns are for the top folder alone.
+        # In FILES "*" would match slashes too: subfolders are left out.
         folder = huggingface_hub.snapshot_download(
             name, allow_patterns=FILES, ignore_patterns="*/*"
         )
-    except Exception as error:  # its own errors, those of its HTTP library, those of the system
-        endpoint = huggingface_hub.constants.ENDPOINT
-        offline = huggingface_hub.constants.is_offline_mode()
-        reason = "HF_HUB_OFFLINE is set" if offline else f"{endpoint} gave"
+    except Exception as error:  # of the client, of its HTTP library, or of the system
+        constants = huggingface_hub.constants
+        offline = constants.is_offline_mode()
+        reason = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} gave"
         raise PublishError(
-            f"{name!r} is no folder here, and did not come from the Hugging Face Hub; it is not "
-            f"in the local cache {huggingface_hub.constants.HF_HUB_CACHE}, and {reason}: "
+            f"{name!r} is no folder here, and could not be downloaded from the Hugging Face Hub; "
+            f"it is not in the local cache {constants.HF_HUB_CACHE}, and {reason}: "
             f"{type(error).__name__}: {str(error).strip()}"
         ) from error
     return Path(folder)

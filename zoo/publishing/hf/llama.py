@@ -1,7 +1,7 @@
-"""Llama, and the families with its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
+"""Llama, and families with its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from zoo import transformer
 from zoo.publishing.hf.canonical import of_transformer
@@ -10,11 +10,7 @@ from zoo.publishing.hf.names import Tensor
 from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary, Window
 
 LAYER = "{prefix}layers.{layer}."
-PREFIXES, MARKER = ("model.", ""), "{prefix}embed_tokens.weight"
-BUFFERS = ("rotary_emb.inv_freq",)
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
-
-NO_BIASES = (Fixed("attention_bias", False), Fixed("mlp_bias", False))
 
 
 def sizes(
@@ -22,9 +18,10 @@ def sizes(
     tied: bool = False,
     eps: float = 1e-6,
     kv_heads: int | None = None,
+    head_dim: int | None = None,
     hidden: str = "intermediate_size",
 ) -> tuple[Rule, ...]:
-    """The fields that all of these have, with Hugging Face's defaults where they differ."""
+    """The fields that all these families have, given the defaults that differ."""
     return (
         Same("vocab_size", "vocab_size"),
         Same("hidden_size", "d_model"),
@@ -34,6 +31,7 @@ def sizes(
         Same("num_key_value_heads", "num_kv_heads", kv_heads),
         Same("rms_norm_eps", "norm_eps", eps),
         Same("tie_word_embeddings", "tie_embeddings", tied),
+        Same("head_dim", "head_dim", head_dim),
     )
 
 
@@ -79,7 +77,7 @@ def mlp() -> dict[str, Tensor]:
 
 
 def norms(names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The norms of a layer, by the zoo's name and theirs."""
+    """The norms of a layer, given the zoo's names and Hugging Face's."""
     return {f"blocks.{ours}.scale": Tensor(f"{LAYER}{name}.weight") for ours, name in names.items()}
 
 
@@ -98,93 +96,62 @@ def _olmo2_tensors(config: transformer.Config) -> dict[str, Tensor]:
     return outside(config) | attention(config) | mlp() | norms(POST_NORMS)
 
 
-def decoder(
-    model_type: str,
-    architecture: str,
-    rules: tuple[Rule, ...],
-    always: Mapping[str, Any],
-    tensors: Any = _tensors,
-    ignored: frozenset[str] = frozenset(),
-) -> Family:
-    """A family of decoders with Llama's names."""
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        model=transformer.Transformer,
-        config=transformer.Config,
-        rules=rules,
-        always=always,
-        canonical=of_transformer,
-        tensors=tensors,
-        prefixes=PREFIXES,
-        marker=MARKER,
-        buffers=BUFFERS,
-        ignored=ignored,
-    )
-
-
+decoder = partial(  # a family with Llama's names
+    Family,
+    model=transformer.Transformer,
+    config=transformer.Config,
+    canonical=of_transformer,
+    tensors=_tensors,
+    prefixes=("model.", ""),
+    marker="{prefix}embed_tokens.weight",
+    buffers=("rotary_emb.inv_freq",),
+)
 LLAMA = decoder(
-    "llama",
-    "LlamaForCausalLM",
-    (
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    rules=(
         *sizes(),
-        Same("head_dim", "head_dim", None),
         SILU,
         Rotary(),
-        *NO_BIASES,
+        Fixed("attention_bias", False),
+        Fixed("mlp_bias", False),
         Fixed("rope_interleaved", False, written=False),
     ),
-    {},
     ignored=frozenset({"is_llama_config", "pretraining_tp"}),  # the latter: how products are cut
 )
 MISTRAL = decoder(
-    "mistral",
-    "MistralForCausalLM",
-    (
-        *sizes(kv_heads=8),
-        Same("head_dim", "head_dim", None),
-        SILU,
-        Rotary(max_seq_len=131072),
-        Window(4096),
-    ),
-    {},
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    rules=(*sizes(kv_heads=8), SILU, Rotary(max_seq_len=131072), Window(4096)),
 )
 QWEN2 = decoder(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    (
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    rules=(
         *sizes(),
-        Same("head_dim", "head_dim", None),
         SILU,
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(),
         Fixed("use_mrope", False, written=False),
     ),
-    {"qkv_bias": True},
+    always={"qkv_bias": True},
 )
 QWEN3 = decoder(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    (
-        *sizes(),
-        Same("head_dim", "head_dim", 128),
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    rules=(
+        *sizes(head_dim=128),
         SILU,
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(),
         Fixed("attention_bias", False),
     ),
-    {"qk_norm": True},
+    always={"qk_norm": True},
 )
 OLMO2 = decoder(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    (
-        *sizes(eps=1e-5),
-        Same("head_dim", "head_dim", None),
-        SILU,
-        Rotary(),
-        Fixed("attention_bias", False),
-    ),
-    {"qk_norm": True, "qk_norm_per_head": False, "norm_placement": "post"},
-    _olmo2_tensors,
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    rules=(*sizes(eps=1e-5), SILU, Rotary(), Fixed("attention_bias", False)),
+    always={"qk_norm": True, "qk_norm_per_head": False, "norm_placement": "post"},
+    tensors=_olmo2_tensors,
 )

@@ -1,8 +1,8 @@
 """From Hugging Face's tensors to the zoo's parameters and back: names, layouts and slices.
 
-The zoo stacks what Hugging Face numbers (layers, experts), multiplies from the left (`x @ w`, so
-that a weight is [in, out]), and keeps heads apart from their features. A family says it by one
-`Tensor` a parameter, in the names of the parameter's logical axes.
+The zoo stacks the layers and experts that Hugging Face numbers, has weights as [in, out] (`x @ w`),
+and keeps heads and their features on separate axes. A family describes this by one `Tensor` per
+parameter, in the names of the parameter's logical axes.
 """
 
 import math
@@ -18,20 +18,19 @@ from jaxtyping import PyTree
 
 from zoo.sharding.axes import keystr, logical_axes
 
-LAYER = "layer"  # the name here of the first axis of stacked layers
+LAYER = "layer"  # the name of the first axis of stacked layers
 Range = tuple[int, int]
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a parameter is in a Hugging Face file.
+    """The place of a parameter in a Hugging Face file.
 
-    `name` is a template: a number stands for `{layer}` and `{experts}`, axes that the parameter
-    stacks, and the family's prefix for `{prefix}`. `axes` are the tensor's axes as the parameter
-    calls them ("" if they are the same), with a dot where one axis is several of the parameter's:
-    "heads.head_dim embed". `part` says that the parameter is the i-th of n that lie side by side
-    along the axis `part`.
+    `name` is a template, in which `{layer}` and `{experts}`, axes that the parameter stacks, become
+    numbers, and `{prefix}` the family's prefix. `axes` are the tensor's axes by the parameter's
+    names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
+    "heads.head_dim embed". `part` = (i, n): the parameter is the i-th of n along the axis `part`.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """One parameter of a model, and the Hugging Face tensors that it is made of."""
+    """One parameter of a model, and the Hugging Face tensors that hold it."""
 
     def __init__(
         self,
@@ -62,14 +61,15 @@ class Layout:
         self.sizes = dict(zip(self.axes, shape, strict=True))
         fields = [field for _, field, _, _ in Formatter().parse(tensor.name) if field]
         self.numbered = [axis for axis in self.axes if axis in fields]
-        inner = [axis for axis in self.axes if axis not in fields]
-        self.factors = [group.split(".") for group in (tensor.axes or " ".join(inner)).split()]
+        # The axes that each tensor has, in the parameter's order and in the tensor's.
+        self._ours = [axis for axis in self.axes if axis not in fields]
+        self.factors = [group.split(".") for group in (tensor.axes or " ".join(self._ours)).split()]
+        self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
         self._prefix = prefix
-        named = [axis for group in self.factors for axis in group if axis != "part"]
-        assert sorted(named) == sorted(inner), f"the map of {path} has {named}, not {inner}"
+        assert sorted(self._theirs) == sorted(self._ours), (path, self._theirs, self._ours)
 
     def name(self, index: Mapping[str, int]) -> str:
-        """The name of the tensor at these numbers."""
+        """The name of the tensor with these numbers."""
         return self.tensor.name.format(prefix=self._prefix, **index)
 
     @property
@@ -79,29 +79,26 @@ class Layout:
 
     def names(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Each tensor's name and numbers."""
-        for numbers in product(*(range(self.sizes[axis]) for axis in self.numbered)):
-            index = dict(zip(self.numbered, numbers, strict=True))
+        for index in self._indices({axis: (0, size) for axis, size in self.sizes.items()}):
             yield self.name(index), index
 
     def read(self, slices: Index, dtype: Any, read: Callable[[str, Index], np.ndarray]) -> Any:
-        """The part of the parameter at `slices`, made of parts from `read(name, slices)`."""
+        """The parameter at `slices`, made of slices of tensors, `read(name, slices)`."""
         ranges = {
             axis: s.indices(size)[:2]
             for (axis, size), s in zip(self.sizes.items(), slices, strict=True)
         }
         out = np.empty([stop - start for start, stop in ranges.values()], dtype)
         where, cuts, shape = self._tensor_slices(ranges)
-        order = [self._inner().index(axis) for axis in self.axes if axis not in self.numbered]
-        for numbers in product(*(range(*ranges[axis]) for axis in self.numbered)):
-            index = dict(zip(self.numbered, numbers, strict=True))
+        order = [self._theirs.index(axis) for axis in self._ours]
+        for index in self._indices(ranges):
             part = read(self.name(index), where).reshape(shape)[cuts].transpose(order)
-            out[self._place(index, ranges)] = part
+            out[self.at({axis: i - ranges[axis][0] for axis, i in index.items()})] = part
         return out
 
     def write(self, index: Mapping[str, int], part: np.ndarray) -> np.ndarray:
-        """The tensor of these numbers, given the parameter there; without its `part` neighbours."""
-        rest = [axis for axis in self.axes if axis not in self.numbered]
-        order = [rest.index(axis) for axis in self._inner()]
+        """The tensor with these numbers, given the parameter there; only its own `part`."""
+        order = [self._ours.index(axis) for axis in self._theirs]
         shape = [math.prod(self.sizes.get(axis, 1) for axis in group) for group in self.factors]
         return np.ascontiguousarray(part.transpose(order).reshape(shape))
 
@@ -109,13 +106,10 @@ class Layout:
         """The index of the parameter at these numbers."""
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
-    def _place(self, index: Mapping[str, int], ranges: Mapping[str, Range]) -> tuple[Any, ...]:
-        return tuple(
-            index[axis] - ranges[axis][0] if axis in index else slice(None) for axis in self.axes
-        )
-
-    def _inner(self) -> list[str]:
-        return [axis for group in self.factors for axis in group if axis != "part"]
+    def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
+        """The numbers of each tensor within the ranges."""
+        for numbers in product(*(range(*ranges[axis]) for axis in self.numbered)):
+            yield dict(zip(self.numbered, numbers, strict=True))
 
     def _size(self, axis: str) -> int:
         return self.tensor.part[1] if axis == "part" and self.tensor.part else self.sizes[axis]
@@ -124,12 +118,12 @@ class Layout:
         """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
         where, cuts, shape = [], [], []
         for group in self.factors:
-            low, high = 0, 1  # of what is read, in blocks as small as the factors so far make them
+            low, high = 0, 1  # the range to read, in blocks of the remaining factors
             for axis in group:
                 size = self._size(axis)
                 start, stop = self._part() if axis == "part" else ranges[axis]
                 cut = slice(None)
-                if high - low > 1:  # of several blocks the whole is read, and then cut
+                if high - low > 1:  # several blocks are read as a whole, and then cut
                     cut, start, stop = slice(start, stop), 0, size
                 low, high = low * size + start, (high - 1) * size + stop
                 if axis != "part":
@@ -160,7 +154,7 @@ def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dic
 
 
 def pieces(found: Mapping[str, Layout]) -> dict[str, list[Piece]]:
-    """The pieces of each Hugging Face tensor, in the order in which they lie in it."""
+    """The pieces of each Hugging Face tensor, in their order in it."""
     table: dict[str, list[Piece]] = {}
     for path, layout in found.items():
         for name, index in layout.names():

@@ -1,4 +1,6 @@
-"""The fields of `config.json` that do not map one to one: rotary positions, windows, scales."""
+"""Rules for fields that do not map one to one: rotary positions, windows, scales."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
 
 
 def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> RopeScaling:
-    """The zoo's `rope_scaling` of a dictionary of rotary parameters."""
+    """The zoo's `rope_scaling` from a dictionary of rotary parameters."""
     given = dict(given or {})
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
@@ -60,10 +62,10 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Rotary(Rule):
-    """`max_position_embeddings` and the rotary wavelengths, in the old spelling and the new.
+    """`max_position_embeddings` and the rotary wavelengths, in the old and the new format.
 
-    `local` says that layers with a window have a base of their own, as in Gemma 3. The
-    old spelling is written, which all versions of transformers read.
+    `local` is the base of layers with a window, if they have their own, as in Gemma 3. The old
+    format is written, which all versions of transformers read.
     """
 
     theta: float = 10_000.0
@@ -71,7 +73,6 @@ class Rotary(Rule):
     max_seq_len: int = 2048
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         length = fields.take("max_position_embeddings", self.max_seq_len)
         theta = fields.take("rope_theta", self.theta)
         old = fields.take("rope_scaling", None)
@@ -81,17 +82,18 @@ class Rotary(Rule):
             base = fields.take("rope_local_base_freq", self.local)
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
-                raise fields.refusal("stretched rotary positions in layers with a window")
+                raise fields.refusal(
+                    "scaled rotary positions in layers with a window are not supported"
+                )
             found["local_rope_theta"] = local.get("rope_theta", base)
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
-                raise fields.refusal(f"rope_parameters={new!r}: not by the kind of layer")
+                raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
             new = new.get("full_attention") or {}
         found["rope_theta"] = (old or {}).get("rope_theta", new.get("rope_theta", theta))
         found["rope_scaling"] = _take_scaling(fields, old or new, length)
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         values = {
             "max_position_embeddings": config.max_seq_len,
             "rope_theta": config.rope_theta,
@@ -105,38 +107,35 @@ class Rotary(Rule):
 
 @dataclass(frozen=True)
 class Window(Rule):
-    """A sliding window on every layer, or null."""
+    """A sliding window on every layer, or none."""
 
     default: int | None
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         return {"window": fields.take("sliding_window", self.default)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         return {"sliding_window": config.window}
 
 
 @dataclass(frozen=True)
 class LayerTypes(Rule):
-    """A sliding window on some layers, by `layer_types` or, if there are none, every so many.
+    """A sliding window on some layers, by `layer_types` or, in older files, by a period.
 
-    `period` is of older files: the last of so many layers has no window.
+    The last of each `period` layers has no window.
     """
 
     period: int
     default: int = 4096
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         period = fields.take("sliding_window_pattern", self.period)
         period = fields.take("_sliding_window_pattern", period)
         given = fields.take("layer_types", None)
         configuration.check_value("sliding_window_pattern", period, int)
         if period < 1:
             raise fields.refusal(f"sliding_window_pattern={period}: must be positive")
-        # A damaged file can name any number: no more is counted out than there are layers.
+        # A damaged file can name any number: a period longer than the model makes no difference.
         period = min(period, fields.values.get("num_hidden_layers", 0) + 1)
         pattern: tuple[str, ...] = ("local",) * (period - 1) + ("global",)
         if given is not None:
@@ -147,7 +146,6 @@ class LayerTypes(Rule):
         }
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         return {
             "sliding_window": config.window or self.default,
             "layer_types": _layer_types(config),
@@ -158,20 +156,19 @@ class LayerTypes(Rule):
 class OptionalLayerTypes(Rule):
     """Qwen's: a window only if `use_sliding_window`, from layer `max_window_layers` on.
 
-    With `all_layers` (its mixture of experts) on every layer.
+    With `all_layers`, as in its mixture of experts, on every layer.
     """
 
     all_layers: bool = False
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         used = fields.take("use_sliding_window", False)
         window = fields.take("sliding_window", 4096)
         first = fields.take("max_window_layers", 0 if self.all_layers else 28)
         given = fields.take("layer_types", None)
         if not used or window is None:
             if given and "sliding_attention" in given:
-                raise fields.refusal("layer_types with a window, and use_sliding_window is false")
+                raise fields.refusal("layer_types has a window, but use_sliding_window is false")
             return {"window": None}
         if self.all_layers:
             return {"window": window}
@@ -183,7 +180,6 @@ class OptionalLayerTypes(Rule):
         return {"window": window, "window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         used = config.window is not None
         values: dict[str, Any] = {"use_sliding_window": used, "sliding_window": config.window}
         if not self.all_layers:
@@ -195,7 +191,7 @@ class OptionalLayerTypes(Rule):
 def _kinds(fields: Fields, given: Any) -> tuple[str, ...]:
     if set(given) - _KINDS.keys() or len(given) != fields.values.get("num_hidden_layers"):
         known = ", ".join(_KINDS)
-        raise fields.refusal(f"layer_types={given!r}: one of {known} for each layer is supported")
+        raise fields.refusal(f"layer_types={given!r}: must be one of {known} for each layer")
     return tuple(_KINDS[kind] for kind in given)
 
 
@@ -205,15 +201,13 @@ def _layer_types(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class QueryScale(Rule):
-    """`query_pre_attn_scalar`: the attention logits are divided by its square root."""
+    """`query_pre_attn_scalar`: attention logits are divided by its square root."""
 
     default: int = 256
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """Fields of the `Config`."""
         return {"attention_scale": fields.take("query_pre_attn_scalar", self.default) ** -0.5}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Fields of `config.json`."""
         scale = config.attention_scale
         return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}

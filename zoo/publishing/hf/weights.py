@@ -1,7 +1,7 @@
-"""The safetensors files of a folder: one, or several with an index; read a slice at a time.
+"""The safetensors files of a folder: one, or several with an index; read slice by slice.
 
-Nothing in a file is executed: safetensors are numbers behind a table of names, and pickled weights
-are refused.
+Nothing in a file is executed: safetensors are a table of names and numbers, and pickled weights are
+refused.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from zoo.publishing.tensors import PublishError, Tensor, open_file, write_file
+from zoo.publishing.errors import PublishError
+from zoo.publishing.tensors import Tensor, open_file, write_file
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
@@ -62,7 +63,7 @@ class Weights:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Any]:
-        """Within, `read(name, slices)` gives a part of a tensor as numpy."""
+        """A context with `read(name, slices)`, which returns a slice of a tensor as numpy."""
         handles: dict[str, Any] = {}
 
         def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
@@ -71,7 +72,7 @@ class Weights:
                 handles[file] = opened.enter_context(open_file(self.folder / file))
             return handles[file].get_slice(name)[slices]
 
-        # The parts read of a file stay mapped into memory until it is closed.
+        # Pages of a file that were read stay in memory until it is closed.
         with contextlib.ExitStack() as opened:
             yield read
 
@@ -79,22 +80,23 @@ class Weights:
         """The dtype of a tensor.
 
         Raises:
-            PublishError: one that is no floating point, as in quantized models.
+            PublishError: it is no floating point dtype, as in quantized models.
         """
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
             raise PublishError(
-                f"{self.folder / stored.file}: {name} is of type {stored.dtype}, and weights are "
-                f"read of {', '.join(DTYPES)}; open a checkpoint that is not quantized"
+                f"{self.folder / stored.file}: {name} is of type {stored.dtype}, and weights have "
+                f"to be {', '.join(DTYPES)}; open a checkpoint that is not quantized"
             )
         return DTYPES[stored.dtype]
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor; empty where there is one file for all.
+    """The file of each tensor; empty if one file holds all.
 
     Raises:
-        PublishError: no weights, pickled ones alone, a damaged index, or one that points elsewhere.
+        PublishError: the weights are missing or pickled, or the index is damaged or points outside
+            the folder.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -103,8 +105,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
         if pickled:
             raise PublishError(
-                f"{folder} has its weights pickled ({', '.join(pickled)}), and opening such a file "
-                "runs whatever code is in it: have transformers load and save it, or take a "
+                f"{folder} has pickled weights ({', '.join(pickled)}), and opening such a file "
+                "runs any code that is in it: load and save it by transformers, or take a "
                 f"revision with {WEIGHTS}"
             )
         raise PublishError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
@@ -136,14 +138,14 @@ def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The size of tensors in a file."""
+    """The total size of the tensors."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
 
 
-def write(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
+def write_weights(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to one file, or to several with an index, one after the other.
 
-    All processes call it; None for a folder goes over the tensors, and writes nothing.
+    All processes call it; those without a folder take part in gathering, and write nothing.
     """
     groups = [*shards(tensors)]
     names = [WEIGHTS]
@@ -155,12 +157,12 @@ def write(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
         if folder is not None:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for name, group in zip(names, groups, strict=True):
-        # transformers asks for this metadata.
+        # transformers needs this metadata.
         write_file(folder and folder / name, group, {"format": "pt"})
 
 
 def place(shape: tuple[int, ...], where: jax.sharding.Sharding, part: Any) -> jax.Array:
-    """An array out of `part(index)`, one device's part after the other, to hold no more on host."""
+    """An array of `part(index)`, made device by device: the host holds one part at a time."""
     made: dict[str, Any] = {}
     arrays = []
     for device, index in where.addressable_devices_indices_map(shape).items():
