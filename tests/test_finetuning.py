@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tyro
 from helpers import arrays
+from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
 import zoo
@@ -32,6 +33,7 @@ def tune(shared, tmp_path):
 
     yield tune
     jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def write_lines(path, *records):
