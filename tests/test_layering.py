@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
 IGNORANT = {"wrappers": FAMILIES, "data": {*FAMILIES, "nn"}, "training": FAMILIES}
-MESH_AXES = {"data", "fsdp", "tensor"}
 
 
 def imports(path: Path) -> set[str]:
@@ -105,14 +105,24 @@ def test_inside_zoo_names_come_from_their_own_module(name: str):
     assert lazily <= set(MODULES) | PACKAGES
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n in MODULES if room(n) not in ("sharding", "planning"))
-)
-def test_only_sharding_and_planning_name_mesh_axes(name: str):
+def mesh_axes_in(program: str) -> set[str]:
+    """The texts of a program, but for those that only explain it, that name a mesh axis."""
+    nodes = [*ast.walk(ast.parse(program))]
+    explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = {x.value for x in nodes if isinstance(x, ast.Constant) and id(x) not in explained}
     # "data" is the name of much else: it counts only beside another axis, as in ("data", "fsdp").
-    tree = ast.parse(MODULES[name].read_text())
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert not {text for text in texts if isinstance(text, str)} & (MESH_AXES - {"data"})
+    axis = re.compile(r"^tensor$|\btensor=|\bfsdp\b|\bdata=")
+    return {text for text in texts if isinstance(text, str) and axis.search(text)}
+
+
+def test_mesh_axes_are_seen():
+    assert mesh_axes_in('"""On fsdp."""\nx: str = f"fsdp={2}"\n"""On tensor=2."""') == {"fsdp="}
+    assert mesh_axes_in(MODULES["sharding/rules"].read_text()) == {"fsdp", "tensor"}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if room(n) != "sharding"))
+def test_only_sharding_names_mesh_axes(name: str):
+    assert not mesh_axes_in(MODULES[name].read_text())
 
 
 def run(program: str, folder: Path) -> list[str]:

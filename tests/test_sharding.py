@@ -1,6 +1,7 @@
 """zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
 
 import ast
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,8 @@ def inside(mesh: Any, function: Any, x: Any, rules: Any = None) -> Any:
         jax.debug.inspect_array_sharding(function(x), callback=found.append)
         return 0
 
+    # A program from the cache of an earlier run calls nobody back.
+    program.__name__ = f"program_{uuid.uuid4().hex}"
     with sharding.use(mesh, rules):
         jax.jit(program).lower(x).compile()
     return found[0]

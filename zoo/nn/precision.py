@@ -68,7 +68,7 @@ def exact_products(precision: Precision) -> contextlib.AbstractContextManager[An
 
 
 def platform() -> str:
-    """What the program at hand is made for, "cpu", "gpu" or "tpu": the devices of the mesh around.
+    """The platform of the program at hand, "cpu", "gpu" or "tpu": that of the mesh around it.
 
     They need not be this machine's: a program can be compiled for a TPU without one.
     """

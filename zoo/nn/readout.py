@@ -1,4 +1,4 @@
-"""What stands between a model's last layer and its logits."""
+"""The output head: from a model's last layer to its logits."""
 
 import equinox as eqx
 import jax.numpy as jnp

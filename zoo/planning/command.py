@@ -31,7 +31,7 @@ class Config:
     target: str
     """TPU slice, such as v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or virtual
     CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
-    mesh: str = "fsdp=-1"
+    mesh: str = sharding.storage_mesh(-1)
     """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones."""
     batch_size: int | None = None
     """Rows of a batch, on all devices together; one per part of the batch if not given."""

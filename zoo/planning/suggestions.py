@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jax.sharding import AbstractMesh
+
+from zoo import sharding
 from zoo.planning import report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
@@ -25,20 +28,24 @@ def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) ->
     if remat_flag is not None and job.remat != "full":
         best = dataclasses.replace(best, remat="full")
         yield best
-    sharded = dataclasses.replace(best, mesh=f"fsdp={num_devices}")
-    meshes = [best] if _sizes(job.mesh, num_devices) == {"fsdp": num_devices} else [best, sharded]
+
+    def sizes(mesh: str) -> AbstractMesh:
+        return sharding.abstract_mesh(mesh, num_devices)
+
+    sharded = dataclasses.replace(best, mesh=sharding.storage_mesh(num_devices))
+    meshes = [best] if sizes(job.mesh) == sizes(sharded.mesh) else [best, sharded]
     for start in meshes:
         if start is not best:
             yield start
-        parts = _batch_parts(start.mesh, num_devices)
+        parts = sharding.num_batch_parts(sizes(start.mesh))
         accumulate = job.accumulate * 2
         while rows % (parts * accumulate) == 0:
             yield dataclasses.replace(start, accumulate=accumulate)
             accumulate *= 2
-    for tensor in (2, 4, 8):
-        if num_devices % tensor == 0 and num_devices > tensor:
-            mesh = f"fsdp={num_devices // tensor},tensor={tensor}"
-            parts = num_devices // tensor
+    for split in (2, 4, 8):
+        if num_devices % split == 0 and num_devices > split:
+            mesh = sharding.storage_mesh(num_devices, split)
+            parts = sharding.num_batch_parts(sizes(mesh))
             accumulate = max(1, rows // parts)
             if rows % (parts * accumulate) == 0:
                 yield dataclasses.replace(
@@ -103,23 +110,8 @@ def _state_alone(job: Job, estimate: Estimate, target: Target) -> float:
     return kept / _storage_parts(job.mesh, target.num_devices)
 
 
-def _sizes(mesh: str, num_devices: int) -> dict[str, int]:
-    pairs = (item.split("=") for item in mesh.split(",") if item.strip())
-    sizes = {axis.strip(): int(size) for axis, size in pairs}
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    return {a: num_devices // known if n == -1 else n for a, n in sizes.items() if n != 1}
-
-
-def _batch_parts(mesh: str, num_devices: int) -> int:
-    sizes = _sizes(mesh, num_devices)
-    return sizes.get("data", 1) * sizes.get("fsdp", 1)
-
-
 def _storage_parts(mesh: str, num_devices: int) -> int:
-    sizes = _sizes(mesh, num_devices)
-    return sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    return sharding.max_parameter_parts(sharding.abstract_mesh(mesh, num_devices))
 
 
 def show_suggestion(

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
+from zoo import sharding
 from zoo.planning import report
 from zoo.planning.job import Job, make_estimate, wanted_bytes
 from zoo.planning.suggestions import show_suggestion
@@ -21,7 +22,7 @@ def make_job(run: Run[Config], training: Training) -> Job:
     config = run.config
     return Job(
         training=training,
-        mesh=config.mesh or ("fsdp=-1" if config.plan else ""),
+        mesh=config.mesh or (sharding.storage_mesh(-1) if config.plan else ""),
         precision=run.precision,
         accumulate=config.accumulate,
         sequence_parallel=config.sequence_parallel,

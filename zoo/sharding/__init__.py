@@ -5,10 +5,13 @@ from zoo.sharding.constraints import constrain as constrain
 from zoo.sharding.constraints import is_sharding as is_sharding
 from zoo.sharding.constraints import mapped as mapped
 from zoo.sharding.constraints import num_parts as num_parts
+from zoo.sharding.mesh import abstract_mesh as abstract_mesh
 from zoo.sharding.mesh import make_mesh as make_mesh
+from zoo.sharding.mesh import storage_mesh as storage_mesh
 from zoo.sharding.placement import batch_sharding as batch_sharding
 from zoo.sharding.placement import canonical as canonical
 from zoo.sharding.placement import like_parameters as like_parameters
+from zoo.sharding.placement import max_parameter_parts as max_parameter_parts
 from zoo.sharding.placement import mesh_of as mesh_of
 from zoo.sharding.placement import num_batch_parts as num_batch_parts
 from zoo.sharding.placement import placement_table as placement_table

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zoo.sharding.rules import MESH_AXES, ShardingError
 
@@ -23,17 +23,7 @@ def make_mesh(
         ShardingError: an unknown axis, a size that is no integer, or too many or too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dict.fromkeys(MESH_AXES, 1) | _parse_mesh(spec)
-    unknown = [axis for axis, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ShardingError(f"mesh {spec!r}: sizes are positive, and one at most is -1")
-    if unknown:
-        if len(devices) % known:
-            raise ShardingError(
-                f"mesh {spec!r}: {known} does not divide the {len(devices)} devices"
-            )
-        sizes[unknown[0]] = len(devices) // known
+    sizes = abstract_mesh(spec, len(devices)).shape
     total = math.prod(sizes.values())
     if total > len(devices):
         raise ShardingError(
@@ -56,6 +46,35 @@ def make_mesh(
             "slice; take all of them, or a half or a quarter"
         ) from None
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def abstract_mesh(spec: str | Mapping[str, int], num_devices: int) -> AbstractMesh:
+    """The mesh of a text such as "fsdp=4,tensor=2" without devices: the size of each axis.
+
+    Raises:
+        ShardingError: an unknown axis, a size that is no integer, or that does not divide
+            `num_devices` where another one is to be what is left.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1) | _parse_mesh(spec)
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(unknown) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ShardingError(f"mesh {spec!r}: sizes are positive, and one at most is -1")
+    if unknown:
+        if num_devices % known:
+            raise ShardingError(f"mesh {spec!r}: {known} does not divide the {num_devices} devices")
+        sizes[unknown[0]] = num_devices // known
+    return AbstractMesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+
+
+def storage_mesh(num_devices: int, split: int = 1) -> str:
+    """The text of a mesh that stores parameters in as many parts as it has devices (-1: all).
+
+    `split` of the devices compute each layer together.
+    """
+    return f"fsdp={num_devices}" if split == 1 else f"fsdp={num_devices // split},tensor={split}"
 
 
 def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:

@@ -7,11 +7,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from zoo.sharding.axes import is_parameter, keystr, map_parameters
-from zoo.sharding.rules import Rules, mesh_axes
+from zoo.sharding.rules import LOGICAL_AXES, Rules, mesh_axes
 from zoo.sharding.specs import check_divides, num_shards, partition_spec
 
 
@@ -105,9 +105,15 @@ def mesh_of(tree: PyTree) -> Mesh | None:
     return None
 
 
-def num_batch_parts(mesh: Mesh, rules: Rules | None = None) -> int:
+def num_batch_parts(mesh: Mesh | AbstractMesh, rules: Rules | None = None) -> int:
     """Into how many parts the mesh cuts a batch."""
     return num_shards(partition_spec(["batch"], mesh, rules), mesh)
+
+
+def max_parameter_parts(mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts the mesh can cut a parameter, by `RULES`."""
+    axes = mesh_axes(axis.mesh for axis in LOGICAL_AXES.values() if axis.kind != "activation")
+    return num_shards(set(axes), mesh)
 
 
 def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str:

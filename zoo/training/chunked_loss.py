@@ -1,9 +1,9 @@
-"""A loss over large logits, a stretch of time after another, with its gradient worked out forward.
+"""A loss over large logits, one chunk of time after another, with its gradient computed forward.
 
-The gradient of a sum is known but for a factor as soon as the logits are; to keep it in their place
+The gradient of a sum is known up to a factor as soon as the logits are; keeping it in their place
 takes a matrix and no logits, and no product is run twice. (Liger Kernel, Hsu et al. 2024, does so.)
 In fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
-keep: there it is worked out on the way back, for a product more.
+keep: there the backward pass computes it, for one more product.
 
 Legend of suffixes: C chunks, P parts that the mesh cuts a batch into, R rows of a part, T time of a
 chunk, E embed.
@@ -92,7 +92,7 @@ def _gradients(
 
 
 def _forward(loss: Loss, *inputs: Any) -> tuple[Array, tuple]:
-    """The total, and of the inputs and their gradients those that the way back takes."""
+    """The total, and those of the inputs and their gradients that the backward pass takes."""
     if inputs[1].dtype == jnp.float16:
         return _total(loss, *inputs), (inputs, None)
     total, gradients = _gradients(loss, inputs, jnp.float32(1))

@@ -1,4 +1,4 @@
-"""A step function, compiled once a bucket, and a named error for anything else."""
+"""A step function, compiled once per bucket, and a named error for anything else."""
 
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +22,7 @@ IN_FLIGHT = 2
 
 
 class RecompilationError(RuntimeError):
-    """A step was called with something other than what it was compiled for."""
+    """A step was called with other shapes, dtypes or shardings than those it was compiled for."""
 
 
 def _zeros(leaf: Any) -> Any:
@@ -30,7 +30,7 @@ def _zeros(leaf: Any) -> Any:
 
 
 class CompiledStep:
-    """A step function, compiled once a bucket (a set of batch shapes), and never by accident.
+    """A step function, compiled once per bucket (a set of batch shapes), and never by accident.
 
     `step(state, batch)` compiles at the first call if `compile` was not called before; from then
     on, anything else than what was compiled raises a RecompilationError that names the difference.
@@ -75,7 +75,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> list[Any]:
-        """The compiled programs that there are so far, one a bucket."""
+        """The compiled programs so far, one per bucket."""
         return [each.compiled for each in self._compiled.values()]
 
     def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
