@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,
@@ -58,10 +58,8 @@ class Config:
     def __post_init__(self) -> None:
         configuration.check(self)
         for name in ("in_size", "out_size", "hidden_size", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be in [0, 1)")
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
 
 
 class Layer(eqx.Module):

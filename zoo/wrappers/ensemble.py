@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Key, PyTree
 
 from zoo import sharding
+from zoo.base.configuration import require
 
 Losses = Float[Array, "batch"]
 
@@ -27,8 +28,7 @@ class Ensemble(eqx.Module):
         self, make_model: Callable[[Key[Array, ""]], PyTree], num_members: int, *, key: Array
     ):
         """Member i is `make_model(jax.random.split(key, num_members)[i])`."""
-        if num_members < 1:
-            raise ValueError(f"num_members={num_members}: must be positive")
+        require(num_members > 0, f"num_members={num_members}: must be positive")
         self.members = eqx.filter_vmap(make_model)(jax.random.split(key, num_members))
         self.stacked_axis = "member"
 

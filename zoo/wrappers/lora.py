@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo.base.configuration import check
+from zoo.base.configuration import check, require
 from zoo.nn.layers import normal
 from zoo.nn.parameters import Derived, resolve
 from zoo.sharding.axes import annotated_axes, keystr, map_parameters
@@ -39,8 +39,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.rank < 1 or self.alpha <= 0:
-            raise ValueError(f"rank={self.rank}, alpha={self.alpha}: both must be positive")
+        require(
+            self.rank > 0 and self.alpha > 0,
+            f"rank={self.rank}, alpha={self.alpha}: both must be positive",
+        )
 
 
 class Adapted(Derived):
