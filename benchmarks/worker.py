@@ -87,7 +87,7 @@ def device_peak_bytes() -> int | None:
 
 def published_peak(precision: Precision) -> float | None:
     """The data sheet's FLOP/s of the device, if this is a JAX peer, which can identify it."""
-    if "jax" not in sys.modules or "torch" in sys.modules:  # in PyTorch's process it has the GPU
+    if "jax" not in sys.modules or "torch" in sys.modules:  # PyTorch has the GPU
         return None
     from zoo.planning.chips import peak_flops
 

@@ -23,22 +23,9 @@ from zoo.publishing.tensors import Tensor, check_tensors, fill, on_host
 from zoo.sharding.axes import keystr
 
 # `describe` prefers the first of the families that fit.
-MODEL_TYPES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        llama.LLAMA,
-        llama.MISTRAL,
-        llama.QWEN2,
-        llama.QWEN3,
-        llama.OLMO2,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        experts.MIXTRAL,
-        experts.QWEN3_MOE,
-        gpt2.GPT2,
-        bert.BERT,
-    )
-}
+_ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
+_ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.GPT2, bert.BERT]
+MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
 def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
