@@ -1,4 +1,4 @@
-"""How long a training step is held up by a checkpoint: asynchronous, and waited for."""
+"""The stall of the training steps by a checkpoint: asynchronous, and synchronous."""
 
 import statistics
 import tempfile
@@ -25,15 +25,15 @@ class Options:
     """The stall of a train step by a checkpoint."""
 
     shape: Shape = field(default_factory=Shape)
-    """Sizes of the transformer that is saved, and of the batch of a step."""
+    """Sizes of the saved transformer, and of a step's batch."""
     precision: Precision = "fp32"
     """Precision of the compute, over fp32 weights."""
     steps: int = 6
-    """Steps beside a save: enough for it to end meanwhile."""
+    """Steps during a save: enough for it to finish meanwhile."""
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """The same number of steps without a save, beside one, and after one was waited for."""
+    """The same number of steps without a save, during a save, and after a completed save."""
     shape, optimizer = options.shape, jax_step.optimizer()
     config = zoo_model.sizes(shape, "none", scan=True)
     state = zoo.init_state(
@@ -44,7 +44,7 @@ def measure(options: Options, timing: Timing) -> list[Table]:
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
 
     def run(before: Callable[[], object]) -> float:
-        """Seconds of `before()` and the steps behind it."""
+        """Seconds of `before()` and the steps after it."""
         nonlocal state
         time.sleep(PAUSE_SECONDS)
         start = time.perf_counter()
@@ -70,11 +70,11 @@ def measure(options: Options, timing: Timing) -> list[Table]:
 
         kinds: dict[str, Callable[[], object]] = {
             "no save": lambda: None,
-            "asynchronous, as in the zoo": lambda: save(and_wait=False),
-            "waited for": lambda: save(and_wait=True),
+            "asynchronous (the zoo)": lambda: save(and_wait=False),
+            "synchronous": lambda: save(and_wait=True),
         }
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
-        for turn in range(timing.rounds + 1):  # the first one warms up
+        for turn in range(timing.rounds + 1):  # the first one is the warm-up
             for name, before in kinds.items():
                 seconds[name].append(run(before))
                 checkpointer.wait()
@@ -92,29 +92,29 @@ def _table(
     returned: list[float],
     written: list[float],
 ) -> Table:
-    table = Table(
-        f"checkpoint of {num_bytes / 2**20:,.0f} MiB of state: what a save costs the steps"
-    )
+    table = Table(f"checkpoint of {num_bytes / 2**20:,.0f} MiB of state: the stall of the steps")
     alone = seconds["no save"]
     for name, times in seconds.items():
         stalls = [a - b for a, b in zip(times, alone, strict=True)]
-        calls = {"no save": [], "waited for": written}.get(name, returned)
+        calls = {"no save": [], "synchronous": written}.get(name, returned)
         table.rows.append(
             {
                 "save": name,
                 "steps/s": options.steps / statistics.median(times),
-                "stall s a save": statistics.median(stalls),
-                "stall in steps": statistics.median(stalls)
+                "stall, s": statistics.median(stalls),
+                "stall, steps": statistics.median(stalls)
                 * options.steps
                 / statistics.median(alone),
-                "the call takes s": statistics.median(calls) if calls else None,
+                "save call, s": statistics.median(calls) if calls else None,
             }
         )
     table.notes.append(
         f"stall = seconds of a save and {options.steps} steps − seconds of {options.steps} steps, "
-        "the median over the rounds; on a CPU the writing takes cores from the steps"
+        "the median over the rounds; on a CPU, writing takes cores from the steps"
     )
-    if statistics.median(written) > statistics.median(seconds["asynchronous, as in the zoo"]):
-        table.notes.append("the save outlasts the steps: its stall is more; raise checkpoint.steps")
+    if statistics.median(written) > statistics.median(seconds["asynchronous (the zoo)"]):
+        table.notes.append(
+            "the save outlasts the steps: the true stall is longer; raise checkpoint.steps"
+        )
     table.print()
     return table

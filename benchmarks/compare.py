@@ -1,4 +1,4 @@
-"""The peers of one model, side by side in a table."""
+"""The train steps of one model's peers, compared in a table."""
 
 import contextlib
 import statistics
@@ -10,7 +10,7 @@ from benchmarks.peers.common import Precision
 from benchmarks.report import Table
 from benchmarks.timing import Peer, SkippedError, Timing, Worker, interleave, median_ratio
 
-# How far apart the losses of the first steps may be, relatively: all peers compute the same.
+# Relative differences allowed between the first losses: all peers compute the same.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "bf16": 2e-3}
 
 
@@ -24,10 +24,10 @@ def compare(
     flops: float,
     **units: int,
 ) -> Table:
-    """Time a step of each peer in turn; the first that runs is the baseline of the ratios.
+    """Time the steps of all peers in turn; the first that runs is the baseline of the ratios.
 
-    `flops` are the floating-point operations of a step, forward and backward, and `units` is what
-    it works through, such as tokens=2048.
+    `flops` are the floating-point operations per step, forward and backward, and `units` are the
+    counts per step to report as rates, such as tokens=2048.
     """
     table = Table(title)
     with contextlib.ExitStack() as stack:
@@ -63,20 +63,21 @@ def compare(
     return table
 
 
-def mfu_note(flops: float, peak: Peak, unit: str = "a step") -> str:
-    """What the column MFU says."""
+def mfu_note(flops: float, peak: Peak, unit: str = "step") -> str:
+    """The definition of the column MFU."""
     return (
-        f"MFU = FLOPs of the model {unit} ({flops / 1e9:,.4g} GFLOP, forward and backward, nothing "
-        f"recomputed) / seconds {unit} / peak; peak {peak.flops / 1e12:,.3g} TFLOP/s: {peak.source}"
+        f"MFU = model FLOPs per {unit} ({flops / 1e9:,.4g} GFLOP, forward and backward, without "
+        f"recomputation) / seconds per {unit} / peak; peak {peak.flops / 1e12:,.3g} TFLOP/s: "
+        f"{peak.source}"
     )
 
 
 def disagreements(losses: Mapping[str, Sequence[float]], tolerance: float) -> list[str]:
-    """A line for each peer whose losses are not those of the first."""
+    """One line per peer whose losses differ from the first peer's."""
     failures = []
     expected = next(iter(losses.values()), ())
     for name, values in losses.items():
         near = [abs(a / b - 1) <= tolerance for a, b in zip(values, expected, strict=True)]
         if not all(near):  # NaN is near nothing
-            failures.append(f"{name} computes something else: {values}, not {expected}")
+            failures.append(f"{name} has other losses: {values} instead of {expected}")
     return failures

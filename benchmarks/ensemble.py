@@ -1,4 +1,4 @@
-"""The train step of an ensemble as one program, against its members' steps one after the other."""
+"""The train step of an ensemble: as one program, and as one program per member in turn."""
 
 from dataclasses import dataclass
 
@@ -23,13 +23,13 @@ class Options:
     precision: tuple[Precision, ...] = ("fp32",)
     """Precisions of the compute, over fp32 weights."""
     small: Shape = Shape(in_size=64, hidden_size=256, batch_size=64)
-    """A model whose products are too small for all cores."""
+    """A model whose matrix products are too small to use all cores."""
     large: Shape = Shape()
-    """A model whose products are not."""
+    """A model whose matrix products use all cores."""
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """A table for each precision and size."""
+    """One table per precision and size."""
     return [
         compare(
             f"train step of {shape.num_members} MLPs {'-'.join(map(str, shape.sizes))}, "

@@ -1,4 +1,4 @@
-"""Decoding: its speed against the sequence length, and against a loop that keeps no cache."""
+"""Decoding: its speed by sequence length, and compared with a loop without a cache."""
 
 import itertools
 import statistics
@@ -28,17 +28,17 @@ class Options:
     models: tuple[Model, ...] = ("transformer", "window", "lstm")
     """Families: full attention, a sliding window of 256, and an LSTM."""
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    """Positions that the cache has room for, powers of two; half of them are the prompt."""
+    """Capacities of the cache in positions, powers of two; the prompt is half as long."""
     without_cache: tuple[int, ...] = (128, 256, 512)
-    """Of those, the lengths at which the loop without a cache runs too."""
+    """Lengths at which the loop without a cache runs too."""
     batch_size: int = 1
-    """Rows."""
+    """Number of sequences."""
     d_model: int = 512
     """Width of the transformers and of the LSTM."""
     num_layers: int = 8
     """Layers of the transformers; the LSTM has two."""
     vocab_size: int = 2048
-    """Token ids."""
+    """Number of token ids."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the parameters, the activations and the cache."""
 
@@ -47,7 +47,7 @@ NEW_TOKENS = 32
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """A table of lengths for each model, and one of the loops without a cache."""
+    """One table of lengths per model, and one of the loop without a cache."""
     tables = [_against_length(options, timing, name) for name in options.models]
     tables.append(_against_no_cache(options, timing))
     return tables
@@ -58,9 +58,9 @@ def _against_length(options: Options, timing: Timing, name: Model) -> Table:
     calls = {length: _decoding(options, model, length) for length in options.lengths}
     seconds: dict[int, list[float]] = {length: [] for length in options.lengths}
     for _ in range(timing.rounds):
-        for length, seconds_a_token in calls.items():
-            seconds[length].append(seconds_a_token())
-    table = Table(f"decoding, {name}, {options.dtype}: speed against the positions of the cache")
+        for length, seconds_per_token in calls.items():
+            seconds[length].append(seconds_per_token())
+    table = Table(f"decoding, {name}, {options.dtype}: speed by the capacity of the cache")
     shortest = options.lengths[0]
     for length, times in seconds.items():
         table.rows.append(
@@ -75,7 +75,7 @@ def _against_length(options: Options, timing: Timing, name: Model) -> Table:
 
 
 def _against_no_cache(options: Options, timing: Timing) -> Table:
-    table = Table(f"decoding, transformer, {options.dtype}: with the cache and without")
+    table = Table(f"decoding, transformer, {options.dtype}: with and without a cache")
     model = _make(options, "transformer")
     for length in options.without_cache:
         cached, prompt = _decoding(options, model, length), _prompt(options, length)
@@ -86,7 +86,9 @@ def _against_no_cache(options: Options, timing: Timing) -> Table:
 
         few = zoo.generate(model, prompt, max_new_tokens=4, temperature=0.0)
         if not (uncached()[:, : few.shape[1]] == np.asarray(few)).all():
-            table.failures.append(f"{length} positions: other tokens with the cache than without")
+            table.failures.append(
+                f"{length} positions: the tokens with and without the cache differ"
+            )
         times: list[float] = []
         slow_times: list[float] = []
         for _ in range(timing.rounds):
@@ -96,8 +98,8 @@ def _against_no_cache(options: Options, timing: Timing) -> Table:
             {
                 "positions": length,
                 "tokens/s": options.batch_size / statistics.median(times),
-                "without a cache": options.batch_size / statistics.median(slow_times),
-                "times as fast": median_ratio(slow_times, times),
+                "tokens/s without a cache": options.batch_size / statistics.median(slow_times),
+                "speedup": median_ratio(slow_times, times),
             }
         )
     table.print()
@@ -106,7 +108,7 @@ def _against_no_cache(options: Options, timing: Timing) -> Table:
 
 @eqx.filter_jit
 def _without_cache(model: Any, tokens: jax.Array, start: int, num_tokens: int) -> jax.Array:
-    """The simplest loop: for each token the model over the whole row, whose end it does not see."""
+    """The simplest loop: per token, the causal model on the whole row."""
 
     def add(position: Any, tokens: jax.Array) -> jax.Array:
         logits = jax.lax.dynamic_index_in_dim(model(tokens), position - 1, 1, keepdims=False)
@@ -117,16 +119,16 @@ def _without_cache(model: Any, tokens: jax.Array, start: int, num_tokens: int) -
 
 
 def _decoding(options: Options, model: Any, length: int) -> Callable[[], float]:
-    """Gives the median of the seconds between two tokens of `zoo.stream`, compiled already."""
+    """A function that measures the median seconds per token of `zoo.stream`, compiled already."""
     prompt = _prompt(options, length)
 
-    def seconds_a_token() -> float:
+    def seconds_per_token() -> float:
         tokens = zoo.stream(model, prompt, max_new_tokens=NEW_TOKENS, temperature=0.0)
         times = [time.perf_counter() for _ in tokens]
         return statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
 
-    seconds_a_token()
-    return seconds_a_token
+    seconds_per_token()
+    return seconds_per_token
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
-"""Memory by what is kept: remat policies, and logits of a large vocabulary.
+"""Memory of a train step: by remat policy, and by the size of the vocabulary.
 
-Memory is XLA's own plan of a compiled train step: nothing has to be run for it.
+Memory is XLA's plan of the compiled step, which does not have to run.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ class RematOptions:
     precision: Precision = "fp32"
     """Precision of the compute, over fp32 weights."""
     budget_mib: int = 1024
-    """Memory that the largest batch has to fit in, in MiB."""
+    """Memory for the largest batch, in MiB."""
 
 
 def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
-    """A row for each policy of `zoo.nn.remat`, with the layers in a scan."""
+    """One row per policy of `zoo.nn.remat`, with the layers in a scan."""
     shape, precision = options.shape, options.precision
     policies: list[Policy] = list(POLICIES)  # type: ignore[arg-type]
     built = {
@@ -46,7 +46,7 @@ def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
     }
     seconds: dict[str, list[float]] = {policy: [] for policy in policies}
     states: dict[str, zoo.TrainState] = {policy: each.state for policy, each in built.items()}
-    for turn in range(timing.rounds + 1):  # the first one warms up
+    for turn in range(timing.rounds + 1):  # the first one is the warm-up
         for policy, each in built.items():
             time.sleep(PAUSE_SECONDS)
             start, num_steps = time.perf_counter(), 2
@@ -57,7 +57,7 @@ def measure_remat(options: RematOptions, timing: Timing) -> list[Table]:
                 seconds[policy].append((time.perf_counter() - start) / num_steps)
     table = Table(
         f"remat policies: {shape.num_layers} layers of {shape.d_model}, {shape.seq_len} tokens "
-        f"a row, {precision}, scanned"
+        f"per row, {precision}, scanned"
     )
     for policy in policies:
 
@@ -91,11 +91,11 @@ class VocabularyOptions:
     shape: Shape = Shape(
         num_layers=2, d_model=128, num_heads=2, d_ff=512, seq_len=1024, batch_size=4, tied=True
     )
-    """Sizes of the model, but for the vocabulary."""
+    """Sizes of the model, except for the vocabulary."""
 
 
 def measure_vocabulary(options: VocabularyOptions) -> list[Table]:
-    """XLA's planned peak with all logits in memory, and with the loss a stretch after another."""
+    """XLA's planned peak with all logits in memory at once, and with the loss in chunks."""
     shape = options.shape
     table = Table(
         f"train step, {shape.num_tokens} tokens, d_model {shape.d_model}, {options.precision}: "
@@ -117,7 +117,7 @@ def measure_vocabulary(options: VocabularyOptions) -> list[Table]:
                 "vocabulary": size,
                 "logits in fp32": 4 * sized.num_tokens * size / MIB,
                 "all at once": whole / MIB,
-                f"{losses.LOGITS_BYTES / MIB:.0f} MiB at once (the zoo)": chunked / MIB,
+                f"in chunks of {losses.LOGITS_BYTES / MIB:.0f} MiB (the zoo)": chunked / MIB,
             }
         )
     table.print()
@@ -125,9 +125,9 @@ def measure_vocabulary(options: VocabularyOptions) -> list[Table]:
 
 
 def largest_batch(planned: Callable[[int], int], budget: int) -> int:
-    """The largest batch whose `planned(batch)` bytes are within the budget, to 3%; 0 if none is.
+    """The largest batch with `planned(batch)` bytes within the budget, to 3%; 0 if none is.
 
-    Memory grows nearly in a line with the batch: a line through two plans says where to look next,
+    Memory is nearly linear in the batch size: a line through two plans gives the next size to try,
     so that few programs are compiled.
     """
     fits, too_large, sizes = 0, None, {}
@@ -150,6 +150,6 @@ def largest_batch(planned: Callable[[int], int], budget: int) -> int:
 
 
 def planned_bytes(state: zoo.TrainState, shape: Shape, precision: Precision) -> int:
-    """XLA's planned peak of a language model's train step, which is compiled and never run."""
+    """XLA's planned peak of a language model's train step, which is compiled but not run."""
     step = zoo.make_train_step(losses.next_token, jax_step.optimizer(), precision=precision)
     return jax_step.planned_bytes(step.lower(state, zoo_step.token_batch(given.batch(shape))))

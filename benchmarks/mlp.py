@@ -1,4 +1,4 @@
-"""The train step of a classifier against its peers."""
+"""The train step of a classifier compared with its peers."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -30,12 +30,12 @@ class Options:
     peers: tuple[Name, ...] = get_args(Name)
     """Peers; the first that runs is the baseline of the ratios."""
     precision: tuple[Precision, ...] = field(default_factory=worthwhile)
-    """Precisions of the compute, over fp32 weights: bf16 where the device has it."""
+    """Precisions of the compute, over fp32 weights; bf16 if the device supports it."""
     shape: Shape = field(default_factory=Shape)
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """A table for each precision."""
+    """One table per precision."""
     return [
         compare(
             f"MLP train step, {precision}",

@@ -1,4 +1,4 @@
-"""The peak that a model FLOPs utilization (MFU) is a share of: published, or measured here.
+"""The peak FLOP/s that model FLOPs utilization (MFU) is relative to: published, or measured here.
 
 `python -m benchmarks.peak fp32` measures it, in a process of its own.
 """
@@ -21,21 +21,21 @@ SIZE, REPEATS = 2048, 8
 
 
 class Peak(NamedTuple):
-    """FLOP/s of a device, and where the number is from."""
+    """FLOP/s of a device, and the source of the number."""
 
     flops: float
     source: str
 
 
 def worthwhile() -> tuple[Precision, ...]:
-    """The precisions that this machine has instructions for: emulated bf16 says nothing."""
+    """The precisions that this machine has instructions for; timing emulated bf16 is no use."""
     from zoo.nn.precision import native_precision  # after the stand-ins
 
     return ("fp32", "bf16") if native_precision() == "bf16" else ("fp32",)
 
 
 def find_peak(precision: Precision, published: Sequence[float | None]) -> Peak:
-    """The first published peak, or, as on a CPU, what this machine's fastest product reaches."""
+    """The first published peak; else, as on a CPU, the speed of the fastest matrix product."""
     for flops in published:
         if flops is not None:
             return Peak(flops, f"published for {precision}")
@@ -58,9 +58,9 @@ def _measured(precision: Precision) -> Peak:
 
 
 def measure(precision: Precision) -> Peak:
-    """The fastest of the products by JAX, NumPy and, if there, PyTorch.
+    """The fastest matrix product by JAX, NumPy and, if installed, PyTorch.
 
-    Of fp32 alone where bf16 has no instructions: emulated, it is slower by orders of magnitude.
+    Only in fp32 if the machine has no bf16 instructions: emulated bf16 is slower by far.
     """
     candidates = {"NumPy, fp32": _numpy_product()}
     for each in {"fp32", precision} & {*worthwhile()}:
@@ -73,7 +73,7 @@ def measure(precision: Precision) -> Peak:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The shortest of several times, the first left out."""
+    """The shortest of several times, without the first."""
     times = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
@@ -96,7 +96,7 @@ def _jax_product(precision: Precision) -> Callable[[], Any]:
     x = jax.random.uniform(jax.random.key(0), (SIZE, SIZE))
     x = x.astype(jnp.bfloat16 if precision == "bf16" else jnp.float32)
     exact = "highest" if precision == "fp32" else None
-    # On CPU the instructions for bf16 are used where the result is fp32.
+    # On CPU, XLA uses the bf16 instructions only for products that return fp32.
     multiply = jax.jit(
         lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32, precision=exact)
     )
@@ -110,7 +110,7 @@ def _torch_product(precision: Precision) -> Callable[[], Any]:
     x = torch.rand(SIZE, SIZE, device=device)
     x = x.bfloat16() if precision == "bf16" else x
 
-    return lambda: (x @ x)[0, 0].item()  # which waits for the device
+    return lambda: (x @ x)[0, 0].item()  # waits for the device
 
 
 if __name__ == "__main__":

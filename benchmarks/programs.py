@@ -1,7 +1,7 @@
-"""What the compiler of a GPU is given: evidence that needs no GPU.
+"""The program that a GPU's compiler is given: evidence that needs no GPU.
 
-The bf16 train step of the 124M decoder is lowered for CUDA, and its StableHLO read: which dtypes
-its products take, which kernel attention is, and how large a piece of the logits there ever is.
+The bf16 train step of the 124M decoder is lowered for CUDA, and its StableHLO examined: the dtypes
+of its products, the kernel of its attention, and the largest part of its logits in memory.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Options:
 
 
 def measure(options: Options) -> list[Table]:
-    """A row for each question; a failure for each answer that is not as it should be."""
+    """One row per property of the program, and one failure per wrong property."""
     shape = options.shape
     text = lowered(shape)
     products, kernels = dot_generals(text), custom_calls(text)
@@ -48,24 +48,24 @@ def measure(options: Options) -> list[Table]:
         f"{shape.batch_size} of {shape.seq_len}, vocabulary {shape.vocab_size}, lowered for CUDA"
     )
     table.rows += [
-        {"what": "products of (bf16, bf16)", "in the program": products["bf16, bf16"]},
-        {"what": "products with an fp32 operand", "in the program": sum(wide.values())},
-        {"what": "attention by cuDNN's flash kernels", "in the program": ", ".join(attention)},
-        {"what": "largest piece of logits in fp32, MiB", "in the program": 4 * largest / 2**20},
-        {"what": "all logits in fp32 would be, MiB", "in the program": 4 * whole / 2**20},
+        {"property": "products of (bf16, bf16)", "value": products["bf16, bf16"]},
+        {"property": "products with an fp32 operand", "value": sum(wide.values())},
+        {"property": "cuDNN's flash attention kernels", "value": ", ".join(attention)},
+        {"property": "largest chunk of fp32 logits, MiB", "value": 4 * largest / 2**20},
+        {"property": "all fp32 logits together, MiB", "value": 4 * whole / 2**20},
     ]
     if wide:
         table.failures.append(f"products with fp32 operands: {wide}")
     if len(attention) != 2:
-        table.failures.append(f"cuDNN's attention, forward and backward: found {attention}")
+        table.failures.append(f"no cuDNN attention, forward and backward: found {attention}")
     if 4 * largest > losses.LOGITS_BYTES:
-        table.failures.append(f"a piece of the logits takes {4 * largest} bytes")
+        table.failures.append(f"a chunk of the logits takes {4 * largest} bytes")
     table.print()
     return [table]
 
 
 def lowered(shape: Shape) -> str:
-    """The StableHLO of the zoo's train step for CUDA; layers are scanned, so each is there once."""
+    """The StableHLO of the zoo's train step for CUDA; layers are scanned, so it has one of them."""
     config = zoo_model.sizes(shape, "none", scan=True)
     optimizer = jax_step.optimizer()
     tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len), np.int32)
@@ -81,8 +81,8 @@ def lowered(shape: Shape) -> str:
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """What the zoo and JAX ask of the machine is answered as on an H100 with cuDNN 9.11."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private: here alone
+    """A context in which the zoo and JAX find an H100 with cuDNN 9.11."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private, and used only here
 
     answers = {
         "check_cudnn_version": lambda: 91100,
@@ -97,18 +97,18 @@ def as_on_gpu() -> Iterator[None]:
 
 
 def dot_generals(text: str) -> Counter[str]:
-    """How many products there are of each pair of dtypes, such as "bf16, bf16"."""
+    """The number of products of each pair of dtypes, such as "bf16, bf16"."""
     pairs = re.findall(r"stablehlo\.dot_general.*: \(tensor<([^>]*)>, tensor<([^>]*)>\)", text)
     return Counter(", ".join(each.split("x")[-1] for each in pair) for pair in pairs)
 
 
 def custom_calls(text: str) -> Counter[str]:
-    """How many calls there are of each kernel."""
+    """The number of calls of each kernel."""
     return Counter(re.findall(r"custom_call @([\w$]+)", text))
 
 
 def largest_logits(text: str, shape: Shape) -> int:
-    """Elements of the largest fp32 array over the vocabulary, but for parameters and the like."""
+    """Elements of the largest fp32 array over the vocabulary that is no parameter."""
     sizes = {tuple(map(int, each.split("x"))) for each in re.findall(r"<([\dx]+)xf32>", text)}
     parameters = shape.vocab_size * shape.d_model
     over_vocabulary = (math.prod(x) for x in sizes if shape.vocab_size in x)

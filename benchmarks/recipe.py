@@ -1,4 +1,4 @@
-"""What the default recipe costs around its step: the start-up, and the input pipeline."""
+"""The costs of the default recipe besides its step: the start-up, and the input pipeline."""
 
 import contextlib
 import statistics
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 def measure_startup() -> list[Table]:
     """Seconds from the start of `python -m recipes.lm` to the end of its first step."""
-    table = Table("python -m recipes.lm: from the start of the process to the first finished step")
+    table = Table("python -m recipes.lm: from the start of the process to the end of a step")
     with tempfile.TemporaryDirectory() as folder:
         caches = [f"--data.cache={folder}/corpus", f"--compilation-cache={folder}/jax"]
         for name, run_dir, steps in (
@@ -53,7 +53,7 @@ def _seconds_to_step(step: int, run_dir: Path, flags: list[str]) -> float:
 
 
 def measure_pipeline(timing: Timing) -> list[Table]:
-    """The recipe's step on batches from the input pipeline, in turn with one resident batch."""
+    """The recipe's step on batches of the input pipeline and, in turn, on one resident batch."""
     config = lm.Config()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -80,7 +80,7 @@ def measure_pipeline(timing: Timing) -> list[Table]:
         }
         seconds: dict[str, list[float]] = {name: [] for name in sources}
         num_steps = 3
-        for turn in range(timing.rounds + 1):  # the first one warms up
+        for turn in range(timing.rounds + 1):  # the first one is the warm-up
             for name, batches in sources.items():
                 time.sleep(PAUSE_SECONDS)
                 start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tables of measurements: on the terminal, as markdown, and with where they come from."""
+"""Tables of measurements, on the terminal and as markdown, and their provenance."""
 
 import importlib.metadata
 import json
@@ -18,7 +18,7 @@ LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "flax", "torch", "numpy")
 
 @dataclass
 class Table:
-    """Rows of the same columns; `notes` say what was skipped, and `failures` what is wrong."""
+    """Rows of the same columns, with notes such as skipped peers, and failures."""
 
     title: str
     rows: list[dict[str, Value]] = field(default_factory=list)
@@ -67,7 +67,7 @@ def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -
 
 
 def provenance() -> dict[str, str]:
-    """The hardware and the versions that a measurement was made with."""
+    """The hardware and the software versions of a measurement."""
     versions = {}
     for library in LIBRARIES:
         try:
@@ -83,7 +83,7 @@ def provenance() -> dict[str, str]:
 
 
 def hardware() -> str:
-    """The GPUs if there are any, and the processor with its number of usable cores."""
+    """The GPUs, if any, and the processor with its number of cores."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")

@@ -1,4 +1,4 @@
-"""The train step of an LSTM language model against its peers, and its memory by length."""
+"""The train step of an LSTM language model compared with its peers, and its memory by length."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ PEERS: dict[str, Peer] = {
     "pytorch": Peer("rnn.pytorch", {"compiled": False}),
     "pytorch-compiled": Peer("rnn.pytorch", {"compiled": True}),
 }
-# What `rnn-memory` compiles; a reader has no outputs but the last.
+# For `rnn-memory`: models that only output their last state.
 READERS = {
     "zoo-reader": Peer("rnn.zoo_reader", {"remat": "none"}),
     "zoo-reader-remat": Peer("rnn.zoo_reader", {"remat": "full"}),
@@ -46,12 +46,12 @@ class Options:
     )
     """Peers; the first that runs is the baseline of the ratios."""
     precision: tuple[Precision, ...] = field(default_factory=worthwhile)
-    """Precisions of the compute, over fp32 weights: bf16 where the device has it."""
+    """Precisions of the compute, over fp32 weights; bf16 if the device supports it."""
     shape: Shape = field(default_factory=Shape)
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """A table for each precision."""
+    """One table per precision."""
     shape = options.shape
     return [
         compare(
@@ -81,11 +81,11 @@ class MemoryOptions:
     precision: Precision = "fp32"
     """Precision of the compute."""
     shape: Shape = Shape(hidden_size=256, batch_size=8)
-    """Sizes of the model, but for the length."""
+    """Sizes of the model, except for the length."""
 
 
 def measure_memory(options: MemoryOptions) -> list[Table]:
-    """XLA's planned peak of a step at each length: compiled, and never run."""
+    """XLA's planned peak of a step at each length, which is compiled but not run."""
     table = Table(f"LSTM train step, {options.precision}: XLA plan in MiB by sequence length")
     for name in options.peers:
         planned = {}

@@ -1,9 +1,9 @@
-"""Time the zoo side by side with its peers, and keep the results.
+"""Time the zoo side by side with its peers, and save the results.
 
 python -m benchmarks.run transformer
 
-Without names, all of the benchmarks run. The tables are printed, and saved as JSON and markdown
-under benchmarks/results/.
+Without names, all benchmarks run. The tables are printed, and saved as JSON and markdown under
+benchmarks/results/.
 """
 
 import os
@@ -47,12 +47,12 @@ Name = Literal[
 
 @dataclass(frozen=True)
 class Config:
-    """Time the zoo side by side with its peers, and keep the results."""
+    """Time the zoo side by side with its peers, and save the results."""
 
     names: Annotated[tuple[Name, ...], tyro.conf.Positional] = get_args(Name)
     """Benchmarks to run."""
     results: Path = Path(__file__).parent / "results"
-    """Folder of the results."""
+    """Folder for the results."""
     timing: Timing = field(default_factory=Timing)
     transformer: benchmarks.transformer.Options = field(
         default_factory=benchmarks.transformer.Options
@@ -87,7 +87,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
 
 
 def main(config: Config) -> None:
-    """Run, print, save; exit with 1 if peers that should agree do not."""
+    """Run, print and save; exit with 1 if there is a failure, such as peers that disagree."""
     command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
     source = {"command": command, "date": date.today().isoformat(), **provenance()}
     failed = False

@@ -1,10 +1,10 @@
-"""How memory and traffic of a device change with the number of devices, by compiling alone.
+"""Memory and traffic per device by the number of devices, from compiling alone.
 
     python -m benchmarks.scaling
 
-compiles the train step of Llama 3 8B for 8 to 256 TPU v6e chips, by FSDP and by FSDP with four-fold
-tensor parallelism (`pip install 'zoo[plan]'`; no TPU is needed), and sets the bytes that a device
-sends beside the fewest that the method needs. Writes a table, a plot and the numbers.
+compiles the train step of Llama 3 8B for 8 to 256 TPU v6e chips, with FSDP and with FSDP and
+four-fold tensor parallelism (`pip install 'zoo[plan]'`; no TPU is needed), and compares the bytes
+that each device sends with the method's minimum. Writes a table, a plot and the numbers.
 """
 
 import dataclasses
@@ -30,26 +30,26 @@ BYTES = 2  # of the compute dtype
 
 @dataclass(frozen=True)
 class Config:
-    """Compile a model for ever more devices."""
+    """Compile a model for increasing numbers of devices."""
 
     model: str = "llama3-8b"
-    """Published size."""
+    """Name of a published model."""
     chip: str = "v6e"
-    """Chip whose slices are two-dimensional: v5e or v6e."""
+    """Chip with two-dimensional slices: v5e or v6e."""
     devices: tuple[int, ...] = tuple(SLICES)
     """Numbers of devices."""
     tensor: tuple[int, ...] = (1, 4)
     """Sizes of the tensor axis; fsdp is the rest."""
     seq_len: int = 2048
-    """Tokens of a row; a step has a row a device."""
+    """Tokens per row; a step has one row per device."""
     quick: bool = True
-    """Ask the compiler for less effort."""
+    """Compile with less effort."""
     out: Path = Path("benchmarks/results/2026-11-21-scaling-llama3-8b-v6e")
-    """Files to write, less their endings."""
+    """Files to write, without their suffixes."""
 
 
 def main(config: Config) -> None:
-    """Compile what is not in the results yet, and draw all of it."""
+    """Compile what the results lack, and write the table and the plot of all of them."""
     numbers = config.out.with_suffix(".json")
     rows = json.loads(numbers.read_text()) if numbers.exists() else []
     for tensor in config.tensor:
@@ -66,7 +66,7 @@ def main(config: Config) -> None:
 
 
 def measure(config: Config, devices: int, tensor: int) -> dict[str, Any]:
-    """One compile: memory and collectives of a device, and the fewest bytes."""
+    """One compilation: memory and collectives per device, and the minimum of bytes."""
     mesh = f"fsdp={devices // tensor},tensor={tensor}"
     wanted = command.Config(
         model=config.model,
@@ -95,12 +95,12 @@ def measure(config: Config, devices: int, tensor: int) -> dict[str, Any]:
 
 
 def minimum(estimate: Estimate, config: Config) -> dict[str, float]:
-    """The fewest bytes that a device sends: parameters gathered, gradients and activations reduced.
+    """The minimum of bytes that a device sends, by the cause.
 
     A layer's parameters are gathered forward and backward, the embedding's and the head's once; all
-    gradients are reduced to where they are stored, once. Of the tensor axis, an all-reduce of the
-    activations behind attention and MLP, forward and backward, behind the embedding's look-up, and
-    in front of the head, backward.
+    gradients are reduced and scattered once. On the tensor axis, activations are all-reduced after
+    attention and MLP, forward and backward, after the embedding's look-up, and before the head,
+    backward.
     """
     mesh = sharding.make_mesh(estimate.job.mesh, estimate.target.devices())
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
@@ -130,20 +130,20 @@ def minimum(estimate: Estimate, config: Config) -> dict[str, float]:
 
 
 def table(config: Config, rows: list[dict[str, Any]]) -> str:
-    """The results as markdown; what is said of them stands in a file of its own."""
+    """The results as markdown, followed by the remarks in scaling.md."""
     command_line = "python -m benchmarks.scaling"
     lines = [
         f"# {config.model} on TPU {config.chip}, by compiling alone",
         "",
-        f"`{command_line}`: a row of {config.seq_len} tokens a device and step, remat full, AdamW, "
-        "bf16 over fp32 masters; GiB a device.",
+        f"`{command_line}`: one row of {config.seq_len} tokens per device and step, remat full, "
+        "AdamW, bf16 over fp32 masters; GiB per device.",
         "",
-        "| devices | mesh | state | temporaries | sent | fewest | ratio | compiled in |",
+        "| devices | mesh | state | temporaries | sent | minimum | ratio | compile time |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         memory, sent = row["memory"], sum(row["collectives"].values())
-        fewest = sum(row["minimum"].values())
+        least = sum(row["minimum"].values())
         mesh = f"fsdp={row['devices'] // row['tensor']}"
         mesh += f", tensor={row['tensor']}" if row["tensor"] > 1 else ""
         cells = [
@@ -152,8 +152,8 @@ def table(config: Config, rows: list[dict[str, Any]]) -> str:
             f"{(memory['parameters'] + memory['optimizer']) / 2**30:.2f}",
             f"{memory['temporaries'] / 2**30:.2f}",
             f"{sent / 2**30:.2f}",
-            f"{fewest / 2**30:.2f}",
-            f"{sent / fewest:.2f}",
+            f"{least / 2**30:.2f}",
+            f"{sent / least:.2f}",
             f"{row['seconds']} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -162,7 +162,7 @@ def table(config: Config, rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the memory and the bytes sent by the number of devices."""
+    """Plot the memory and the bytes sent by the number of devices."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -175,11 +175,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         left.plot(x, [r["memory"]["total"] / 2**30 for r in mine], "o-", color=color, label=label)
         left.plot(x, state, ":", color=color, label=f"{label}: parameters and optimizer")
         sent = [sum(r["collectives"].values()) / 2**30 for r in mine]
-        fewest = [sum(r["minimum"].values()) / 2**30 for r in mine]
+        least = [sum(r["minimum"].values()) / 2**30 for r in mine]
         right.plot(x, sent, "o-", color=color, label=label)
-        right.plot(x, fewest, ":", color=color, label=f"{label}: the fewest")
+        right.plot(x, least, ":", color=color, label=f"{label}: minimum")
     left.set_ylabel("memory per device, GiB")
-    right.set_ylabel("sent a device and step, GiB")
+    right.set_ylabel("sent per device and step, GiB")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks([row["devices"] for row in rows], [str(row["devices"]) for row in rows])

@@ -1,6 +1,6 @@
-"""Stand-ins for packages that a bare GPU machine may lack, and that no part of its list uses.
+"""Stand-ins for packages that a bare GPU machine may lack, and that `benchmarks.gpu` does not use.
 
-The zoo imports them when it is imported: for command lines, input pipelines and terminals.
+Modules of the zoo import them for command lines, input pipelines and terminals.
 """
 
 import importlib
@@ -15,7 +15,7 @@ OPTIONAL = ("grain", "tyro", "rich")
 
 
 def install() -> list[str]:
-    """Put stand-ins where packages are missing; their names."""
+    """Install stand-ins for missing packages, and return their names."""
     missing = []
     for name in OPTIONAL:
         try:

@@ -1,4 +1,4 @@
-"""Peers in processes of their own, timed in turn."""
+"""Peers, each in its own process, timed in turn."""
 
 import contextlib
 import importlib
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers.common import Built, Precision
 
-PAUSE_SECONDS = 0.2  # in which the thread pool of the peer before falls asleep
+PAUSE_SECONDS = 0.2  # for the previous peer's thread pool to fall asleep
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A module of benchmarks.peers, with what its `build` takes beyond shape and precision.
+    """A module of benchmarks.peers, with its options for `build` besides shape and precision.
 
-    The package that the module is in has a module `given` with the class `Shape`.
+    The module's package has a module `given` with the class `Shape`.
     """
 
     module: str
@@ -35,7 +35,7 @@ class Peer:
         return Peer(self.module, {**self.options, **options})
 
     def build(self, shape: Any, precision: Precision) -> Built:
-        """The peer in this process; `shape` can be the dictionary of one."""
+        """Build the peer in this process; `shape` is a `Shape` or its fields as a dictionary."""
         package, _, _ = self.module.rpartition(".")
         if isinstance(shape, dict):
             shape = importlib.import_module(f"benchmarks.peers.{package}.given").Shape(**shape)
@@ -48,19 +48,19 @@ class Timing:
     """How peers are timed in turn."""
 
     rounds: int = 4
-    """Rounds; in each, every peer has one turn."""
+    """Rounds; every peer has one turn per round."""
     turn_seconds: float = 1.5
-    """Length of a turn, in whole steps."""
+    """Length of a turn in seconds, rounded to whole steps."""
     huge_pages: bool = True
-    """Let malloc use transparent huge pages, for all peers alike (Linux)."""
+    """Let malloc use transparent huge pages, for all peers (Linux)."""
 
 
 class SkippedError(Exception):
-    """A peer cannot run here; the message says why."""
+    """A peer cannot run here; the message gives the reason."""
 
 
 class Worker:
-    """The process of a peer: built and warmed up when it is made.
+    """The process of a peer, which is built and warmed up on construction.
 
     Raises:
         SkippedError: the peer's library is missing, or it failed; with its error's last line.
@@ -88,7 +88,7 @@ class Worker:
             raise
 
     def run(self, num_steps: int) -> tuple[float, float]:
-        """Seconds a step, and seconds of all its threads' processor time, over that many steps."""
+        """Seconds per step, and processor seconds per step of all threads, over that many steps."""
         answer = self._ask({"num_steps": num_steps})
         return answer["seconds"] / num_steps, answer["cpu_seconds"] / num_steps
 
@@ -116,20 +116,20 @@ class Worker:
     ) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # the end of its requests ends it
+            self._process.stdin.close()  # at the end of its requests it exits
         self._process.wait()
         self._errors.close()
 
 
 class Turns(NamedTuple):
-    """A peer's seconds a step, one for each round."""
+    """A peer's seconds per step in each round."""
 
     seconds: list[float]
     cpu_seconds: list[float]
 
 
 def interleave(workers: Mapping[str, Worker], timing: Timing) -> dict[str, Turns]:
-    """Time each worker once a round, in turn."""
+    """Time each worker once per round, in turn."""
     turns = {name: Turns([], []) for name in workers}
     for _ in range(timing.rounds):
         for name, worker in workers.items():
@@ -142,5 +142,5 @@ def interleave(workers: Mapping[str, Worker], timing: Timing) -> dict[str, Turns
 
 
 def median_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
-    """The median of the ratios within each round: what slows a round slows both."""
+    """The median of the ratios within each round, since a slow round slows both."""
     return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))

@@ -1,4 +1,4 @@
-"""The train step of a transformer against its peers: fp32 and bf16, with and without remat."""
+"""The train step of a transformer compared with its peers, in fp32 and bf16, also with remat."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -33,14 +33,14 @@ class Options:
     peers: tuple[Name, ...] = get_args(Name)
     """Peers; the first that runs is the baseline of the ratios."""
     precision: tuple[Precision, ...] = field(default_factory=worthwhile)
-    """Precisions of the compute, over fp32 weights: bf16 where the device has it."""
+    """Precisions of the compute, over fp32 weights; bf16 if the device supports it."""
     remat: tuple[Remat, ...] = ("none", "full")
-    """What the backward pass recomputes: nothing, or every layer."""
+    """Recomputation in the backward pass: of nothing, or of every layer."""
     shape: Shape = field(default_factory=Shape)
 
 
 def measure(options: Options, timing: Timing) -> list[Table]:
-    """A table for each precision and remat."""
+    """One table per precision and remat."""
     shape = options.shape
     sizes = zoo_model.sizes(shape, "none", scan=True)
     return [

@@ -1,6 +1,6 @@
-"""The process of one peer: it builds it, takes its first steps, then times steps on demand.
+"""The process of one peer: builds the peer, takes its first steps, then times steps on demand.
 
-It reads one JSON request a line, and answers each with one JSON line. `timing.Worker` starts it.
+It reads one JSON request per line and answers each with one JSON line. `timing.Worker` starts it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ WARMUP_STEPS = 5
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries may print, but not among the answers
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
@@ -32,7 +32,7 @@ def main() -> None:
     state = built.state
     for request in requests:
         state, loss = built.step(state, built.batch)
-        float(loss)  # untimed: the caches and pages are another peer's
+        float(loss)  # untimed: caches and pages still hold another peer's data
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(request["num_steps"]):
             state, loss = built.step(state, built.batch)
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
     peer = Peer(**request["peer"])
-    importlib.import_module(f"benchmarks.peers.{peer.module}")  # before its memory counts
+    importlib.import_module(f"benchmarks.peers.{peer.module}")  # before its memory is measured
     before = _resident_bytes("VmRSS")
     built = peer.build(request["shape"], request["precision"])
     state, losses, seconds = built.state, [], []
@@ -66,19 +66,19 @@ def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
 
 
 def _resident_bytes(field: str) -> int:
-    """VmRSS, the memory of this process now, or VmHWM, its high-water mark."""
+    """VmRSS, the current memory of this process, or VmHWM, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def _forget_peak() -> None:
-    """Lower the high-water mark to now, because compiling has raised it."""
+    """Reset the peak to the current memory, because compiling has raised it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def device_peak_bytes() -> int | None:
-    """The peak of an accelerator's memory since the start; nothing on CPU."""
+    """The peak of an accelerator's memory since the start; None on CPU."""
     if torch := sys.modules.get("torch"):
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     device = sys.modules["jax"].devices()[0]
@@ -86,8 +86,8 @@ def device_peak_bytes() -> int | None:
 
 
 def published_peak(precision: Precision) -> float | None:
-    """The data sheet's FLOP/s of the device, where JAX is here to say which it is."""
-    if "jax" not in sys.modules or "torch" in sys.modules:  # whose process has the GPU
+    """The data sheet's FLOP/s of the device, if this is a JAX peer, which can identify it."""
+    if "jax" not in sys.modules or "torch" in sys.modules:  # PyTorch has the GPU
         return None
     from zoo.planning.chips import peak_flops
 

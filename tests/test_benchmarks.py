@@ -118,7 +118,7 @@ def test_a_run_fails_where_a_peer_computes_something_else(tmp_path, monkeypatch)
     assert any("measured here" in note for note in table["notes"])  # a CPU has no data sheet
     monkeypatch.setitem(mlp.PEERS, "zoo", Peer("ensemble.zoo_model", {"as_one": True}))
     assert exit_code() == 1
-    assert "zoo computes something else" in results.read_text()
+    assert "zoo has other losses" in results.read_text()
 
 
 def test_the_largest_batch_of_a_budget_is_found_in_few_plans():

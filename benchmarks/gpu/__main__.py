@@ -1,4 +1,4 @@
-"""All that the zoo promises of one GPU, in one command: `python -m benchmarks.gpu`."""
+"""The zoo's claims about one GPU, checked by one command: `python -m benchmarks.gpu`."""
 
 from benchmarks import stand_ins
 

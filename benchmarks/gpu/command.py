@@ -1,10 +1,10 @@
-"""The list: decoders and an LSTM against PyTorch, parity with the CPU, and a profile.
+"""Decoders and an LSTM compared with PyTorch, parity with the CPU, and a profile.
 
     python -m benchmarks.gpu            # within 25 minutes, on one GPU
-    python -m benchmarks.gpu --tiny     # tries the list itself, on anything
+    python -m benchmarks.gpu --tiny     # tests the benchmark itself, on any machine
 
-Each part has a process and a time limit of its own; one that fails is reported, and the rest goes
-on. The results are saved after each part. It needs neither a network nor packages for data.
+Each part has its own process and time limit; a part that fails is reported, and the others
+continue. The results are saved after each part. Neither a network nor data packages are needed.
 """
 
 import argparse
@@ -29,20 +29,22 @@ from benchmarks.report import Table, provenance, save
 from zoo import rnn, transformer
 
 MIB = 2**20
-# Relative to an array's norm: what the order of fp32 sums may do, and what bf16's rounding may.
+# Relative to an array's norm: for the order of fp32 sums, and for bf16's rounding.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
-# Of the first losses, relatively: Adam's first steps are as large where a gradient is near zero.
+# Of the first losses, relative: Adam's first steps are large even where a gradient is near zero.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 
 Request = tuple[str, dict[str, Any]]  # a peer's name; its module and options
 
 
 def main() -> None:
-    """Run all parts, or those that are named; exit with 1 if one failed."""
+    """Run all parts, or the named ones; exit with 1 if one failed."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", help="parts to run: all, if none is named")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the list itself")
-    parser.add_argument("--minutes", type=float, default=24, help="time for all parts")
+    parser.add_argument("parts", nargs="*", help="parts to run (default: all)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, to test the benchmark itself"
+    )
+    parser.add_argument("--minutes", type=float, default=24, help="time limit of all parts")
     parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
@@ -58,7 +60,7 @@ def main() -> None:
             table = Table(name)
             try:
                 parts[name](table)
-            except Exception as error:  # whatever it is, the rest goes on
+            except Exception as error:  # the other parts continue
                 if not isinstance(error, PartError):
                     traceback.print_exc()
                 table.failures.append(f"{name}: {error!r}")
@@ -69,14 +71,14 @@ def main() -> None:
 
 
 class Bench:
-    """The parts of the list; each fills in a table."""
+    """The parts of the benchmark; each fills in a table."""
 
     def __init__(self, sizes: Sizes, clock: Clock, folder: Path):
         self._sizes, self._clock, self._folder = sizes, clock, folder
         self._has_text = False
 
     def parts(self) -> dict[str, Callable[[Table], None]]:
-        """What there is, by name, what matters most first."""
+        """The parts by name, the most important first."""
         decoders = {
             f"decoder-{name}": lambda table, name=name: self.decoder(table, name)
             for name in self._sizes.decoders
@@ -94,7 +96,7 @@ class Bench:
         )
 
     def decoder(self, table: Table, name: str) -> None:
-        """A decoder's train step on text, against PyTorch's."""
+        """A decoder's train step on text, compared with PyTorch's."""
         decoder = self._sizes.decoders[name]
         shape = dataclasses.replace(decoder.shape, tokens=self._tokens(decoder.shape.seq_len))
         table.title = (
@@ -123,7 +125,7 @@ class Bench:
                 table.notes.append(f"the zoo {met} its goal of {decoder.goal:.0f}% MFU")
 
     def lstm(self, table: Table) -> None:
-        """An LSTM's train step against torch.nn.LSTM, both by cuDNN on a GPU."""
+        """An LSTM's train step compared with torch.nn.LSTM, both by cuDNN on a GPU."""
         shape = self._sizes.lstm
         flops = rnn.num_flops_per_token(rnn_model.sizes(shape, "none"))
         table.title = f"LSTM: {shape.num_layers} layers of {shape.hidden_size}"
@@ -147,7 +149,7 @@ class Bench:
         precision: Any,
         flops_per_token: float,
     ) -> None:
-        """A row for each peer that runs; the later ones begin at the first one's batch."""
+        """One row per peer that runs; later peers begin at the first one's batch size."""
         shape, batch_sizes = decoder.shape, decoder.batch_sizes
         found: dict[str, Any] = {}
         for name, peer in peers:
@@ -188,25 +190,25 @@ class Bench:
                     "steps/s": 1 / each["seconds"],
                     "tokens/s": speeds[name],
                     "MFU %": 100 * speeds[name] * flops_per_token / peak.flops,
-                    "time a token / the zoo's": speeds[first] / speeds[name],
+                    "time per token / the zoo's": speeds[first] / speeds[name],
                     "compile s": each["compile seconds"],
                     "peak MiB": each["peak bytes"] and each["peak bytes"] / MIB,
                     "XLA plan MiB": each["planned bytes"] and each["planned bytes"] / MIB,
                 }
             )
             if each["too large"]:
-                table.notes.append(f"{name}: too large are batches of {each['too large']}")
-        table.notes.append(mfu_note(flops_per_token, peak, "a token"))
+                table.notes.append(f"{name}: batches of {each['too large']} are too large")
+        table.notes.append(mfu_note(flops_per_token, peak, "token"))
         same = {name: x["losses"] for name, x in found.items() if x["batch"] == batch_sizes[0]}
         if len(same) > 1:
-            table.notes.append(f"of the same batch, so with the same losses: {', '.join(same)}")
+            table.notes.append(f"the same batch, so the same losses: {', '.join(same)}")
             table.failures += disagreements(same, LOSS_TOLERANCE[precision])
         else:
-            table.notes.append("no losses are compared: the batches are of other sizes")
+            table.notes.append("losses are not compared: the batch sizes differ")
 
     def parity(self, table: Table) -> None:
-        """The loss and gradients of a transformer in fp32: on this device, and on the CPU."""
-        table.title = "fp32 train step of a transformer: this device against the CPU"
+        """The loss and gradients of a transformer in fp32, on this device and on the CPU."""
+        table.title = "fp32 train step of a transformer: this device compared with the CPU"
         files = {}
         for name, environment in (("here", {}), ("cpu", {"JAX_PLATFORMS": "cpu"})):
             files[name] = str(self._folder / f"{name}.npz")
@@ -219,12 +221,12 @@ class Bench:
             )
             table.notes.append(f"{name}: {result['device']}, loss {result['loss']:.7f}")
         for name, difference in parity.compare(files["here"], files["cpu"]).items():
-            table.rows.append({"of": name, "relative difference": difference})
+            table.rows.append({"quantity": name, "relative difference": difference})
             if not difference <= FP32_TOLERANCE:
                 table.failures.append(f"{name} differs by {difference}, over {FP32_TOLERANCE}")
 
     def attention(self, table: Table) -> None:
-        """bf16 attention by cuDNN and in chunks, against fp32's."""
+        """bf16 attention by cuDNN and in chunks, compared with fp32's."""
         batch, seq_len, heads, head_dim = self._sizes.attention
         table.title = "attention in bf16: relative difference from fp32"
         for implementation in ("chunked", "cudnn"):
@@ -246,7 +248,7 @@ class Bench:
                 table.failures.append(f"{implementation} is off by more than {BF16_TOLERANCE}")
 
     def profile(self, table: Table) -> None:
-        """The top five costs of the first decoder's train step, by kind of operation."""
+        """The five kinds of operations that take most of the first decoder's train step."""
         name, decoder = next(iter(self._sizes.decoders.items()))
         tokens = self._tokens(decoder.shape.seq_len)
         shape = dataclasses.replace(
@@ -263,18 +265,18 @@ class Bench:
             },
             seconds=150,
         )
-        table.title = f"where a step of the {name} decoder goes, batch {shape.batch_size}, bf16"
+        table.title = f"profile of the {name} decoder's step, batch {shape.batch_size}, bf16"
         total = sum(result["kinds"].values())
         for kind, seconds in sorted(result["kinds"].items(), key=lambda item: -item[1])[:5]:
-            row = {"operations": kind, "ms a step": 1e3 * seconds, "%": 100 * seconds / total}
+            row = {"operations": kind, "ms per step": 1e3 * seconds, "%": 100 * seconds / total}
             table.rows.append(row)
-        table.notes.append("the largest single ones, in ms a step:")
+        table.notes.append("the longest single operations, in ms per step:")
         table.notes.append(
             ", ".join(f"`{x}` {1e3 * seconds:.3g}" for x, seconds in result["operations"].items())
         )
 
     def _tokens(self, seq_len: int) -> str:
-        """A file of rows of text of that length."""
+        """A file with rows of text of that length."""
         decoders = self._sizes.decoders.values()
         if not self._has_text:
             self._clock.run(

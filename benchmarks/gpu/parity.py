@@ -1,4 +1,4 @@
-"""The same numbers on GPU as elsewhere: a train step in fp32, and attention by cuDNN."""
+"""Parity of a GPU with other devices: a train step in fp32, and attention by cuDNN."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def gradients(shape: dict[str, Any], file: str) -> Any:
 
 
 def compare(here: str, there: str) -> dict[str, float]:
-    """The greatest differences between two files of `gradients`, relative to each array's norm."""
+    """The largest differences between two files of `gradients`, relative to each array's norm."""
     ours, theirs = np.load(here), np.load(there)
     assert set(ours) == set(theirs), "the files are of different models"
     return {
@@ -49,7 +49,7 @@ def relative(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def attention_errors(batch: int, seq_len: int, heads: int, head_dim: int, implementation: str):
-    """How far an implementation in bf16 is from attention in fp32, forward and backward."""
+    """The errors of an implementation in bf16, relative to fp32, forward and backward."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, g = (jax.random.normal(key, (batch, seq_len, heads, head_dim)) for key in keys)
 

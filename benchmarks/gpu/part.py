@@ -1,7 +1,7 @@
 """The process of one part: `python -m benchmarks.gpu.part MODULE FUNCTION OPTIONS FILE`.
 
-Calls a function of this package with the options, given as JSON, and writes what it returns to the
-file. A process of its own gives back all of its memory, and can be ended when its time is over.
+Calls a function of this package with the options, given as JSON, and writes the result to the file.
+A separate process releases all of its memory, and can be killed when its time is over.
 """
 
 import importlib

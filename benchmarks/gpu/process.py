@@ -1,4 +1,4 @@
-"""Parts of the list, each in a process of its own that has only so much time."""
+"""Running the parts, each in its own process with a time limit."""
 
 import contextlib
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# A process has the GPU to itself; what is left of it is for CUDA's own libraries.
+# A process has the GPU to itself; the rest of the memory is for CUDA's own libraries.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
 class PartError(Exception):
-    """A part did not end well; the message says why."""
+    """A part failed; the message gives the reason."""
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
         self._end = time.monotonic() + 60 * minutes
 
     def left(self) -> float:
-        """Seconds until the end, none after it."""
+        """Seconds until the end; 0 after it."""
         return max(0.0, self._end - time.monotonic())
 
     def run(
@@ -39,10 +39,10 @@ class Clock:
         seconds: float,
         environment: dict[str, str] | None = None,
     ) -> Any:
-        """What a function of this package returns, called in a process within so many seconds.
+        """The result of a function of this package, called in a process with a time limit.
 
         Raises:
-            PartError: it failed, with its error's last line, or the time was over.
+            PartError: it failed (the message is its error's last line), or its time was over.
         """
         limit = min(seconds, self.left())
         if limit < 1:
@@ -64,7 +64,7 @@ class Clock:
             except subprocess.TimeoutExpired:
                 raise PartError(f"stopped after {limit:.0f} s") from None
             finally:
-                with contextlib.suppress(ProcessLookupError):  # it, and those that it started
+                with contextlib.suppress(ProcessLookupError):  # the process and its children
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             if code != 0:

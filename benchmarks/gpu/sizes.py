@@ -1,4 +1,4 @@
-"""What the list measures: the decoders and their goals; and tiny ones, to try the list itself."""
+"""The sizes to measure: decoders and their goals; and tiny sizes, to test the benchmark itself."""
 
 from dataclasses import dataclass, field
 
@@ -12,11 +12,11 @@ class Decoder:
 
     shape: Shape
     batch_sizes: list[int]
-    """Batches to try, large ones first."""
+    """Batch sizes to try, the largest first."""
     goal: float
-    """Share of the device's peak to reach, in percent."""
+    """MFU to reach, in percent."""
     seconds: float
-    """Time for each peer."""
+    """Time limit of each peer."""
 
 
 def _gpt(layers: int, d_model: int, heads: int, seq_len: int) -> Shape:
@@ -25,7 +25,7 @@ def _gpt(layers: int, d_model: int, heads: int, seq_len: int) -> Shape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """All sizes of a run of the list."""
+    """All sizes of a run of the benchmark."""
 
     decoders: dict[str, Decoder] = field(
         default_factory=lambda: {
@@ -35,21 +35,21 @@ class Sizes:
         }
     )
     compiled: bool = True
-    """PyTorch by torch.compile, or eager."""
+    """Whether PyTorch runs compiled, or eagerly."""
     steps: int = 10
-    """Steps in each of three stretches."""
+    """Steps in each of three measurements."""
     text: float = 1.0
-    """Share of the standard library's files to tokenize."""
+    """Fraction of the standard library's files to tokenize."""
     lstm: RNNShape = RNNShape(hidden_size=1024, vocab_size=2048, seq_len=512, batch_size=64)
     lstm_precisions: tuple[str, ...] = ("fp32", "bf16")
     parity: Shape = Shape(num_layers=4, d_model=256, num_heads=4, d_ff=1024, batch_size=4)
     attention: tuple[int, int, int, int] = (4, 1024, 12, 64)
-    """Batch, sequence, heads, head size."""
+    """Batch size, sequence length, heads, head size."""
     profile_batch: int = 16
 
 
 def tiny() -> Sizes:
-    """The same list within two minutes on a CPU."""
+    """Sizes for two minutes on a CPU."""
     shape = Shape(2, 64, 2, 256, vocab_size=512, seq_len=64, tied=True)
     return Sizes(
         decoders={"tiny": Decoder(shape, [4, 2], 45, 60)},

@@ -1,4 +1,4 @@
-"""Rows of real tokens for the decoders: the standard library, by the zoo's own pipeline."""
+"""Rows of text for the decoders: the standard library, tokenized and packed by the zoo."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from zoo.data.tokenizer import BPETokenizer
 
 
 def write(vocab_size: int, rows: int, seq_lens: list[int], folder: str, share: float) -> Any:
-    """Write `<seq_len>.npy`, [rows, seq_len + 1], for each length; what there is of text.
+    """Write `<seq_len>.npy`, [rows, seq_len + 1], for each length; returns the sizes of the text.
 
-    Byte pairs are trained on that share of the documents, which are all that is tokenized.
+    The tokenizer is trained on a `share` of the documents, and only these are tokenized.
     """
     documents = standard_library()
     documents = documents[: max(2, int(share * len(documents)))]

@@ -1,4 +1,4 @@
-"""Where the time of a train step goes: a trace of the profiler, reduced to kinds of operations."""
+"""The time of a train step by kind of operation, from a trace of the profiler."""
 
 import collections
 import re
@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.timing import Peer
 
-# In turn: what a kernel's or thunk's name holds, and the kind it is then. XLA's own names first.
+# A kernel's or thunk's kind is the first whose pattern is in its name.
 KINDS = {
     "attention": r"flash|fmha|cudnn.*(sdpa|attn|mha)|sdpa",
     "matrix products": r"gemm|nvjet|cublas|cutlass|dot|matmul",
@@ -19,12 +19,12 @@ KINDS = {
     "scatters, gathers": r"scatter|gather|select_and",
     "elementwise": r"fusion|loop_|wrapped|convert|broadcast|add|multiply|exp|tanh",
 }
-# Lines of time that are not one operation at a time.
+# Events that contain other operations.
 CONTAINERS = re.compile(r"while|call|conditional|thunkexecutor|tfrt|pjit|jit_|^(train_)?step|pjrt")
 
 
 def measure(peer: dict[str, Any], shape: dict[str, Any], precision: Any, steps: int) -> Any:
-    """Seconds a step by kind of operation, of a few steps."""
+    """Seconds per step by kind of operation, averaged over a few steps."""
     built = Peer(**peer).build(shape, precision)
     state = built.state
     for _ in range(3):
@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
 
 
 def seconds_by_name(data: Any) -> dict[str, float]:
-    """Seconds of each operation: a GPU's kernels, or on CPU what XLA's threads ran."""
+    """Seconds of each operation: a GPU's kernels, or the thunks of XLA's CPU threads."""
     seconds: dict[str, float] = collections.Counter()
     gpus = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
     for plane in gpus or [plane for plane in data.planes if plane.name == "/host:CPU"]:

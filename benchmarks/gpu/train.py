@@ -1,4 +1,4 @@
-"""A train step of one peer at the largest batch that fits, timed in this process."""
+"""The train step of one peer at the largest batch that fits, timed in this process."""
 
 import gc
 import json
@@ -20,9 +20,9 @@ def measure(
     steps: int,
     progress: str,
 ) -> Any:
-    """A row of numbers of the first of `batch_sizes`, large ones first, that does not run out.
+    """The measurements at the first of `batch_sizes`, largest first, that fits in memory.
 
-    `progress` is a file that says which batch is being tried, for when there is no time for more.
+    The file `progress` names the batch that is being tried, in case the time runs out.
     """
     tried = []
     for batch_size in batch_sizes:
@@ -44,7 +44,7 @@ def measure(
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether JAX or PyTorch says so."""
+    """Whether an error of JAX or PyTorch means that memory ran out."""
     text = str(error).lower()
     return "resource_exhausted" in text or "out of memory" in text
 
@@ -55,7 +55,7 @@ def _measure(peer: Peer, shape: dict[str, Any], precision: Any, steps: int) -> d
     ready = time.perf_counter() - start
     state, step, batch = built.state, built.step, built.batch
     compile_seconds, planned = built.compile_seconds, built.planned_bytes
-    del built  # or its state would stay, beside the one that is trained
+    del built  # frees its state, so that only the trained one is in memory
     losses, seconds = [], []
     for _ in range(WARMUP_STEPS):
         start = time.perf_counter()
@@ -64,7 +64,7 @@ def _measure(peer: Peer, shape: dict[str, Any], precision: Any, steps: int) -> d
         seconds.append(time.perf_counter() - start)
     typical = statistics.median(seconds[1:])
     times = []
-    for _ in range(3):  # a median of three stretches
+    for _ in range(3):  # for the median
         start = time.perf_counter()
         for _ in range(steps):
             state, loss = step(state, batch)

@@ -1,4 +1,4 @@
-"""What all peers of all models share: the recipe, how weights and tokens are drawn, the result."""
+"""Shared by all peers of all models: the drawing of weights and tokens, and the result."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,11 @@ Precision = Literal["fp32", "bf16"]
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
 
-Batch = tuple[np.ndarray, np.ndarray]  # what a model reads, and its targets as int32
+Batch = tuple[np.ndarray, np.ndarray]  # the model's input, and its targets as int32
 
 
 class Built(NamedTuple):
-    """A peer, ready to run: `state, loss = step(state, batch)`, where float(loss) waits for it."""
+    """A peer, ready to run: `state, loss = step(state, batch)`; float(loss) waits for the step."""
 
     step: Callable[[Any, Any], tuple[Any, Any]]
     state: Any

@@ -1,4 +1,4 @@
-"""The train step of the Flax NNX peers, as Flax's documentation writes one."""
+"""The train step of the Flax NNX peers, as in Flax's documentation."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.peers.common import Batch, Built, Precision
 
 
 def build(model: nnx.Module, batch: Batch, precision: Precision) -> Built:
-    """A step of a model that gives logits; it was made with the compute dtype as its `dtype`."""
+    """A step of a model that returns logits, and was made with the compute dtype as `dtype`."""
     optimizer = nnx.Optimizer(model, jax_step.clipped_optimizer(), wrt=nnx.Param)
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: tuple) -> Array:
@@ -33,7 +33,7 @@ def build(model: nnx.Module, batch: Batch, precision: Precision) -> Built:
     seconds = time.perf_counter() - start
 
     def step(state: tuple, batch: tuple) -> tuple[tuple, Array]:
-        return state, compiled(*state, batch)  # which updates the state in place
+        return state, compiled(*state, batch)  # updates the state in place
 
     planned = jax_step.planned_bytes(compiled)
     return Built(step, (model, optimizer), on_device, seconds, planned)

@@ -20,7 +20,7 @@ Forward = Callable[[Any, Array], Array]
 
 
 def optimizer() -> optax.GradientTransformation:
-    """The recipe of every peer: AdamW on all parameters."""
+    """The optimizer of all peers: AdamW on all parameters."""
     return optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
@@ -36,7 +36,7 @@ def mean_loss(logits: Array, targets: Array) -> Array:
 
 
 def handwritten(forward: Forward, params: Any, batch: Batch, precision: Precision) -> Built:
-    """A step over a tree of arrays in plain JAX; `forward` casts by itself."""
+    """A step over a tree of arrays in plain JAX; `forward` does its own casts."""
     optimizer = clipped_optimizer()
 
     def step(state: tuple, batch: tuple) -> tuple[tuple, Array]:
@@ -52,7 +52,7 @@ def handwritten(forward: Forward, params: Any, batch: Batch, precision: Precisio
 
 
 def equinox(forward: Forward, model: Any, batch: Batch, precision: Precision) -> Built:
-    """A step over an Equinox model by Equinox's own transformations; the model is cast first."""
+    """A step over an Equinox model by Equinox's transformations; the model is cast first."""
     optimizer, dtype = clipped_optimizer(), DTYPES[precision]
 
     @eqx.filter_value_and_grad
@@ -86,7 +86,7 @@ def compiled(lower: Callable[[], Any], state: Any, batch: Any, precision: Precis
 
 
 def planned_bytes(executable: Any) -> int:
-    """XLA's own peak of a compiled program."""
+    """XLA's planned peak of a compiled program."""
     plan = getattr(executable, "compiled", executable).memory_analysis()  # Equinox wraps it
     sizes = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
     return sizes - plan.alias_size_in_bytes

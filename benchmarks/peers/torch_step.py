@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def build(model: nn.Module, batch: Batch, precision: Precision, *, compiled: bool) -> Built:
-    """A step of a model that gives logits, [..., classes]."""
+    """A step of a model that returns logits, [..., classes]."""
     model = model.to(DEVICE)
     torch.backends.cudnn.allow_tf32 = precision != "fp32"  # as in JAX, where fp32 is exact
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -24,7 +24,7 @@ def build(
     optimizer: optax.GradientTransformation | None = None,
     clip_norm: float | None = CLIP_NORM,
 ) -> Built:
-    """A step by `zoo.make_train_step`; the optimizer is that of every peer if none is given."""
+    """A step by `zoo.make_train_step`; the default optimizer is that of all peers."""
     optimizer = jax_step.optimizer() if optimizer is None else optimizer
     # Given as a whole: what `make_model` reads would be constants of the program that it is.
     model = make_model(jax.random.key(0))
@@ -47,12 +47,12 @@ def build(
 
 
 def token_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """What `zoo.losses.next_token` takes."""
+    """A batch for `zoo.losses.next_token`."""
     tokens, targets = batch
     return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
 
 
 def class_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """What `zoo.losses.classification` takes."""
+    """A batch for `zoo.losses.classification`."""
     inputs, labels = batch
     return {"inputs": inputs, "labels": labels, "weights": np.ones(labels.shape, np.float32)}

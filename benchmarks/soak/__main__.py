@@ -1,4 +1,4 @@
-"""Runs that are killed, and files that are damaged, for as long as told: `-m benchmarks.soak`."""
+"""Runs that are killed, and files that are damaged, at random: `python -m benchmarks.soak`."""
 
 import tyro
 

@@ -1,9 +1,9 @@
-"""The soak: kills and damages for as long as told, and a table of what became of them.
+"""The soak test: random kills and damages, and a table of their outcomes.
 
     python -m benchmarks.soak --kills 300 --damages 2000
 
-With `--folder` the same command continues where it was. What went wrong is printed with a command
-that does the same again (a kill's moment, a time, is not the same again to the millisecond).
+With `--folder` the same command resumes. Each failure is printed with a command that repeats it
+(though the moment of a kill differs by milliseconds).
 """
 
 import dataclasses
@@ -32,26 +32,26 @@ CASES: dict[str, Callable[[Place, random.Random], list[Outcome]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Kill and damage training runs at random, and check that they end as if nothing had been."""
+    """Kill and damage training runs at random, and check that the results stay the same."""
 
     kills: int = 300
-    """Kills of a training run, by SIGKILL or SIGTERM, each resumed."""
+    """Number of kills of a training run, by SIGKILL or SIGTERM; each time the run is resumed."""
     damages: int = 2000
-    """Damages to checkpoints and runs; one in 40 to a whole run, which is then resumed."""
+    """Number of damages to checkpoints and, one in 40, to whole runs, which are then resumed."""
     minutes: float | None = None
-    """Time in place of numbers, which are then only the proportion of one to the other."""
+    """Time limit instead of the numbers, of which only the ratio counts then."""
     seed: int = 0
-    """Seed of all that is random."""
+    """Random seed."""
     only: str = ""
-    """One case alone, such as lives:17, as a failure names it."""
+    """A single case, such as lives:17, by its name in a failure."""
     folder: Path | None = None
-    """Folder of the work, in which the same command continues; a temporary one if not given."""
+    """Working folder, in which the same command resumes; a temporary one if not given."""
     results: Path = Path(__file__).parents[1] / "results"
-    """Folder of the results."""
+    """Folder for the results."""
 
 
 def main(config: Config) -> None:
-    """Run, print, save; exit with 1 if anything came out wrong."""
+    """Run, print and save; exit with 1 if an outcome was wrong."""
     command = shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]])
     source = {"command": command, "date": date.today().isoformat(), **provenance()}
     with tempfile.TemporaryDirectory() as temporary:
@@ -63,7 +63,7 @@ def main(config: Config) -> None:
 
 
 def soak(config: Config, folder: Path) -> list[Table]:
-    """The tables of all that has been counted in the folder."""
+    """The tables of all outcomes that the folder has on record."""
     place, record = Place(folder), folder / "outcomes.jsonl"
     counted: dict[str, list[list[Outcome]]] = {name: [] for name in CASES}
     if config.only:
@@ -84,7 +84,7 @@ def soak(config: Config, folder: Path) -> list[Table]:
 
 
 def _case(config: Config, place: Place, name: str, index: int) -> list[Outcome]:
-    """One case; a failure of it says how to have it again."""
+    """One case; its failures say how to repeat it."""
     outcomes = CASES[name](place, random.Random(f"{config.seed} {name} {index}"))
     again = f"python -m benchmarks.soak --seed {config.seed} --only {name}:{index}"
     outcomes = [
@@ -100,7 +100,7 @@ def _case(config: Config, place: Place, name: str, index: int) -> list[Outcome]:
 
 
 def _next(config: Config, counted: dict[str, list[list[Outcome]]], minutes: float) -> str:
-    """The case that is furthest from its goal; "" at the end."""
+    """The case that is furthest from its goal; "" if all goals are reached."""
     goals = {
         "lives": config.kills,
         "restores": config.damages - config.damages // 40,
@@ -126,8 +126,8 @@ def _tables(counted: dict[str, list[list[Outcome]]]) -> list[Table]:
                 {
                     "kind": kind,
                     "tries": results.total(),
-                    "resumed right": results["right"],
-                    "refused by name": results["refused"],
+                    "correct": results["right"],
+                    "refused with a message": results["refused"],
                     "wrong": results["wrong"],
                 }
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 def hurt(kind: str, root: Path, within: Path, choose: random.Random) -> None:
     """Damage 1 to 3 random files, or folders, under `root` (or `root` itself) in one way.
 
-    What is swapped with them lies anywhere in `within`.
+    Swaps are with files or folders anywhere in `within`.
     """
     for _ in range(choose.choice((1, 1, 2, 3))):
         wanted = Path.is_dir if kind.startswith("folder") else Path.is_file
@@ -91,7 +91,7 @@ def _remove(path: Path, choose: random.Random) -> None:
 
 
 def _swap(path: Path, within: Path, choose: random.Random) -> None:
-    """Swap with another of its kind, preferably one of its name, or a whole step with another."""
+    """Swap a file or folder with another, preferably of its name, or a step with another step."""
     others = [p for p in sorted(within.rglob("*")) if p.is_dir() == path.is_dir()]
     others = [p for p in others if p not in (path, *path.parents) and path not in p.parents]
     alike = [p for p in others if p.name == path.name or (p.name + path.name).isdigit()]

@@ -1,4 +1,4 @@
-"""Lives of a run: killed again and again at random moments, resumed, and compared at the end."""
+"""Lives of a run: killed repeatedly at random moments, resumed, and compared at the end."""
 
 import dataclasses
 import random
@@ -14,7 +14,7 @@ from benchmarks.soak import process, runs
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one kill, or of one damage."""
+    """The outcome of one kill, or of one damage."""
 
     table: str
     kind: str
@@ -32,13 +32,13 @@ WORLDS = {"one device": 4, "fsdp=2,tensor=2": 2, CHANGING: 1}
 
 
 class LifeError(Exception):
-    """A process did otherwise than it should."""
+    """A process did not end as it should."""
 
 
 def live(
     place: runs.Place, choose: random.Random, *, world: str = "", kills: int = 0
 ) -> list[Outcome]:
-    """The outcome of each kill in a life; they are right or wrong together."""
+    """The outcome of each kill in a life; all are right, or all are wrong."""
     [drawn] = choose.choices(list(WORLDS), WORLDS.values())
     world, kills = world or drawn, kills or choose.randint(2, 14)
     run = place.folder / "life"
@@ -62,7 +62,7 @@ def _live(
     kills: int,
     kinds: list[str],
 ) -> None:
-    """A whole life; says in `kinds` how it was killed, and raises what was wrong."""
+    """A whole life; appends each kill to `kinds`, and raises a LifeError if something was wrong."""
     changing = world == CHANGING
     mesh = "" if changing or world == "one device" else world
     straight = place.straight(mesh)
@@ -77,7 +77,7 @@ def _live(
         _wait(running, run, choose)
         [name] = choose.choices(list(SIGNALS), (4, 2, 1))
         code = _kill(running, SIGNALS[name], choose)
-        if code != 0:  # else it was quicker
+        if code != 0:  # else it ended before the kill
             kinds.append(f"{name} {_landing(run)}")
             _check_end(run, code)
     if difference := (runs.distance if changing else runs.difference)(run, straight):
@@ -85,10 +85,10 @@ def _live(
 
 
 def _wait(running: BaseProcess, run: Path, choose: random.Random) -> None:
-    """Wait for a random moment of a run, or for its end; half of them are inside saves."""
+    """Wait for a random moment of a run, or for its end; half of the moments are during saves."""
     aim = choose.choices(("save", "step", "time", "end"), (6, 2, 3, 1))[0]
     if aim == "save":
-        seen = runs.saving(run)  # what the last kill left
+        seen = runs.saving(run)  # left by the last kill
         skip = len(seen) + choose.randrange(4)
 
         def in_save() -> bool:
@@ -110,7 +110,7 @@ def _wait(running: BaseProcess, run: Path, choose: random.Random) -> None:
 
 
 def _kill(running: BaseProcess, signals: tuple[int, ...], choose: random.Random) -> int:
-    """Send the signals, the second a moment after the first; the exit code."""
+    """Send the signals, the second a moment after the first, and return the exit code."""
     if signals[0] == signal.SIGTERM:
         running.terminate()
         if len(signals) > 1:
@@ -121,16 +121,16 @@ def _kill(running: BaseProcess, signals: tuple[int, ...], choose: random.Random)
 
 
 def _landing(run: Path) -> str:
-    """Where in its life a run was when it ended."""
+    """The phase in which a run ended."""
     if not runs.has_started(run):
-        return "in the start"
+        return "during the start"
     if runs.saving(run):
-        return "inside a save"
-    return "in the closing" if runs.newest_step(run) == runs.STEPS else "between saves"
+        return "during a save"
+    return "during the end" if runs.newest_step(run) == runs.STEPS else "between saves"
 
 
 def _check_end(run: Path, code: int) -> None:
-    """A killed run is dead; one that was told to stop has saved, and says which step."""
+    """Check that a run was killed, or that it saved its last step when asked to stop."""
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return
     if code != 128 + signal.SIGTERM:

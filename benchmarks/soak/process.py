@@ -1,4 +1,4 @@
-"""Processes that start in milliseconds: forked where all is imported and JAX has no backend yet."""
+"""Processes that start in milliseconds: forked after all imports, before JAX has a backend."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ import tyro
 from recipes import lm
 from zoo.runs.command_line import cli_errors
 
-TIMEOUT = 300  # seconds that nothing here takes, however busy the machine
-DEVICES = 4  # virtual ones of every process, so that any mesh can follow any other
+TIMEOUT = 300  # seconds; more than anything here takes, even on a busy machine
+DEVICES = 4  # virtual devices per process, so that any mesh can follow any other
 RAISED = "the exception was a"
 
 _context = multiprocessing.get_context("forkserver")
-# What a run imports late, too.
+# Including modules that a run imports late.
 _context.set_forkserver_preload(
     [__name__, "benchmarks.soak.restores", "zoo.runs.planned", "matplotlib.backends.backend_agg"]
 )
@@ -38,7 +38,7 @@ def start(log: Path, function: Callable[..., object], *arguments: Any) -> BasePr
 
 
 def start_recipe(log: Path, flags: Sequence[str], programs: Path) -> BaseProcess:
-    """`python -m recipes.lm` with flags; keeps all that it compiles, however small."""
+    """`python -m recipes.lm` with flags; caches all that it compiles, however small."""
     return start(log, _recipe, tuple(flags), programs)
 
 
@@ -53,7 +53,7 @@ def finish(process: BaseProcess) -> int:
 
 
 def wait_for(moment: Callable[[], bool], process: BaseProcess) -> None:
-    """Wait for a moment in a process, or for its end."""
+    """Wait until `moment()` is true, or the process ends."""
     deadline = time.monotonic() + TIMEOUT
     while process.is_alive() and not moment():
         if time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def _run(log: Path, function: Callable[..., object], arguments: tuple) -> None:
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # Read when JAX first looks for devices. Without optimization, for half the time to compile.
+    # Read when JAX first looks for devices. Without optimization, compiling takes half the time.
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
     )

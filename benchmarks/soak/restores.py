@@ -1,4 +1,4 @@
-"""Damaged checkpoints and damaged runs, and what a restore and a resume make of them."""
+"""Restoring damaged checkpoints, and resuming damaged runs."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from zoo.runs.checkpoint import Checkpointer, CheckpointError
 BATCH = 50  # damages to checkpoints in one process
 SAVED = (10, 20, 30)  # the steps of a damaged folder
 NAMED = ("CheckpointError", "RunError", "PublishError", "ValueError", "FileNotFoundError")
-PARTS = {  # of a run's folder, and how often each is damaged
+PARTS = {  # of a run's folder, with the relative frequency of damages
     "config.json": 2,
     "metrics.jsonl": 2,
     "tokenizer": 2,
@@ -34,7 +34,7 @@ PARTS = {  # of a run's folder, and how often each is damaged
 
 
 def restore_damaged(place: runs.Place, choose: random.Random, count: int = BATCH) -> list[Outcome]:
-    """Damage checkpoints `count` times, on one device or a mesh, in a process of its own."""
+    """Damage checkpoints `count` times, on one device or a mesh, in a separate process."""
     folder, mesh, seed = place.folder / "damage", choose.choice(runs.MESHES), choose.random()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -55,7 +55,7 @@ def _table(mesh: str) -> str:
 
 
 def _restore_all(folder: Path, mesh: str, seed: float, count: int) -> None:
-    logging.disable()  # a line a damage
+    logging.disable()  # there would be one line per damage
     pristine = folder / "pristine"
     save(pristine, mesh)
     with open(folder / "outcomes.jsonl", "w") as file:
@@ -83,7 +83,7 @@ def save(folder: Path, mesh: str) -> None:
 def damage_and_restore(
     pristine: Path, copy: Path, mesh: str, kind: str, choose: random.Random
 ) -> tuple[str, bool]:
-    """What was wrong in restoring a damaged copy, if anything, and whether it was refused."""
+    """The fault in restoring a damaged copy ("" if none), and whether it was refused."""
     if copy.exists():
         shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
     shutil.copytree(pristine, copy)
@@ -95,13 +95,13 @@ def damage_and_restore(
 
 
 def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
-    """What is wrong in restoring steps of `pristine`, damaged or not, if anything; if refused."""
+    """The fault in restoring steps of `pristine` from `folder`, and whether it was refused."""
     steps = [int(path.name) for path in pristine.iterdir()]
     intact = [step for step in steps if same(folder / str(step), pristine / str(step))]
     before = pristine.with_name("before")
     shutil.rmtree(before, ignore_errors=True)
     if folder.is_dir():
-        # What a torn save has left is removed first.
+        # The remains of an interrupted save are removed first.
         shutil.copytree(folder, before, ignore=shutil.ignore_patterns("*.tmp"))
     try:
         with contextlib.closing(Checkpointer(folder)) as checkpointer:
@@ -112,7 +112,7 @@ def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
         kept = not before.exists() or same(folder, before)
         return ("" if kept else "it was refused, and something was written"), True
     except Exception as error:
-        # In the folder's place a file, which is said before there is a Checkpointer.
+        # A file in the folder's place is reported before there is a Checkpointer.
         named = folder.is_file() and f"{folder} is a file" in str(error)
         return ("" if named else f"{type(error).__name__}: {error}"), named
     if restored is None:
@@ -122,7 +122,7 @@ def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
 
 
 def _unlike(state: Any, step: int, meta: dict, intact: Collection[int], mesh: str) -> str:
-    """What is wrong with a restored state, if anything."""
+    """The fault in a restored state; "" if there is none."""
     if step < max(intact, default=0):
         return f"step {step} was restored, and {max(intact)} is intact"
     if meta != {"step": step}:
@@ -151,7 +151,7 @@ def make_state(step: int, mesh: str) -> dict[str, jax.Array]:
 
 
 def resume_damaged(place: runs.Place, choose: random.Random) -> list[Outcome]:
-    """Damage a run that was killed half way, or that has ended, and resume it by its command."""
+    """Damage a run that was killed half way, or that has finished, and resume it."""
     base = choose.choice((place.half_way(), place.straight("")))
     run = place.folder / "damaged run"
     shutil.rmtree(run, ignore_errors=True)
@@ -159,7 +159,7 @@ def resume_damaged(place: runs.Place, choose: random.Random) -> list[Outcome]:
     part, kind = choose.choices(list(PARTS), PARTS.values())[0], choose.choice(KINDS)
     root = {"cache": run / "cache", "all of it": run / "run"}.get(part, run / "run" / part)
     hurt(kind, root, run, choose)
-    # A log has no checksum: a number of an earlier step that was changed in it stays.
+    # Metrics have no checksum: a changed number of an earlier step stays.
     log_is_intact = same(run / "run" / "metrics.jsonl", base / "run" / "metrics.jsonl")
     try:
         code = process.finish(place.start(run, ""))
@@ -177,7 +177,7 @@ def resume_damaged(place: runs.Place, choose: random.Random) -> list[Outcome]:
 
 
 def _is_named(code: int, run: Path) -> bool:
-    """Whether a run ended with an error of the zoo's own that says which file is wrong."""
+    """Whether a run ended with an error of the zoo that names the damaged file."""
     text = runs.log(run)
     named = any(f"{process.RAISED} {name}\n" in text for name in NAMED)
     _, error, message = text.partition("\nerror: ")

@@ -1,4 +1,4 @@
-"""The run that is killed and damaged: a tiny language model; and whether two of them are equal."""
+"""The run to kill and damage: a tiny language model; and comparisons of two such runs."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from zoo.runs.metrics import read_metrics
 STEPS = 30
 SPEEDS = {"tokens_per_second", "mfu"}
 MESHES = ("", "fsdp=2,tensor=2")
-# Other meshes add in another order: losses are equal to a part in a thousand.
+# Other meshes add in another order: losses are equal to one part in a thousand.
 OTHER_MESHES = ("", "fsdp=2,tensor=2", "data=2,tensor=2", "fsdp=4", "tensor=2")
 TOLERANCE = 1e-3
 
@@ -37,9 +37,9 @@ FLAGS = (
 
 
 class Place:
-    """A folder with a corpus, compiled programs, runs that nothing disturbs, and room for others.
+    """A folder with a corpus, compiled programs, undisturbed runs, and room for others.
 
-    `cache` keeps the tokens of a run, in a folder of the run's own where they get damaged too.
+    Each run has its own `cache` of tokens, so that it gets damaged too.
     """
 
     def __init__(self, folder: Path):
@@ -58,13 +58,13 @@ class Place:
         ]
 
     def start(self, run: Path, mesh: str):
-        """A process of that run; its output is in `run/log`."""
+        """Start a process of a run, with its output in `run/log`."""
         run.mkdir(parents=True, exist_ok=True)
         flags = self.flags(run, mesh)
         return process.start_recipe(run / "log", flags, self.folder / "programs")
 
     def straight(self, mesh: str) -> Path:
-        """A run from start to end, with which the others are compared."""
+        """An undisturbed run, with which the others are compared."""
         run = self.folder / f"straight {mesh}".strip()
         if not (run / "ended").exists():
             code = process.finish(self.start(run, mesh))
@@ -99,38 +99,38 @@ def checkpoints(run: Path) -> Path:
 
 
 def saving(run: Path) -> set[str]:
-    """The steps that are being written, or removed."""
+    """The steps that are being written or removed."""
     return {path.name for path in checkpoints(run).glob("*.tmp")}
 
 
 def newest_step(run: Path) -> int:
-    """The newest step that is saved; 0 if there is none."""
+    """The newest saved step; 0 if there is none."""
     return max((int(p.name) for p in checkpoints(run).glob("*") if p.name.isdigit()), default=0)
 
 
 def steps_done(run: Path) -> int:
-    """Steps in metrics.jsonl."""
+    """The number of steps in metrics.jsonl."""
     path = run / "run" / "metrics.jsonl"
     return path.read_bytes().count(b'"loss"') if path.exists() else 0
 
 
 def has_started(run: Path) -> bool:
-    """Whether the last process of a run is past its compile, in its training loop or beyond."""
+    """Whether the last process of a run has compiled its step and entered the training loop."""
     text = log(run)
     return "\ncompiled " in text or "has finished" in text
 
 
 def log(run: Path) -> str:
-    """What the last process of a run printed."""
+    """The output of the last process of a run."""
     path = run / "log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def difference(run: Path, straight: Path, *, metrics: bool = True) -> str:
-    """How a finished run differs from one that nothing disturbed; nothing if bit for bit equal.
+    """The difference of a finished run from an undisturbed one; "" if they are bit-identical.
 
     Compares all arrays of the final state, the published model, and, with `metrics`, the lines of
-    metrics.jsonl but for their speeds; and looks for what is left of an interrupted write.
+    metrics.jsonl without their speeds; and looks for remains of interrupted writes.
     """
     state, other = _state(run), _state(straight)
     if not state or state.keys() != other.keys():
@@ -149,7 +149,7 @@ def difference(run: Path, straight: Path, *, metrics: bool = True) -> str:
 
 
 def distance(run: Path, straight: Path) -> str:
-    """How a run whose mesh changed differs; nothing if its losses are close, each step once."""
+    """The difference of a run whose mesh changed; "" if it has each step once, and close losses."""
     steps, losses = _losses(run)
     wanted_steps, wanted = _losses(straight)
     if steps != wanted_steps or not steps:

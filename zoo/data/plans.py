@@ -23,12 +23,12 @@ Row = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, dtype)
 
 def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) -> None:
     """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
-    parts = 1 if mesh is None else num_batch_parts(mesh)
-    if batch_size % (parts * accumulate):
+    parts = accumulate * (1 if mesh is None else num_batch_parts(mesh))
+    if batch_size % parts:
+        where = "one device" if mesh is None else f"the mesh {dict(mesh.shape)}"
         raise ValueError(
-            f"batch_size={batch_size} is not divisible by {parts * accumulate}, the {parts} parts "
-            f"of a batch on the mesh {dict(mesh.shape) if mesh else ''} times "
-            f"accumulate={accumulate}: make it a multiple of {parts * accumulate}"
+            f"batch_size={batch_size} is not divisible by {parts}, the number of its parts on "
+            f"{where} with accumulate={accumulate}: make it a multiple of {parts}"
         )
 
 

@@ -33,13 +33,8 @@ def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> Non
     call it, and the first writes. Raises PublishError if the folder has other files, ValueError if
     the model has no adapters.
     """
-    found: dict[str, lora.Adapted] = {}
-
-    def add(path: tuple, node: Any) -> None:
-        if lora.is_adapted(node):
-            found[keystr(path)] = node
-
-    jtu.tree_map_with_path(add, model, is_leaf=lora.is_adapted)
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+    found = {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
     if not found:
         raise ValueError("the model has no adapters to save")
     one = next(iter(found.values()))

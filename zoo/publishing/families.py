@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from zoo import bert, mlp, rnn, transformer
@@ -20,7 +19,7 @@ from zoo.base import configuration
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json, version
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import check_counts, parameter_shapes
+from zoo.publishing.tensors import check_counts, num_parameters
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
 
@@ -82,12 +81,11 @@ def describe(model: eqx.Module) -> dict:
             same = False
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
-    shapes = parameter_shapes(model)
     return {
         "zoo": version(),
         "family": family_name(model),
         **_around(model),
-        "num_parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
+        "num_parameters": num_parameters(model),
         "config": fields,
     }
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -31,7 +30,7 @@ from zoo.publishing.folder import (
     verify,
 )
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import parameter_shapes, parse_dtype, read_tensors, write_tensors
+from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
 
 
 def save(
@@ -101,9 +100,8 @@ def load(
 
 
 def _readme(name: str, model: eqx.Module, card: str) -> str:
-    num_parameters = sum(int(np.prod(shape)) for shape in parameter_shapes(model).values())
     return (
         f"# {name}\n\n{card.strip()}\n\n"
-        f"- Family: `{family_name(model)}`, {num_parameters:,} parameters\n"
+        f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n"
         f'- Open it with `zoo.load("{name}")`, or the path of this folder\n'
     )

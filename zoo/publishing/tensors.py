@@ -110,7 +110,7 @@ def fill(
     placed = skeleton if mesh is None else sharding.shardings(skeleton, mesh)
 
     def array(path: tuple, leaf: Any, where: Any) -> Any:
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if not is_parameter(leaf):
             return leaf
         return make(keystr(path), leaf.shape, one if mesh is None else where)
 
@@ -206,8 +206,12 @@ def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
 def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a model, by its dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
-    arrays = [x for x in leaves if isinstance(x[1], jax.Array | jax.ShapeDtypeStruct)]
-    return {keystr(path): leaf.shape for path, leaf in arrays}
+    return {keystr(path): leaf.shape for path, leaf in leaves if is_parameter(leaf)}
+
+
+def num_parameters(model: PyTree) -> int:
+    """The number of elements in all arrays of a model."""
+    return sum(map(math.prod, parameter_shapes(model).values()))
 
 
 def check_tensors(

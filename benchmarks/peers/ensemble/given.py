@@ -1,4 +1,4 @@
-"""What both peers are given: the classifiers of `peers.mlp`, each with first weights of its own."""
+"""The inputs of both peers: the classifiers of `peers.mlp`, with different initial weights."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from benchmarks.peers.mlp import given as mlp
 
 @dataclass(frozen=True)
 class Shape(mlp.Shape):
-    """So many classifiers, all of which see the same batch."""
+    """A number of classifiers, all with the same batch."""
 
     num_members: int = 8
 
 
 def weights(shape: Shape) -> list[mlp.Weights]:
-    """The first weights of each member."""
+    """The initial weights of each member."""
     return [mlp.weights(shape, seed) for seed in range(shape.num_members)]
 
 

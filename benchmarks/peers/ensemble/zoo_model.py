@@ -1,4 +1,4 @@
-"""The zoo's classifiers: as one program, or one after the other."""
+"""The zoo's classifiers, as one program or one after the other."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def apart(shape: Shape, precision: Precision) -> Built:
         for weights in given.weights(shape)
     ]
     states = [one.state for one in built]
-    first = built[0]  # whose step, once compiled, is the others' too
+    first = built[0]  # its compiled step serves the others too
 
     def step(states: list[Any], batch: Any) -> tuple[list[Any], Mean]:
         states, losses = zip(*(first.step(state, batch) for state in states), strict=True)

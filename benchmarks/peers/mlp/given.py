@@ -1,4 +1,4 @@
-"""What every peer is given: the classifier's sizes, first weights and batch."""
+"""The inputs of all peers: the classifier's sizes, initial weights and batch."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from benchmarks.peers.common import Batch, normal
 
-Weights = list[tuple[np.ndarray, np.ndarray]]  # and biases, by layer
+Weights = list[tuple[np.ndarray, np.ndarray]]  # (weight, bias) by layer
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A classifier: two hidden layers of one width with ReLU, biases everywhere."""
+    """A classifier: two hidden layers of the same width with ReLU, and biases everywhere."""
 
     in_size: int = 784
     hidden_size: int = 1024
@@ -24,7 +24,7 @@ class Shape:
 
 
 def weights(shape: Shape, seed: int = 0) -> Weights:
-    """The first weights, [in, out], and biases of each layer, the head last."""
+    """The initial weights, [in, out], and biases of each layer, the head last."""
     rng = np.random.default_rng(seed)
     return [
         (normal(rng, size, out), rng.normal(0, 0.1, out).astype(np.float32))

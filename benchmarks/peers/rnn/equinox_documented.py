@@ -1,4 +1,4 @@
-"""The same model as Equinox's documentation writes one: a cell in `lax.scan`, under `jax.vmap`."""
+"""The same model in the style of Equinox's documentation: a cell in `lax.scan` under `jax.vmap`."""
 
 import equinox as eqx
 import jax

@@ -29,7 +29,7 @@ class LanguageModel(nnx.Module):
 
 
 def cell(ih: np.ndarray, hh: np.ndarray, bias: np.ndarray, dtype: type) -> nnx.OptimizedLSTMCell:
-    """The cell whose gates come out of one product; it has one bias a gate."""
+    """The cell that computes all gates by one product; it has one bias per gate."""
     cell = nnx.OptimizedLSTMCell(len(ih), len(hh), dtype=dtype, rngs=nnx.Rngs(0))
     flax_step.assign(cell.dense_i.kernel, ih)
     flax_step.assign(cell.dense_h.kernel, hh)

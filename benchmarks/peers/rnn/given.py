@@ -1,4 +1,4 @@
-"""What every peer is given: the recurrent language model's sizes, first weights and batch."""
+"""The inputs of all peers: the recurrent language model's sizes, initial weights and batch."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Shape:
 
 
 def weights(shape: Shape) -> dict[str, np.ndarray]:
-    """The first weights, as [in, out] matrices; layers are stacked on axis 0."""
+    """The initial weights, as [in, out] matrices; layers are stacked on axis 0."""
     rng = np.random.default_rng(0)
     layers, hidden, vocab = shape.num_layers, shape.hidden_size, shape.vocab_size
     bias = rng.normal(0, 0.1, (layers, 4 * hidden)).astype(np.float32)
@@ -38,5 +38,5 @@ def weights(shape: Shape) -> dict[str, np.ndarray]:
 
 
 def batch(shape: Shape) -> Batch:
-    """Tokens and their next ones."""
+    """Tokens and next-token targets."""
     return token_batch(shape.vocab_size, shape.batch_size, shape.seq_len)

@@ -33,7 +33,7 @@ def _weight_gradient(x_TBI: Array, g_TBG: Array) -> Array:
 
 @jax.custom_vjp
 def lstm(x_TBI: Array, ih_IG: Array, hh_HG: Array, bias_G: Array) -> Array:
-    """The h of each step, in the dtype of x, from a state of zeros."""
+    """The hidden state of each step, in the dtype of x, from an initial state of zeros."""
     return _lstm_forward(x_TBI, ih_IG, hh_HG, bias_G)[0]
 
 
@@ -50,7 +50,7 @@ def _lstm_forward(x_TBI: Array, ih_IG: Array, hh_HG: Array, bias_G: Array) -> tu
         i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         new_c = f * c + i * g
         new_h = (o * jnp.tanh(new_c)).astype(dtype)
-        # The gates rather than what they are the sigmoid of: the gradient needs them alone.
+        # The gates rather than their logits: the gradient needs only the gates.
         return (new_h, new_c), (new_h, jnp.concatenate([i, f, g, o], -1).astype(dtype), c)
 
     zeros = jnp.zeros((batch, hh.shape[0]), dtype)
@@ -64,7 +64,7 @@ def _lstm_forward(x_TBI: Array, ih_IG: Array, hh_HG: Array, bias_G: Array) -> tu
 def _lstm_backward(residuals: tuple, dh_TBH: Array) -> tuple[Array, ...]:
     x_TBI, ih, hh, h_TBH, gates_TBG, c_TBH = residuals
     dtype = x_TBI.dtype
-    # Every step multiplies by it: worth a transpose in memory.
+    # Every step multiplies by it, which is worth a transpose in memory.
     hh_GH = lax.optimization_barrier(hh.T)
 
     def step(carry: tuple[Array, Array], inputs: tuple) -> tuple[tuple, Array]:

@@ -25,7 +25,7 @@ class LanguageModel(nn.Module):
                 parameter = getattr(self.lstm, f"weight_{name}_l{i}")
                 parameter.data = torch.from_numpy(np.ascontiguousarray(weights[name][i].T))
             getattr(self.lstm, f"bias_ih_l{i}").data = torch.from_numpy(weights["bias"][i])
-            # PyTorch adds a second bias, which would learn as much as the first once more.
+            # PyTorch adds a second bias, which would double the learning of the first.
             getattr(self.lstm, f"bias_hh_l{i}").data.zero_()
             getattr(self.lstm, f"bias_hh_l{i}").requires_grad_(False)
         self.lstm.flatten_parameters()

@@ -1,4 +1,4 @@
-"""The same layers as a classifier of the last state: none of its outputs grows with the length."""
+"""The same layers as a classifier of the last state, whose outputs do not grow with the length."""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The same model as Equinox's documentation would write it: its own layers, under `jax.vmap`."""
+"""The same model in the style of Equinox's documentation: its own layers, under `jax.vmap`."""
 
 import equinox as eqx
 import jax

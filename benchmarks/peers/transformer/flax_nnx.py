@@ -1,4 +1,4 @@
-"""The same model as Flax's documentation would write it, by NNX's own layers."""
+"""The same model in the style of Flax's documentation, of NNX's own layers."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def rotate(x: Array) -> Array:
 
 
 def rotary_attention(query: Array, key: Array, value: Array, **options: Any) -> Array:
-    """What `nnx.MultiHeadAttention` takes as its attention function."""
+    """An attention function for `nnx.MultiHeadAttention`."""
     return nnx.dot_product_attention(rotate(query), rotate(key), value, **options)
 
 

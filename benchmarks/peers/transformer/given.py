@@ -1,4 +1,4 @@
-"""What every peer is given: the decoder's sizes, first weights and batch."""
+"""The inputs of all peers: the decoder's sizes, initial weights and batch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,9 +25,9 @@ class Shape:
     seq_len: int = 256
     batch_size: int = 8
     tied: bool = False
-    """The embedding is the head too (the zoo and PyTorch alone)."""
+    """Whether the embedding is the head too (only the zoo and PyTorch)."""
     tokens: str = ""
-    """A .npy of rows of seq_len + 1 tokens, for a batch of text; without, they are random."""
+    """A .npy file with rows of seq_len + 1 tokens of text; random tokens if it is empty."""
 
     @property
     def head_dim(self) -> int:
@@ -39,7 +39,7 @@ class Shape:
 
 
 def weights(shape: Shape) -> dict[str, np.ndarray]:
-    """The first weights, as [in, out] matrices; layers are stacked on axis 0."""
+    """The initial weights, as [in, out] matrices; layers are stacked on axis 0."""
     rng = np.random.default_rng(0)
     layers, embed, hidden = shape.num_layers, shape.d_model, shape.d_ff
     return {
@@ -52,7 +52,7 @@ def weights(shape: Shape) -> dict[str, np.ndarray]:
 
 
 def batch(shape: Shape) -> Batch:
-    """Tokens and their next ones."""
+    """Tokens and next-token targets."""
     if shape.tokens:
         rows = np.load(shape.tokens, mmap_mode="r")[: shape.batch_size].astype(np.int32)
         return rows[:, :-1], rows[:, 1:]

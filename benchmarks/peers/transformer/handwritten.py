@@ -171,7 +171,7 @@ def attention(q_BTD: Array, k_BTD: Array, v_BTD: Array, tables: Tables, shape: S
     q, k = rotate(q, tables), rotate(k, tables)
     if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16:
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    elif q.dtype == jnp.float32:  # whose products are faster with the heads outside
+    elif q.dtype == jnp.float32:  # its products are faster with the heads outside
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         out = _chunked(q, k, v, "bnth").transpose(0, 2, 1, 3)
     else:

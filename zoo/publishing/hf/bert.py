@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from zoo import bert
 from zoo.publishing.hf.canonical import of_bert
-from zoo.publishing.hf.family import Choice, Family, Fixed, Same
+from zoo.publishing.hf.family import Choice, Family, Fixed, Same, words
 from zoo.publishing.hf.names import Tensor
 
 LAYER = "{prefix}encoder.layer.{layer}."
@@ -75,22 +75,14 @@ BERT = Family(
         Fixed("add_cross_attention", False),
         Fixed("position_embedding_type", "absolute"),
     ),
-    always={},
     canonical=of_bert,
     tensors=_tensors,
     prefixes=("", "bert."),
     marker="{prefix}embeddings.word_embeddings.weight",
     # Fields of a head that these models lack, and of a pooler that transformers does not have.
-    ignored=frozenset(
-        {
-            "directionality",
-            "pooler_fc_size",
-            "pooler_num_attention_heads",
-            "pooler_num_fc_layers",
-            "pooler_size_per_head",
-            "pooler_type",
-            "tie_word_embeddings",
-        }
+    ignored=words(
+        "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+        "pooler_size_per_head pooler_type tie_word_embeddings"
     ),
     buffers=("embeddings.position_ids",),
     adapt=_with_pooler,

@@ -8,7 +8,7 @@ from zoo.base import configuration
 from zoo.publishing.hf import llama
 from zoo.publishing.hf.family import Fixed, Rule, Same
 from zoo.publishing.hf.names import Tensor
-from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary, Window
+from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary
 
 
 def _tensors(part: str, gate: str, up: str, down: str) -> Any:
@@ -52,7 +52,7 @@ MIXTRAL = llama.decoder(
         *llama.sizes(eps=1e-5, kv_heads=8),
         llama.SILU,
         Rotary(theta=1_000_000.0, max_seq_len=131072),
-        Window(None),
+        Same("sliding_window", "window", None),
         _NumExperts(("num_local_experts",), 8),
         Same("num_experts_per_tok", "experts_per_token", 2),
     ),

@@ -17,8 +17,14 @@ from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.names import Tensor
 from zoo.publishing.tensors import check_counts
 
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, such as names of fields."""
+    return frozenset(text.split())
+
+
 # Fields without effect on what a model computes from its tokens.
-IGNORED = frozenset(
+IGNORED = words(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
     attention_dropout attention_probs_dropout_prob bos_token_id cache_implementation
@@ -30,7 +36,7 @@ IGNORED = frozenset(
     router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
     tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
     unsloth_fixed unsloth_version use_cache use_return_dict
-    """.split()  # noqa: SIM905
+    """
 )
 _ABSENT = object()
 
@@ -49,11 +55,6 @@ class Fields:
         if value is _ABSENT:
             raise PublishError(f"{self._where} has no field {name}")
         return value
-
-    def expect(self, name: str, value: Any) -> None:
-        """Take a field, which has to have this value or to be absent."""
-        if (found := self.take(name, value)) != value:
-            raise self.refusal(f"{name}={found!r} is not supported, only {value!r}")
 
     def refusal(self, reason: str) -> PublishError:
         """An error that names the file."""
@@ -97,15 +98,18 @@ class Same(Rule):
 class Fixed(Rule):
     """A field with one supported value, which is Hugging Face's default too.
 
-    A field that transformers does not know itself is not `written`.
+    A field that transformers does not know itself is not `written`; null may mean the same.
     """
 
     theirs: str
     value: Any
     written: bool = True
+    nullable: bool = False
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        fields.expect(self.theirs, self.value)
+        found = fields.take(self.theirs, self.value)
+        if found != self.value and not (found is None and self.nullable):
+            raise fields.refusal(f"{self.theirs}={found!r} is not supported, only {self.value!r}")
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:

@@ -24,22 +24,9 @@ from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
 
 # `describe` prefers the first of the families that fit.
-MODEL_TYPES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        llama.LLAMA,
-        llama.MISTRAL,
-        llama.QWEN2,
-        llama.QWEN3,
-        llama.OLMO2,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        experts.MIXTRAL,
-        experts.QWEN3_MOE,
-        gpt2.GPT2,
-        bert.BERT,
-    )
-}
+_ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
+_ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.GPT2, bert.BERT]
+MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
 def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:

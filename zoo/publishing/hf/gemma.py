@@ -1,11 +1,9 @@
 """Gemma 2 and the text models of Gemma 3: norms on both sides, windows on some layers."""
 
-from typing import Any
+from functools import partial
 
-from zoo import transformer
 from zoo.publishing.hf import llama
 from zoo.publishing.hf.family import Choice, Fixed, Rule, Same
-from zoo.publishing.hf.names import Tensor
 from zoo.publishing.hf.rules import LayerTypes, QueryScale, Rotary
 
 NORMS = {
@@ -16,10 +14,6 @@ NORMS = {
 }
 ALWAYS = {"norm": "rms_offset", "norm_placement": "both", "scale_embedding": True}
 MLPS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
-
-
-def _tensors(config: transformer.Config) -> dict[str, Tensor]:
-    return llama.outside(config) | llama.attention(config) | llama.mlp() | llama.norms(NORMS)
 
 
 def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
@@ -33,24 +27,14 @@ def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, 
     )
 
 
-class _Bidirectional(Rule):
-    """`use_bidirectional_attention`: null or false."""
-
-    def read(self, fields: Any) -> dict[str, Any]:
-        if fields.take("use_bidirectional_attention", None):
-            raise fields.refusal("use_bidirectional_attention=True is not supported")
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"use_bidirectional_attention": False}
-
-
+TENSORS = partial(llama.dense, names=NORMS)
+CAUSAL = Fixed("use_bidirectional_attention", False, nullable=True)
 GEMMA2 = llama.decoder(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    rules=(*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), _Bidirectional()),
+    rules=(*_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), CAUSAL),
     always=ALWAYS,
-    tensors=_tensors,
+    tensors=TENSORS,
     # transformers uses hidden_activation instead.
     ignored=frozenset({"hidden_act"}),
 )
@@ -61,8 +45,8 @@ GEMMA3 = llama.decoder(
         *_rules(None, None),
         Rotary(theta=1_000_000.0, local=10_000.0, max_seq_len=131072),
         LayerTypes(period=6),
-        _Bidirectional(),
+        CAUSAL,
     ),
     always={**ALWAYS, "qk_norm": True},
-    tensors=_tensors,
+    tensors=TENSORS,
 )

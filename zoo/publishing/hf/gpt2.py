@@ -2,7 +2,7 @@
 
 from zoo import transformer
 from zoo.publishing.hf.canonical import of_transformer
-from zoo.publishing.hf.family import Choice, Family, Fixed, Same
+from zoo.publishing.hf.family import Choice, Family, Fixed, Same, words
 from zoo.publishing.hf.names import Tensor
 
 LAYER = "{prefix}h.{layer}."
@@ -67,16 +67,9 @@ GPT2 = Family(
     prefixes=("transformer.", ""),
     marker="{prefix}wte.weight",
     # The length a second time, a matter of precision, and fields of a head that is not used.
-    ignored=frozenset(
-        {
-            "n_ctx",
-            "reorder_and_upcast_attn",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
-        }
+    ignored=words(
+        "n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout "
+        "summary_proj_to_labels summary_type summary_use_proj"
     ),
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

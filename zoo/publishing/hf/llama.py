@@ -7,7 +7,7 @@ from zoo import transformer
 from zoo.publishing.hf.canonical import of_transformer
 from zoo.publishing.hf.family import Choice, Family, Fixed, Rule, Same
 from zoo.publishing.hf.names import Tensor
-from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary, Window
+from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary
 
 LAYER = "{prefix}layers.{layer}."
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
@@ -88,12 +88,9 @@ POST_NORMS = {
 }
 
 
-def _tensors(config: transformer.Config) -> dict[str, Tensor]:
-    return outside(config) | attention(config) | mlp() | norms(PRE_NORMS)
-
-
-def _olmo2_tensors(config: transformer.Config) -> dict[str, Tensor]:
-    return outside(config) | attention(config) | mlp() | norms(POST_NORMS)
+def dense(config: transformer.Config, names: Mapping[str, str] = PRE_NORMS) -> dict[str, Tensor]:
+    """All parameters of a model without experts, with the norms of these names."""
+    return outside(config) | attention(config) | mlp() | norms(names)
 
 
 decoder = partial(  # a family with Llama's names
@@ -101,7 +98,7 @@ decoder = partial(  # a family with Llama's names
     model=transformer.Transformer,
     config=transformer.Config,
     canonical=of_transformer,
-    tensors=_tensors,
+    tensors=dense,
     prefixes=("model.", ""),
     marker="{prefix}embed_tokens.weight",
     buffers=("rotary_emb.inv_freq",),
@@ -122,7 +119,12 @@ LLAMA = decoder(
 MISTRAL = decoder(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    rules=(*sizes(kv_heads=8), SILU, Rotary(max_seq_len=131072), Window(4096)),
+    rules=(
+        *sizes(kv_heads=8),
+        SILU,
+        Rotary(max_seq_len=131072),
+        Same("sliding_window", "window", 4096),
+    ),
 )
 QWEN2 = decoder(
     model_type="qwen2",
@@ -153,5 +155,5 @@ OLMO2 = decoder(
     architecture="Olmo2ForCausalLM",
     rules=(*sizes(eps=1e-5), SILU, Rotary(), Fixed("attention_bias", False)),
     always={"qk_norm": True, "qk_norm_per_head": False, "norm_placement": "post"},
-    tensors=_olmo2_tensors,
+    tensors=partial(dense, names=POST_NORMS),
 )

@@ -12,11 +12,10 @@ from itertools import product
 from string import Formatter
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.sharding.axes import keystr, logical_axes
+from zoo.sharding.axes import keystr, map_parameters
 
 LAYER = "layer"  # the name of the first axis of stacked layers
 Range = tuple[int, int]
@@ -66,6 +65,7 @@ class Layout:
         self.factors = [group.split(".") for group in (tensor.axes or " ".join(self._ours)).split()]
         self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
         self._prefix = prefix
+        self._part, self._num_parts = tensor.part or (0, 1)
         assert sorted(self._theirs) == sorted(self._ours), (path, self._theirs, self._ours)
 
     def name(self, index: Mapping[str, int]) -> str:
@@ -112,16 +112,17 @@ class Layout:
             yield dict(zip(self.numbered, numbers, strict=True))
 
     def _size(self, axis: str) -> int:
-        return self.tensor.part[1] if axis == "part" and self.tensor.part else self.sizes[axis]
+        return self._num_parts if axis == "part" else self.sizes[axis]
 
     def _tensor_slices(self, ranges: Mapping[str, Range]) -> tuple[Index, Index, list[int]]:
         """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
+        ranges = {**ranges, "part": (self._part, self._part + 1)}
         where, cuts, shape = [], [], []
         for group in self.factors:
             low, high = 0, 1  # the range to read, in blocks of the remaining factors
             for axis in group:
                 size = self._size(axis)
-                start, stop = self._part() if axis == "part" else ranges[axis]
+                start, stop = ranges[axis]
                 cut = slice(None)
                 if high - low > 1:  # several blocks are read as a whole, and then cut
                     cut, start, stop = slice(start, stop), 0, size
@@ -132,23 +133,16 @@ class Layout:
             where.append(slice(low, high))
         return tuple(where), tuple(cuts), shape
 
-    def _part(self) -> Range:
-        index = self.tensor.part[0] if self.tensor.part else 0
-        return index, index + 1
-
 
 def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Layout]:
     """The layout of each parameter of a model (or of its skeleton), by its path."""
-    names = logical_axes(skeleton)
-    found = {}
-    for (path, leaf), axes in zip(
-        jax.tree_util.tree_leaves_with_path(skeleton),
-        jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)),
-        strict=True,
-    ):
-        if hasattr(leaf, "shape"):
-            key = keystr(path)
-            found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
+    found: dict[str, Layout] = {}
+
+    def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
+        key = keystr(path)
+        found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
+
+    map_parameters(add, skeleton)
     assert found.keys() == tensors.keys(), found.keys() ^ tensors.keys()
     return found
 

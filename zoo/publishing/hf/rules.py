@@ -106,19 +106,6 @@ class Rotary(Rule):
 
 
 @dataclass(frozen=True)
-class Window(Rule):
-    """A sliding window on every layer, or none."""
-
-    default: int | None
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {"window": fields.take("sliding_window", self.default)}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"sliding_window": config.window}
-
-
-@dataclass(frozen=True)
 class LayerTypes(Rule):
     """A sliding window on some layers, by `layer_types` or, in older files, by a period.
 
