@@ -187,7 +187,7 @@ def test_models_and_tokenizers_that_do_not_go_together(tune, tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
         tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(PublishError, match="is a run that has not come to its end"):
+    with pytest.raises(PublishError, match="is a run that has not finished"):
         tune(f"--model={tmp_path / 'unfinished'}")
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))

@@ -53,11 +53,7 @@ def current_name(name: Any) -> Any:
 
 
 def family_name(model: eqx.Module) -> str:
-    """The family of a model, of an ensemble's members or of a classifier's body.
-
-    Raises:
-        PublishError: the model is of no family of the zoo.
-    """
+    """The family of a model, of an ensemble's members or of a classifier's body, by name."""
     cls = type(body_of(model))
     for name, family in FAMILIES.items():
         if family.model is cls:
@@ -91,11 +87,7 @@ def describe(model: eqx.Module) -> dict:
 
 
 def fresh(model: PyTree) -> PyTree:
-    """The skeleton of the model that `load` makes from the configuration of this one.
-
-    Raises:
-        PublishError: the model is of no family of the zoo.
-    """
+    """The skeleton of the model that `load` makes from the configuration of this one."""
     cls = FAMILIES[family_name(model)].model
     return _skeleton(cls, body_of(model).config, _around(model))
 

@@ -66,11 +66,7 @@ def hugging_face_config(folder: Path) -> dict | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        PublishError: the file is missing, damaged, or holds something else.
-    """
+    """The object in a JSON file; a PublishError if the file is missing, or holds none."""
     try:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):

@@ -12,10 +12,9 @@ from zoo.sharding.axes import is_parameter
 
 
 def check_model(model: PyTree, fresh: PyTree) -> None:
-    """Refuse a model that differs from `fresh`, which its configuration makes, in more than values.
+    """Raise a PublishError if a model differs from `fresh` in more than its values.
 
-    Raises:
-        PublishError: they differ; the message names the first path, and both sides.
+    `fresh` is the model, or its skeleton, that its configuration makes.
     """
     check_tensors("the model", parameter_shapes(model), parameter_shapes(fresh))
     if difference := first_difference(model, fresh):
@@ -35,10 +34,9 @@ def first_difference(model: Any, fresh: Any, path: str = "") -> str | None:
         return None
     mine, theirs = _children(model), _children(fresh)
     if type(model) is type(fresh) and mine is not None and theirs is not None:
-        names = [*dict.fromkeys([*theirs, *mine])]
         found = (
             first_difference(mine.get(name), theirs.get(name), f"{path}.{name}".lstrip("."))
-            for name in names
+            for name in {**theirs, **mine}
         )
         return next((line for line in found if line is not None), None)
     if mine is None and theirs is None and _is_same(model, fresh):

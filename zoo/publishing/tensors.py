@@ -48,11 +48,7 @@ _MOST = 4096  # layers or experts: a damaged file can name any number, and all w
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse implausible numbers of layers or experts.
-
-    Raises:
-        ValueError: a number is too large; the message names the field.
-    """
+    """Raise a ValueError for implausible numbers of layers or experts."""
     for name in ("num_layers", "num_experts"):
         if (count := fields.get(name) or 0) > _MOST:
             raise ValueError(f"{name}={count}: must be at most {_MOST}")
@@ -79,11 +75,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
-    """The skeleton with its arrays from a file; each device reads its own slices.
-
-    Raises:
-        PublishError: tensors are missing, surplus or of another shape; the message names them.
-    """
+    """The skeleton with its arrays from a file, checked; each device reads its own slices."""
     with open_file(path) as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         check_tensors(f"{path}", stored, parameter_shapes(skeleton))
@@ -119,11 +111,7 @@ def fill(
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, open for reading.
-
-    Raises:
-        PublishError: the file is missing or damaged.
-    """
+    """A safetensors file, open for reading; a PublishError if it is missing or damaged."""
     try:
         with safetensors.safe_open(path, "numpy") as opened:
             yield opened

@@ -63,8 +63,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
     """The family of a model, and the content of its `config.json`.
 
     Raises:
-        PublishError: no family has such a model; the message names the nearest family, and how it
-            differs.
+        PublishError: no family has such a model; the message names the nearest family.
     """
     config = getattr(model, "config", None)
     differences = {
@@ -125,13 +124,10 @@ def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
     """Refuse files with missing, surplus or misshapen tensors."""
     wanted = {name: x.tensor_shape for x in found.values() for name, _ in x.names()}
     stored = {name: x.shape for name, x in weights.tensors.items()}
-    ours = {
-        name: shape
-        for name, shape in stored.items()
-        if name in wanted
-        or not (name.endswith(family.buffers) or _is_tied_head(weights, name, wanted))
-    }
-    check_tensors(f"{weights.folder}", ours, wanted)
+    for name in stored.keys() - wanted.keys():
+        if name.endswith(family.buffers) or _is_tied_head(weights, name, wanted):
+            del stored[name]
+    check_tensors(f"{weights.folder}", stored, wanted)
     for name in wanted:
         weights.dtype(name)
 

@@ -82,9 +82,7 @@ class Rotary(Rule):
             base = fields.take("rope_local_base_freq", self.local)
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
-                raise fields.refusal(
-                    "scaled rotary positions in layers with a window are not supported"
-                )
+                raise fields.refusal("scaled rotary positions in windowed layers are not supported")
             found["local_rope_theta"] = local.get("rope_theta", base)
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
                 raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
@@ -127,16 +125,12 @@ class LayerTypes(Rule):
         pattern: tuple[str, ...] = ("local",) * (period - 1) + ("global",)
         if given is not None:
             pattern = _kinds(fields, given)
-        return {
-            "window": fields.take("sliding_window", self.default),
-            "window_pattern": shortest(pattern),
-        }
+        window = fields.take("sliding_window", self.default)
+        return {"window": window, "window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {
-            "sliding_window": config.window or self.default,
-            "layer_types": _layer_types(config),
-        }
+        window = config.window or self.default
+        return {"sliding_window": window, "layer_types": _layer_types(config)}
 
 
 @dataclass(frozen=True)

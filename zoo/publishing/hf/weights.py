@@ -77,11 +77,7 @@ class Weights:
             yield read
 
     def dtype(self, name: str) -> Any:
-        """The dtype of a tensor.
-
-        Raises:
-            PublishError: it is no floating point dtype, as in quantized models.
-        """
+        """The dtype of a tensor; a PublishError if the model is quantized."""
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
             raise PublishError(
@@ -92,12 +88,7 @@ class Weights:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor; empty if one file holds all.
-
-    Raises:
-        PublishError: the weights are missing or pickled, or the index is damaged or points outside
-            the folder.
-    """
+    """The file of each tensor, by the index, which is checked; empty if one file holds all."""
     path = folder / INDEX
     if not path.is_file():
         if (folder / WEIGHTS).is_file():
