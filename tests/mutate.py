@@ -57,7 +57,7 @@ TESTS = {
     "training/state": "tests/test_train.py -k 'not mesh' | tests/test_sharding.py -k rules",
     "training/step": "tests/test_train.py "
     "-k 'not transformer and not rnn and not mlp and not mesh' "
-    "| tests/test_lora.py -k 'frozen or freezes or alone' | tests/test_train.py -k transformer",
+    "| tests/test_lora.py -k 'frozen or train' | tests/test_train.py -k transformer",
     "transformer/moe": "tests/test_moe.py",
     "wrappers/lora": "tests/test_lora.py",
 }

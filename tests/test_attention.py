@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chunked_attention_is_the_textbooks(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_chunked_attention_matches_textbook_formula(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_module, "_CHUNK", 16)
     case = {"causal": True, "window": None, "segments": False, "soft_cap": None, **CASES[name]}
     length, soft_cap = case["length"], case["soft_cap"]
@@ -93,7 +93,7 @@ def test_chunked_attention_is_the_textbooks(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 130, 1100])
-def test_chunks_cover_each_query_once_and_every_key_it_sees(length: int):
+def test_chunks_cover_queries_and_visible_keys(length: int):
     for causal in (True, False):
         for window in (None, 1, 7, 64, 200):
             mask = attention_module._Mask(causal, window)
@@ -111,7 +111,7 @@ def test_chunks_cover_each_query_once_and_every_key_it_sees(length: int):
                 assert products <= 0.8 * length**2
 
 
-def test_a_length_beyond_the_default_chunks():
+def test_default_chunk_size_matches_xla():
     *qkv, g = inputs(130, heads=2, kv_heads=1)
     run = lambda implementation: value_and_gradients(
         lambda q, k, v: attention(q, k, v, causal=True, implementation=implementation), g, *qkv
@@ -120,7 +120,7 @@ def test_a_length_beyond_the_default_chunks():
         np.testing.assert_allclose(x, want, atol=2e-5)
 
 
-def test_bf16_is_as_near_as_its_rounding():
+def test_bf16_attention_is_accurate_to_rounding():
     exact_inputs = inputs(40, kv_heads=1)
     rounded = [x.astype(jnp.bfloat16) for x in exact_inputs]
     run = lambda q, k, v, g: value_and_gradients(
@@ -151,7 +151,7 @@ def test_the_scale_may_be_given():
     ],
     ids=str,
 )
-def test_one_query_over_slots_is_the_textbooks(options: dict, dtype: Any, heads: int):
+def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, heads: int):
     rng = np.random.default_rng(0)
     shapes = [(3, 1, heads, 8), (3, 2, 6, 8), (3, 2, 6, 8)]
     q, k, v = (jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes)
@@ -201,7 +201,7 @@ def test_large_logits_do_not_overflow():
         ({"implementation": "xla", "soft_cap": 5.0}, "attention='xla' has no soft cap"),
     ],
 )
-def test_a_backend_that_does_not_apply_is_an_error(options: dict, message: str):
+def test_inapplicable_attention_backends_are_refused(options: dict, message: str):
     q, k, v, _ = inputs(4)
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, causal=True, **options)
@@ -224,7 +224,7 @@ CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
     ],
     ids=str,
 )
-def test_auto_takes_cudnn_on_a_gpu_where_cudnn_can_serve(
+def test_auto_uses_cudnn_where_supported(
     changes: dict, message: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     case = {"window": None, "packed": False, **CUDNN, **changes}

@@ -45,7 +45,7 @@ def brute_force(model: Any, prompt: list[int], stop: int | None) -> list[tuple[f
 
 
 @pytest.mark.parametrize("stop", [None, 2], ids=["no stop", "stop"])
-def test_wide_enough_it_finds_the_best_of_all(model: Any, stop: int | None):
+def test_wide_beam_search_matches_exhaustive_search(model: Any, stop: int | None):
     """With as many beams as there are beginnings nothing is ever dropped too early."""
     num_beams, stops = VOCAB ** (NEW - 1), [] if stop is None else [stop]
     options: dict = {"max_new_tokens": NEW, "num_beams": num_beams, "stop_tokens": stops}
@@ -62,7 +62,7 @@ def test_one_beam_is_greedy(model: Any):
     assert [beams[0] for beams in tokens] == greedy
 
 
-def test_what_follows_a_stop_token_repeats_it():
+def test_beams_are_padded_with_stop_token():
     model, stopped = MODELS["transformer"](), []
     for stop in range(VOCAB):
         options: dict = {"max_new_tokens": 5, "num_beams": 4, "stop_tokens": [stop]}
@@ -74,7 +74,7 @@ def test_what_follows_a_stop_token_repeats_it():
     assert any(0 < index < 4 for index in stopped)
 
 
-def test_an_array_gives_an_array_whatever_the_mesh(monkeypatch: pytest.MonkeyPatch):
+def test_array_prompts_give_arrays_on_any_mesh(monkeypatch: pytest.MonkeyPatch):
     from zoo.decoding import beam_search as module
 
     search, found = module._search, []
@@ -101,19 +101,19 @@ def test_an_array_gives_an_array_whatever_the_mesh(monkeypatch: pytest.MonkeyPat
     assert found[1].scores.sharding.is_fully_replicated
 
 
-def test_more_beams_than_continuations(model: Any):
+def test_surplus_beams_score_minus_infinity(model: Any):
     tokens, scores = zoo.beam_search(model, PROMPTS[:1], max_new_tokens=1, num_beams=VOCAB + 2)
     assert sorted(beam[-1] for beam in tokens[0][:VOCAB]) == [*range(VOCAB)]
     np.testing.assert_allclose(np.exp(scores[0]).sum(), 1, rtol=1e-5)
     assert np.isneginf(scores[0, VOCAB:]).all()
 
 
-def test_no_beam_is_an_error(model: Any):
+def test_zero_beams_are_refused(model: Any):
     with pytest.raises(ValueError, match="num_beams=0 must be at least 1"):
         zoo.beam_search(model, PROMPTS, num_beams=0)
 
 
-def test_no_new_token_runs_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_zero_new_tokens_skip_the_search(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(importlib.import_module("zoo.decoding.beam_search"), "_search")
     prompt = jnp.array([[1, 2, 3], [4, 0, 1]], jnp.int32)
     tokens, scores = zoo.beam_search(MODELS["lstm"](), prompt, max_new_tokens=0, num_beams=2)
@@ -121,7 +121,7 @@ def test_no_new_token_runs_nothing(monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_array_equal(scores, np.zeros((2, 2)))
 
 
-def test_more_rows_than_the_bucket_has_tokens():
+def test_rows_may_exceed_the_token_bucket():
     prompts = [[i % VOCAB] for i in range(17)]
     tokens, scores = zoo.beam_search(MODELS["lstm"](), prompts, max_new_tokens=1, num_beams=2)
     assert len(tokens) == len(scores) == 17

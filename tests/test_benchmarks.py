@@ -85,14 +85,14 @@ def test_all_peers_compute_the_same(name: str, precision: Precision):
     assert all(values[-1] < values[0] for values in losses.values())
 
 
-def test_what_differs_is_named():
+def test_disagreeing_peers_are_named():
     losses = {"a": [1.0, 2.0], "b": [1.0, 2.00001], "c": [1.0, 2.1], "d": [1.0, math.nan]}
     assert [line.split()[0] for line in disagreements(losses, 1e-4)] == ["c", "d"]
     assert disagreements({}, 1e-4) == []
 
 
 @pytest.mark.slow
-def test_a_run_fails_where_a_peer_computes_something_else(tmp_path, monkeypatch):
+def test_disagreeing_peers_fail_the_benchmark(tmp_path, monkeypatch):
     """Peers in processes of their own, one of which is made to train eight models instead."""
     config = benchmarks.run.Config(
         names=("mlp",),
@@ -121,7 +121,7 @@ def test_a_run_fails_where_a_peer_computes_something_else(tmp_path, monkeypatch)
     assert "zoo has other losses" in results.read_text()
 
 
-def test_the_largest_batch_of_a_budget_is_found_in_few_plans():
+def test_largest_batch_search_needs_few_plans():
     """Against a search one by one, where memory is nearly a line of the batch."""
     for base, slope, budget in [(100, 7, 1000), (0, 3, 100), (990, 5, 1000), (2000, 5, 1000)]:
         asked = []
@@ -138,7 +138,7 @@ def test_the_largest_batch_of_a_budget_is_found_in_few_plans():
         assert len(asked) <= 8
 
 
-def test_a_gpu_is_given_bf16_products_flash_attention_and_no_whole_logits(monkeypatch):
+def test_gpu_program_uses_bf16_and_flash_attention(monkeypatch):
     shape = dataclasses.replace(programs.GPT_124M, num_layers=2)
     [table] = programs.measure(programs.Options(shape))
     assert table.failures == []
@@ -153,7 +153,7 @@ def test_a_gpu_is_given_bf16_products_flash_attention_and_no_whole_logits(monkey
 
 
 @pytest.mark.slow
-def test_the_list_for_a_gpu_runs_on_a_cpu_without_packages_for_data(tmp_path):
+def test_gpu_suite_runs_without_data_packages(tmp_path):
     for name in ("grain", "tyro", "rich"):
         (tmp_path / f"{name}.py").write_text("raise ImportError\n")
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--results", str(tmp_path)]
@@ -175,7 +175,7 @@ def test_the_list_for_a_gpu_runs_on_a_cpu_without_packages_for_data(tmp_path):
     assert sum(row["%"] for row in profile["rows"]) > 90
 
 
-def test_a_part_that_fails_or_takes_too_long_is_reported():
+def test_failed_and_overdue_parts_are_reported():
     from benchmarks.gpu.process import Clock, PartError
 
     clock = Clock(minutes=10)

@@ -28,7 +28,7 @@ def textbook(q: Any, k: Any, v: Any, first: int, last: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("seq", "slots"), [(3, 16), (4, 4), (9, 4), (2, 4), (1, 1)])
-def test_a_ring_attends_to_the_tokens_in_reach(seq: int, slots: int):
+def test_ring_cache_matches_windowed_attention(seq: int, slots: int):
     q, k, v = draw(3, seq)
     padding = np.minimum([0, 1, 2], seq - 1)
     mask = np.arange(seq) >= padding[:, None]
@@ -54,7 +54,7 @@ def test_a_ring_attends_to_the_tokens_in_reach(seq: int, slots: int):
             cache = cache.take(jnp.array(rows, jnp.int32))
 
 
-def test_rings_lie_over_a_mesh_by_rows_and_heads():
+def test_ring_caches_shard_rows_and_heads():
     _, k, v = (jnp.asarray(x) for x in draw(4, 2))
     rows = jnp.arange(4, dtype=jnp.int32)
     mesh = sharding.make_mesh("data=2,tensor=2")

@@ -111,7 +111,7 @@ def test_restores_bit_for_bit_on_any_mesh(opened, spec):
     np.testing.assert_array_equal(draw(restored.key), draw(make_state(3).key))
 
 
-def test_nothing_saved_is_none_and_keep_is_checked(opened, tmp_path):
+def test_empty_restore_and_invalid_keep(opened, tmp_path):
     assert opened().restore(make_state(0)) is None
     with pytest.raises(ValueError, match="keep=0"):
         Checkpointer(tmp_path, keep=0)
@@ -126,7 +126,7 @@ def test_retention_keeps_the_newest(opened):
     assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["10", "11"]
 
 
-def test_no_step_is_deleted_before_the_next_one_is_sealed(opened, monkeypatch):
+def test_pruning_waits_for_a_sealed_step(opened, monkeypatch):
     checkpointer = opened(keep=1)
     checkpointer.save(1, make_state(1), {})
     checkpointer.wait()
@@ -155,7 +155,7 @@ FULL_DISK = {
 
 @pytest.mark.parametrize("error", FULL_DISK)
 @pytest.mark.parametrize("method", ["save", "wait_until_finished"])
-def test_a_full_disk_is_named_with_the_step_that_is_left(opened, monkeypatch, method, error):
+def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error):
     checkpointer = opened()
 
     def save(step):
@@ -177,7 +177,7 @@ def test_a_full_disk_is_named_with_the_step_that_is_left(opened, monkeypatch, me
     assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(2))
 
 
-def test_saving_twice_is_once_and_a_foreign_step_is_not_overwritten(opened):
+def test_existing_steps_are_never_overwritten(opened):
     checkpointer = opened()
     for _ in range(2):
         checkpointer.save(1, make_state(1), {})
@@ -231,7 +231,7 @@ def two_steps(tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened, damage):
+def test_damaged_steps_fall_back_with_warning(two_steps, tmp_path, caplog, opened, damage):
     names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
     assert len(names) >= 8
     like, good = make_state(0), host(make_state(1))
@@ -257,7 +257,7 @@ def test_damage_to_any_file_falls_back_aloud(two_steps, tmp_path, caplog, opened
     assert checkpointer.restore(like)[1] == 2
 
 
-def test_what_may_not_be_read_is_an_error_and_no_damage(two_steps, tmp_path, opened, monkeypatch):
+def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypatch):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps, folder)
     refused = folder / "2" / "meta.json"
@@ -273,7 +273,7 @@ def test_what_may_not_be_read_is_an_error_and_no_damage(two_steps, tmp_path, ope
     assert refused.exists()
 
 
-def test_what_a_killed_save_left_is_removed_whatever_it_is(tmp_path, opened):
+def test_leftovers_of_killed_saves_are_removed(tmp_path, opened):
     folder = tmp_path / "checkpoints"
     (folder / "1.tmp" / "arrays").mkdir(parents=True)
     (folder / "2.tmp").touch()
@@ -281,7 +281,7 @@ def test_what_a_killed_save_left_is_removed_whatever_it_is(tmp_path, opened):
     assert os.listdir(folder) == []
 
 
-def test_without_a_good_step_it_stops_and_changes_nothing(two_steps, tmp_path, opened):
+def test_restore_without_undamaged_step_fails(two_steps, tmp_path, opened):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps, folder)
     flip_bit(folder / "2" / "meta.json")
@@ -296,14 +296,14 @@ def test_without_a_good_step_it_stops_and_changes_nothing(two_steps, tmp_path, o
     assert checkpointer.good_steps() == [1, 2]
 
 
-def test_a_step_under_another_number_is_damaged(two_steps, tmp_path, opened):
+def test_renamed_step_folders_are_damaged(two_steps, tmp_path, opened):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps / "1", folder / "7")
     with pytest.raises(CheckpointError, match="step 7: the folder holds step 1"):
         opened(folder).restore(make_state(0))
 
 
-def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, opened):
+def test_damaged_steps_can_be_saved_again(two_steps, tmp_path, opened):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps, folder)
     checkpointer = opened(folder)
@@ -316,7 +316,7 @@ def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, opened):
     assert {"2.damaged", "2.damaged-2"} <= {path.name for path in folder.iterdir()}
 
 
-def test_another_model_is_named_path_by_path(two_steps, opened):
+def test_model_mismatch_lists_each_path(two_steps, opened):
     like = make_state(0)
     other = eqx.tree_at(
         lambda s: (s.weights, s.moments[0], s.key),
@@ -340,7 +340,7 @@ def test_another_model_is_named_path_by_path(two_steps, opened):
 
 
 @pytest.mark.parametrize("spec", ["", "fsdp=8"])
-def test_donation_does_not_reach_what_is_being_saved(opened, spec):
+def test_donated_buffers_are_saved_intact(opened, spec):
     mesh = make_mesh(spec)
     checkpointer = opened()
     state = make_state(1, mesh, size=1 << 15)
@@ -403,7 +403,7 @@ for step in range(start + 1, 10_000):
 """
 
 
-def test_a_save_killed_at_any_moment_leaves_a_good_step(tmp_path):
+def test_killed_saves_leave_a_good_step(tmp_path):
     moments = np.random.default_rng().uniform(0, 0.3, size=3)
     starts = []
     for moment in moments:
@@ -431,7 +431,7 @@ def newest(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("stage", ["meta.json", "checksums.json.tmp", "checksums.json"])
-def test_a_kill_before_the_commit_is_no_step(two_steps, tmp_path, caplog, opened, stage):
+def test_uncommitted_steps_are_discarded(two_steps, tmp_path, caplog, opened, stage):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps, folder)
     killed = (folder / "2").rename(folder / "2.tmp")
@@ -442,7 +442,7 @@ def test_a_kill_before_the_commit_is_no_step(two_steps, tmp_path, caplog, opened
     assert checkpointer.restore(make_state(0))[1] == 1
 
 
-def test_a_damaged_list_of_checksums_does_not_pass_for_a_shorter_one(tmp_path):
+def test_shortened_checksum_list_is_detected(tmp_path):
     (tmp_path / "a").write_text("a")
     checksums.write(tmp_path)
     assert checksums.problems(tmp_path) == []
@@ -454,7 +454,7 @@ def test_a_damaged_list_of_checksums_does_not_pass_for_a_shorter_one(tmp_path):
     assert checksums.problems(tmp_path) == ["checksums.json is damaged"]
 
 
-def test_three_steps_are_kept_where_nothing_is_said(opened):
+def test_three_steps_are_kept_by_default(opened):
     checkpointer = opened()
     for step in (1, 2, 3, 4):
         checkpointer.save(step, {"w": jnp.zeros(2)}, {})
@@ -462,7 +462,7 @@ def test_three_steps_are_kept_where_nothing_is_said(opened):
     assert checkpointer.good_steps() == [2, 3, 4]
 
 
-def test_what_failed_at_the_very_end_can_be_saved_again(opened, monkeypatch):
+def test_failed_saves_can_be_repeated(opened, monkeypatch):
     def fail(folder, **_):
         raise OSError("Input/output error")
 
@@ -486,7 +486,7 @@ def test_close_ends_the_threads(tmp_path):
     assert not set(threading.enumerate()) - before
 
 
-def test_a_disk_with_no_room_for_a_folder_is_full_too(opened, monkeypatch):
+def test_failed_mkdir_reports_a_full_disk(opened, monkeypatch):
     def fail(path, **_):
         raise OSError(errno.ENOSPC, FULL, str(path))
 

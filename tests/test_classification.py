@@ -12,7 +12,7 @@ def probabilities(confidences, classes, num_classes=3):
     return np.where(np.arange(num_classes) == np.asarray(classes)[:, None], confidences, rest)
 
 
-def test_bins_hold_examples_by_their_confidence():
+def test_calibration_bins_group_by_confidence():
     given = probabilities([0.61, 0.69, 0.95, 1.0], [0, 1, 2, 0])
     bins = calibration_bins(given, np.array([0, 0, 2, 0]), num_bins=10)
     assert bins.size.tolist() == [0] * 6 + [2, 0, 0, 2]
@@ -21,7 +21,7 @@ def test_bins_hold_examples_by_their_confidence():
     assert np.isnan(bins.accuracy[0])
 
 
-def test_calibration_error_is_the_distance_of_confidence_from_accuracy():
+def test_calibration_error_compares_confidence_with_accuracy():
     given = probabilities([0.61, 0.69, 0.65, 0.94], [0, 1, 2, 0])
     error = calibration_error(given, np.array([0, 0, 2, 0]), num_bins=10)
     assert error == pytest.approx(0.75 * (2 / 3 - 0.65) + 0.25 * (1 - 0.94))
@@ -30,7 +30,7 @@ def test_calibration_error_is_the_distance_of_confidence_from_accuracy():
     assert calibration_error(sure, np.array([0] * 9 + [1])) == pytest.approx(0, abs=1e-6)
 
 
-def test_an_ensemble_is_judged_by_its_mean_and_beside_its_members():
+def test_ensemble_is_scored_by_mean_and_members():
     labels = np.array([0, 1])
     members = np.stack([probabilities([0.9, 0.6], [0, 2]), probabilities([0.5, 0.9], [0, 1])])
     both, first, second = (
@@ -47,14 +47,14 @@ def test_an_ensemble_is_judged_by_its_mean_and_beside_its_members():
     assert not any(name.startswith("member") for name in first)
 
 
-def test_the_confusion_matrix_has_a_row_for_what_is():
+def test_confusion_matrix_rows_are_true_classes():
     given = probabilities([0.9] * 4, [0, 1, 1, 2])
     matrix = classification.confusion_matrix(Predictions(given[None], np.array([0, 0, 1, 2])), 3)
     assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
 
 
 @pytest.mark.parametrize("num_classes", [2, 40])
-def test_pictures_of_few_and_of_many_classes(tmp_path, num_classes):
+def test_plots_of_few_and_many_classes(tmp_path, num_classes):
     members = np.stack([probabilities([0.9] * 5, range(5), num_classes + 4)] * 2)
     predictions = Predictions(members, np.arange(5))
     names = [f"class {i}" for i in range(num_classes + 4)]

@@ -29,7 +29,7 @@ MASK = jnp.asarray([[True] * 5 + [False] * 3, [True] * 8])
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_the_head_reads_what_it_should(name):
+def test_head_pools_positions_without_padding(name):
     model = Classifier(BODIES[name](), 3, key=KEY)
     assert model.pooling == ("last" if name in ("decoder", "rnn") else "mean")
     hidden = np.asarray(model.body.hidden(TOKENS, mask=MASK))
@@ -47,7 +47,7 @@ def test_the_head_reads_what_it_should(name):
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_any_body_computes_in_the_precision_of_the_step(name):
+def test_classifier_bodies_use_the_step_precision(name):
     model = Classifier(BODIES[name](), 3, key=KEY)
     with in_precision(model, "bf16") as given:
         # An RNN leaves the cast to the step; the others cast a layer at a time.
@@ -59,7 +59,7 @@ def test_any_body_computes_in_the_precision_of_the_step(name):
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_it_is_saved_and_loaded(name, tmp_path):
+def test_classifier_survives_save_and_load(name, tmp_path):
     model = Classifier(BODIES[name](), 3, pooling="first", key=KEY)
     zoo.save(tmp_path / "model", model)
     loaded = zoo.load(tmp_path / "model")
@@ -69,14 +69,14 @@ def test_it_is_saved_and_loaded(name, tmp_path):
     np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
 
 
-def test_it_has_no_parameter_that_it_does_not_use():
+def test_unused_body_heads_are_removed():
     assert Classifier(drawn_transformer(), 3, key=KEY).body.head is None
     assert Classifier(BODIES["bert"](), 3, key=KEY).body.pooler is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "bert", "rnn"])
-def test_training_on_a_mesh_is_training(name):
+def test_training_on_a_mesh_matches_one_device(name):
     batch = {
         "inputs": np.tile(np.asarray(TOKENS), (4, 1)),
         "mask": np.tile(np.asarray(MASK), (4, 1)),
@@ -103,7 +103,7 @@ def test_training_on_a_mesh_is_training(name):
     sharding.shardings(state.model, zoo.make_mesh("fsdp=2"))
 
 
-def test_it_stands_on_any_model_with_the_protocol():
+def test_custom_bodies_are_accepted():
     class Bag(eqx.Module):
         """A vector per token that depends on nothing else, and a head that is not used."""
 
@@ -129,7 +129,7 @@ def test_it_stands_on_any_model_with_the_protocol():
     np.testing.assert_allclose(model(TOKENS), expected, atol=1e-5)
 
 
-def test_what_gives_no_vector_a_token_is_refused():
+def test_bodies_without_token_vectors_are_refused():
     pooled = rnn.RNN(rnn.Config(VOCAB, out_size=2, pooling="mean", hidden_size=8), key=KEY)
     for body in (mlp.MLP(mlp.Config(4, 2), key=KEY), pooled):
         with pytest.raises(ValueError, match="gives no vector per token: take a transformer"):

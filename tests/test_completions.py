@@ -33,7 +33,7 @@ def counted(batch):
     return [row[w > 0].tolist() for row, w in zip(batch["targets"], batch["weights"], strict=True)]
 
 
-def test_only_completions_and_their_ends_count(rows):
+def test_only_completion_tokens_have_weight(rows):
     tokenizer = ByteTokenizer()
     corpus = completions.tokenize_parts(completions.read_completions(rows), tokenizer)
     assert corpus.num_bytes == len("4Parisbcd")
@@ -44,7 +44,7 @@ def test_only_completions_and_their_ends_count(rows):
     assert batch["tokens"][0][:6].tolist() == [256, *b"2+2=4"]
 
 
-def test_packed_and_split_rows_count_the_same(rows):
+def test_packed_rows_keep_completion_weights(rows):
     corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
     plan = PackedPlan(corpus, 256, seq_len=7, batch_size=2, seed=0, shuffle=False)
     found = [
@@ -76,12 +76,12 @@ def test_no_gradient_comes_from_a_prompt(rows):
         ({"prompt": "a", "completion": 3}, r"line 1: no text in field 'completion'"),
     ],
 )
-def test_what_is_no_completion_is_named(record, message, tmp_path):
+def test_malformed_completions_are_refused(record, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         completions.read_completions(write_lines(tmp_path / "rows.jsonl", record))
 
 
-def test_other_files_are_refused(tmp_path):
+def test_files_other_than_jsonl_are_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     with pytest.raises(ValueError, match=r"is no .jsonl file"):
         completions.read_completions(str(tmp_path / "rows.txt"))
@@ -112,7 +112,7 @@ CHAT = [
 ]
 
 
-def test_what_the_assistant_says_counts(tokenizer, tmp_path):
+def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     template = completions.chat_template(tokenizer)
     documents = completions.read_chats(path, template, field="messages")
@@ -124,7 +124,7 @@ def test_what_the_assistant_says_counts(tokenizer, tmp_path):
     assert batch["tokens"][0][:6].tolist() == [128, 132, ord("S"), end, 10, 129]
 
 
-def test_the_template_is_that_of_transformers(tokenizer, tmp_path):
+def test_chat_template_matches_transformers(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
     ours = completions.chat_template(tokenizer)
@@ -141,7 +141,7 @@ def test_the_template_is_that_of_transformers(tokenizer, tmp_path):
         ([{"role": "assistant"}], "fails on it|no text in field"),
     ],
 )
-def test_what_is_no_chat_is_named(messages, message, tokenizer, tmp_path):
+def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
     template = completions.chat_template(tokenizer)
     with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):

@@ -44,7 +44,7 @@ def changed(config: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_field_takes_a_value_of_another_type(name: str):
+def test_values_of_wrong_type_are_refused(name: str):
     config = CONFIGS[name]
     assert len(dataclasses.fields(config)) > 5
     for field in dataclasses.fields(config):
@@ -75,14 +75,12 @@ def test_no_field_takes_a_value_of_another_type(name: str):
     ],
     ids=str,
 )
-def test_the_error_says_the_field_the_value_and_the_choices(
-    config: str, changes: dict, message: str
-):
+def test_errors_name_field_value_and_choices(config: str, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         changed(lora.Config() if config == "lora" else CONFIGS[config], **changes)
 
 
-def test_a_pooling_that_there_is_not_is_refused():
+def test_unknown_pooling_is_refused():
     with pytest.raises(ValueError, match=r"pooling='max': choose one of .*'last', 'first'"):
         # Past the tests' own check of arguments.
         inspect.unwrap(Classifier.__init__)(
@@ -98,14 +96,14 @@ class Small:
     kind: Literal["a", "b"] | None = None
 
 
-def test_numbers_of_numpy_and_whole_ones_for_floats_will_do():
+def test_numpy_and_integer_values_are_accepted():
     configuration.check(Small(np.int64(8), (1, np.float32(2)), np.float64(3)))
     for value in (np.float32(math.nan), math.inf, 10**400):
         with pytest.raises(ValueError, match=r"scale=.*: must be a finite number or None"):
             configuration.check(Small(8, (), value))
 
 
-def test_values_out_of_json():
+def test_values_are_read_from_json():
     text = json.dumps({"size": 3, "rates": [1, 0.5], "scale": 2, "kind": "b"})
     config = configuration.from_json(Small, json.loads(text))
     assert config == Small(3, (1.0, 0.5), 2.0, "b")
@@ -124,7 +122,7 @@ def test_values_out_of_json():
     ],
     ids=str,
 )
-def test_values_out_of_json_that_do_not_fit(values: dict[str, Any], message: str):
+def test_invalid_json_values_are_refused(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         configuration.from_json(Small, values)
 
@@ -179,7 +177,7 @@ def test_fields_of_earlier_versions_are_read(values: dict[str, Any], expected: O
     ],
     ids=str,
 )
-def test_an_error_in_a_nested_configuration_has_its_path(values: dict[str, Any], message: str):
+def test_nested_errors_name_the_path(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         configuration.from_json(Outer, values)
 
@@ -192,7 +190,7 @@ def test_an_error_in_a_nested_configuration_has_its_path(values: dict[str, Any],
         ([8.0, 1.0, 4.0, 64.0], RopeScaling(8.0, 1.0, 4.0, 64)),
     ],
 )
-def test_a_transformer_of_version_0_1_0_is_read(numbers: list[float], scaling: RopeScaling):
+def test_version_0_1_0_transformers_are_read(numbers: list[float], scaling: RopeScaling):
     values = {"vocab_size": 8, "norms": "both", "rope_scaling": numbers}
     config = configuration.from_json(transformer.Config, values)
     assert config == transformer.Config(8, norm_placement="both", rope_scaling=scaling)
@@ -205,12 +203,12 @@ def test_a_transformer_of_version_0_1_0_is_read(numbers: list[float], scaling: R
 
 
 @pytest.mark.parametrize("numbers", [[8.0, 1.0], [8.0, 1.0, 4.0, 64.5], [None], "8"])
-def test_a_damaged_scaling_of_version_0_1_0_is_refused(numbers: Any):
+def test_damaged_0_1_0_scaling_is_refused(numbers: Any):
     with pytest.raises(ValueError, match="rope_scaling"):
         configuration.from_json(transformer.Config, {"vocab_size": 8, "rope_scaling": numbers})
 
 
-def test_a_value_however_deep_is_refused_without_going_down_it():
+def test_deeply_nested_values_are_refused():
     value: Any = 1
     for _ in range(100_000):
         value = [value]
@@ -252,7 +250,7 @@ FIELDS = {
 }
 
 
-def test_there_are_floats_to_try():
+def test_float_fields_are_collected():
     names = {
         "zoo.training.optimizers.beta1",
         "zoo.wrappers.lora.alpha",
@@ -269,7 +267,7 @@ def test_there_are_floats_to_try():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_number_that_is_not_finite_is_refused_by_name(field: str, bad: float):
+def test_non_finite_numbers_are_refused(field: str, bad: float):
     config, name = FIELDS[field]
     with pytest.raises(ValueError, match=rf"\b{name}={bad}\b"):
         dataclasses.replace(config, **{name: bad})
@@ -287,7 +285,7 @@ def test_a_number_that_is_not_finite_is_refused_by_name(field: str, bad: float):
         "logit_soft_cap",
     ],
 )
-def test_numbers_that_the_maths_divides_by_are_positive(name: str, value: float):
+def test_model_constants_must_be_positive(name: str, value: float):
     with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
         transformer.Config(vocab_size=8, **{name: value})
     if name == "norm_eps":
@@ -297,7 +295,7 @@ def test_numbers_that_the_maths_divides_by_are_positive(name: str, value: float)
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
 @pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
-def test_numbers_of_a_scaling_are_positive(name: str, value: float):
+def test_rope_scaling_must_be_positive(name: str, value: float):
     with pytest.raises(ValueError, match=rf"^rope_scaling.{name}={value}: must be positive"):
         RopeScaling(**{name: value})
 
@@ -326,11 +324,11 @@ MAY_DIFFER = {
 
 
 @pytest.mark.parametrize("recipe", MAY_DIFFER, ids=lambda recipe: recipe.__name__)
-def test_the_fields_that_may_differ_change_no_maths(recipe: Any):
+def test_recipe_fields_that_may_differ_are_listed(recipe: Any):
     assert configuration.names_that_may_differ(recipe.Config()) == set(MAY_DIFFER[recipe].split())
 
 
-def test_every_configuration_of_a_family_says_what_may_differ():
+def test_family_fields_that_may_differ_are_listed():
     found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
     assert found == {
         "transformer": {"attention", "remat", "scan_layers"},
@@ -340,7 +338,7 @@ def test_every_configuration_of_a_family_says_what_may_differ():
     }
 
 
-def test_a_subclass_with_another_default_keeps_the_mark():
+def test_subclasses_keep_may_differ_marks():
     @dataclasses.dataclass(frozen=True)
     class Base:
         steps: int = configuration.may_differ()

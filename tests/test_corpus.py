@@ -21,7 +21,7 @@ def write(path, content):
 # --- Corpus
 
 
-def test_corpus_of_documents():
+def test_documents_are_tokenized_losslessly():
     documents = [Document("a", "abc"), Document("b", ""), Document("c", "é")]
     tokens = corpus.tokenize(documents, BYTES)
     assert len(tokens) == 3
@@ -33,14 +33,14 @@ def test_corpus_of_documents():
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
 )
-def test_the_smallest_dtype_that_fits(vocab_size, dtype):
+def test_tokens_use_smallest_dtype(vocab_size, dtype):
     tokens = Corpus.from_arrays([np.array([0, vocab_size - 1])], vocab_size, num_bytes=2)
     assert tokens.tokens.dtype == dtype
     assert tokens.tokens[1] == vocab_size - 1
 
 
 @pytest.mark.parametrize("wrong", [-1, 10, 300])
-def test_a_token_outside_the_vocabulary(wrong):
+def test_tokens_outside_vocabulary_are_refused(wrong):
     arrays = [np.array([1, 2]), np.array([], int), np.array([3, 4, wrong, 5])]
     message = f"token id {wrong} at position 2 of document 'c.txt' .* vocab_size=10"
     with pytest.raises(ValueError, match=message):
@@ -49,7 +49,7 @@ def test_a_token_outside_the_vocabulary(wrong):
         Corpus.from_arrays(arrays, 10, num_bytes=6)
 
 
-def test_a_tokenizer_that_breaks_its_word():
+def test_ids_beyond_tokenizer_vocabulary_are_refused():
     class Wrong(ByteTokenizer):
         vocab_size = 100
 
@@ -58,13 +58,13 @@ def test_a_tokenizer_that_breaks_its_word():
 
 
 @pytest.mark.parametrize("arrays", [[], [np.array([], int)]])
-def test_an_empty_corpus(arrays):
+def test_empty_corpora_are_refused(arrays):
     with pytest.raises(ValueError, match="the corpus is empty"):
         Corpus.from_arrays(arrays, 10, num_bytes=0)
 
 
 @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3]])
-def test_offsets_that_do_not_fit(offsets):
+def test_inconsistent_offsets_are_refused(offsets):
     with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
         Corpus(np.array([1, 2, 3]), np.array(offsets), num_bytes=3, vocab_size=10)
 
@@ -88,7 +88,7 @@ def entry_of(folder):
     return entry
 
 
-def test_the_cache_is_used_and_memory_mapped(tmp_path):
+def test_cache_is_reused_and_memory_mapped(tmp_path):
     first = corpus.tokenize(DOCUMENTS, Counted(), tmp_path)
     calls = Counted.calls
     second = corpus.tokenize(DOCUMENTS, Counted(), tmp_path)
@@ -104,7 +104,7 @@ def test_the_cache_is_used_and_memory_mapped(tmp_path):
     assert entry_of(tmp_path).is_dir()  # and nothing else is left behind
 
 
-def test_what_changes_the_tokens_changes_the_entry(tmp_path):
+def test_cache_key_covers_documents_and_tokenizer(tmp_path):
     class Other(ByteTokenizer):
         def save(self, folder):
             (folder / "tokenizer.json").write_text("other")
@@ -137,7 +137,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "corpus.json", "checksums.json"])
-def test_a_damaged_entry_is_made_anew(tmp_path, caplog, name, damage):
+def test_damaged_cache_entries_are_rebuilt(tmp_path, caplog, name, damage):
     corpus.tokenize(DOCUMENTS, BYTES, tmp_path)
     damage(entry_of(tmp_path) / name)
     again = corpus.tokenize(DOCUMENTS, BYTES, tmp_path)
@@ -148,7 +148,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path, caplog, name, damage):
     assert not caplog.text
 
 
-def test_many_may_share_the_cache(tmp_path):
+def test_cache_is_safe_across_threads(tmp_path):
     for round_ in range(10):
         folder = tmp_path / str(round_)
         start = threading.Barrier(8)

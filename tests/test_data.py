@@ -93,7 +93,7 @@ def make_plan(request):
 # --- What every plan keeps to
 
 
-def test_the_batch_is_the_shared_form(make_plan):
+def test_batches_have_the_announced_shapes(make_plan):
     plan = make_plan()
     shapes = plan.shapes()
     assert sorted(shapes) == list(plan.buckets)
@@ -106,7 +106,7 @@ def test_the_batch_is_the_shared_form(make_plan):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_target_once_an_epoch(make_plan, seed):
+def test_each_target_comes_once_per_epoch(make_plan, seed):
     rng = np.random.default_rng(seed)
     lengths = [*rng.integers(0, rng.integers(2, 60), rng.integers(1, 40)).tolist(), 1]
     plan = make_plan(lengths, batch_size=int(rng.integers(1, 9)), seed=seed)
@@ -121,7 +121,7 @@ def test_every_target_once_an_epoch(make_plan, seed):
     assert plan.epoch(plan.batches_per_epoch) == 1
 
 
-def test_any_rows_are_those_of_the_global_batch(make_plan):
+def test_row_slices_match_the_global_batch(make_plan):
     plan = make_plan()
     for k in range(2 * plan.batches_per_epoch):
         whole = plan.batch(k)
@@ -131,7 +131,7 @@ def test_any_rows_are_those_of_the_global_batch(make_plan):
                 np.testing.assert_array_equal(part[name], array[rows])
 
 
-def test_batches_depend_on_seed_and_index_alone():
+def test_batches_depend_on_seed_and_index():
     for make_plan in (packed, bucketed):
         plan, again, other = make_plan(), make_plan(), make_plan(seed=1)
         total = 3 * plan.batches_per_epoch
@@ -142,13 +142,13 @@ def test_batches_depend_on_seed_and_index_alone():
         assert forwards[: total // 3] != forwards[total // 3 : 2 * total // 3]
 
 
-def test_the_shuffle_is_the_same_on_every_machine():
+def test_shuffle_bits_are_frozen():
     # A changed order would silently change every resumed run, so the bits are part of the contract.
     assert packed()._order(8, 0, "rows").tolist() == [7, 3, 4, 2, 6, 0, 1, 5]
     assert packed(seed=7)._order(8, 3, "rows").tolist() == [5, 3, 0, 2, 6, 1, 4, 7]
 
 
-def test_many_threads_read_the_same(make_plan):
+def test_concurrent_reads_give_equal_batches(make_plan):
     plan, reference = make_plan(), make_plan()
     total = 4 * plan.batches_per_epoch
     results = {}
@@ -164,7 +164,7 @@ def test_many_threads_read_the_same(make_plan):
     assert results == {k: reference.batch(k)["tokens"].tobytes() for k in range(total)}
 
 
-def test_padding_waste_is_what_is_padded(make_plan):
+def test_padding_waste_matches_actual_padding(make_plan):
     for batch_size in (1, 3, 4, 7):
         plan = make_plan(batch_size=batch_size)
         weights = [batch["weights"] for batch in epoch_of(plan, 1)]
@@ -179,12 +179,12 @@ def test_padding_waste_is_what_is_padded(make_plan):
         ({"seed": -1}, "seed=-1 must not be negative"),
     ],
 )
-def test_arguments_that_make_no_plan(make_plan, arguments, message):
+def test_invalid_plan_arguments_are_refused(make_plan, arguments, message):
     with pytest.raises(ValueError, match=message):
         make_plan(**arguments)
 
 
-def test_a_separator_outside_the_vocabulary():
+def test_invalid_packing_arguments_are_refused():
     with pytest.raises(ValueError, match=r"separator_id=50 .* vocab_size=50"):
         token_plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
@@ -196,7 +196,7 @@ def test_a_separator_outside_the_vocabulary():
 # --- Packing
 
 
-def test_packed_rows_in_order_by_hand():
+def test_packed_rows_match_a_worked_example():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
     plan = token_plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
     first, second = epoch_of(plan)
@@ -210,7 +210,7 @@ def test_packed_rows_in_order_by_hand():
     assert plan.padding_waste == 7 / 16
 
 
-def test_packed_rows_in_order_join_to_the_documents():
+def test_packed_rows_concatenate_to_the_documents():
     plan = packed(shuffle=False)
     stream = np.concatenate([tokens for tokens, _ in segments(epoch_of(plan))])
     expected = [t for i in range(len(plan.corpus)) for t in (SEPARATOR, *plan.corpus[i])]
@@ -230,7 +230,7 @@ def test_packing_shuffles_documents_and_rows():
 # --- Buckets
 
 
-def test_bucketed_rows_by_hand():
+def test_bucketed_rows_match_a_worked_example():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
     plan = token_plans.BucketPlan(
         corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False
@@ -258,7 +258,7 @@ def test_left_over_rows_fill_larger_buckets():
     assert plan.padding_waste == pytest.approx(1 - (5 * 8 + 6 * 16 + 3 * 32) / (4 * (8 + 32 + 32)))
 
 
-def test_a_bucket_whose_rows_all_fill_larger_ones_is_none():
+def test_emptied_buckets_are_dropped():
     # Both rows of 8, in every epoch, take the places that one row of 16 leaves in a batch.
     plan = bucketed([5, 15, 6])
     assert plan.buckets == (16,)
@@ -269,7 +269,7 @@ def test_a_bucket_whose_rows_all_fill_larger_ones_is_none():
         assert sorted(batch["weights"].sum(1)) == [0, 6, 7, 16]
 
 
-def test_batches_come_from_all_buckets_in_mixed_order():
+def test_bucket_order_is_shuffled():
     plan = bucketed([7] * 40 + [15] * 40)
     order = [plan.bucket(k) for k in range(plan.batches_per_epoch)]
     assert sorted(order) == [8] * 10 + [16] * 10
@@ -278,7 +278,7 @@ def test_batches_come_from_all_buckets_in_mixed_order():
     assert order != [plan.bucket(k) for k in following]
 
 
-def test_too_long_is_an_error_that_says_what_to_do():
+def test_overlong_documents_are_refused():
     with pytest.raises(ValueError, match="document 'doc4' has 41 tokens") as error:
         bucketed(too_long="error")
     for part in ("largest bucket 32", "'truncate'", "'split'", "'error'", "2 of 11 documents"):
@@ -288,7 +288,7 @@ def test_too_long_is_an_error_that_says_what_to_do():
         bucketed([7, 8], buckets=(8,), too_long="error")  # the first just fits
 
 
-def test_too_long_truncated():
+def test_overlong_documents_are_truncated():
     plan = bucketed([40, 3], too_long="truncate")
     found = {len(tokens): (tokens, targets) for tokens, targets in segments(epoch_of(plan))}
     assert sorted(found) == [4, 32]
@@ -297,7 +297,7 @@ def test_too_long_truncated():
     np.testing.assert_array_equal(found[32][1], document[:32])
 
 
-def test_too_long_split():
+def test_overlong_documents_are_split():
     plan = bucketed([70], batch_size=1, shuffle=False, too_long="split")
     assert sorted(plan.bucket(k) for k in range(plan.batches_per_epoch)) == [8, 32, 32]
     found = sorted(segments(epoch_of(plan)), key=lambda piece: -len(piece[0]))
@@ -308,7 +308,7 @@ def test_too_long_split():
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 8), (8, 8)])
-def test_buckets_that_are_none(buckets):
+def test_invalid_buckets_are_refused(buckets):
     with pytest.raises(ValueError, match="must be different positive lengths"):
         bucketed(buckets=buckets)
 
@@ -321,7 +321,7 @@ def as_numpy(batch):
 
 
 @pytest.mark.parametrize("spec", [None, "", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2", "tensor=8"])
-def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
+def test_loaded_batches_match_on_any_mesh(make_plan, spec):
     plan = make_plan(batch_size=8)
     mesh = None if spec is None else make_mesh(spec)
     loaded = list(loader.batches(plan, mesh, start=1, stop=5))
@@ -339,7 +339,7 @@ def test_load_gives_the_global_batch_on_any_mesh(make_plan, spec):
                 assert shape.sharding.is_equivalent_to(array.sharding, 2)
 
 
-def test_only_the_rows_of_this_process_are_built():
+def test_each_row_range_is_built_once():
     asked = set()
 
     class Watched(token_plans.PackedPlan):
@@ -352,7 +352,7 @@ def test_only_the_rows_of_this_process_are_built():
     assert asked == {(0, 2), (2, 4), (4, 6), (6, 8)}  # each once, whatever the tensor axis
 
 
-def test_a_batch_size_that_the_mesh_does_not_divide():
+def test_indivisible_batch_sizes_are_refused():
     with pytest.raises(ValueError, match=r"batch_size=6 .* divisible by 4.*fsdp.*a multiple of 4"):
         loader.batches(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
     loader.batches(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
@@ -371,7 +371,7 @@ def test_resume_at_any_batch(make_plan):
         loader.batches(plan, start=3, stop=2)
 
 
-def test_load_has_no_end_without_stop():
+def test_batches_without_stop_are_endless():
     plan = packed()
     stream = loader.batches(plan, start=10 * plan.batches_per_epoch)
     k, batch = next(stream)
@@ -380,7 +380,7 @@ def test_load_has_no_end_without_stop():
     np.testing.assert_array_equal(batch["tokens"], plan.batch(k)["tokens"])
 
 
-def test_an_error_in_the_plan_reaches_the_loop():
+def test_plan_errors_reach_the_caller():
     class Broken(token_plans.PackedPlan):
         def batch(self, k, rows=None):
             if k == 3:
@@ -394,7 +394,7 @@ def test_an_error_in_the_plan_reaches_the_loop():
         next(stream)
 
 
-def test_batches_are_on_the_device_ahead_of_use(monkeypatch):
+def test_batches_are_prefetched_to_the_device(monkeypatch):
     third = threading.Event()
     placed = []
     place = loader._place
@@ -438,7 +438,7 @@ print("done")
 """
 
 
-def test_an_open_iterator_does_not_disturb_the_exit():
+def test_open_iterators_allow_clean_exit():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
     )
@@ -506,7 +506,7 @@ def array_plan(rows=10, batch_size=4, **kwargs):
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (8, 4), (1, 4), (5, 1)])
-def test_each_row_of_arrays_comes_once_an_epoch(rows, batch_size):
+def test_array_rows_come_once_per_epoch(rows, batch_size):
     plan = array_plan(rows, batch_size)
     for epoch in range(2):
         first = epoch * plan.batches_per_epoch
@@ -518,7 +518,7 @@ def test_each_row_of_arrays_comes_once_an_epoch(rows, batch_size):
     assert plan.padding_waste == 1 - rows / (plan.batches_per_epoch * batch_size)
 
 
-def test_batches_of_arrays_are_pure_and_shaped_as_announced():
+def test_array_batches_match_announced_shapes():
     plan = array_plan()
     whole = plan.batch(4)
     parts = [array_plan().batch(4, slice(start, start + 2)) for start in (0, 2)]
@@ -530,7 +530,7 @@ def test_batches_of_arrays_are_pure_and_shaped_as_announced():
     assert not np.array_equal(plan.batch(0)["y"], plan.batch(plan.batches_per_epoch)["y"])
 
 
-def test_arrays_load_onto_a_mesh_by_rank():
+def test_array_batches_load_onto_a_mesh():
     mesh = make_mesh("data=2,fsdp=2")
     loaded = dict(loader.batches(array_plan(), mesh, stop=3))
     assert list(loaded) == [0, 1, 2]
@@ -540,7 +540,7 @@ def test_arrays_load_onto_a_mesh_by_rank():
             assert array.sharding.is_equivalent_to(batch_sharding(mesh, array.ndim), array.ndim)
 
 
-def test_arrays_that_do_not_fit_together_are_refused():
+def test_inconsistent_arrays_are_refused():
     with pytest.raises(ValueError, match="'x': 2, 'y': 3"):
         plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
     with pytest.raises(ValueError, match="'weights' is taken"):
@@ -557,7 +557,7 @@ def labelled(**options):
     return token_plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
 
 
-def test_labelled_rows_have_their_documents_label():
+def test_rows_carry_their_document_label():
     plan = labelled()
     counts: dict[int, int] = {}
     for k in range(plan.batches_per_epoch):
@@ -581,7 +581,7 @@ def test_each_document_needs_a_label():
         token_plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
 
 
-def test_buckets_are_described_by_their_rows_and_padding():
+def test_bucket_descriptions_give_rows_and_padding():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(1), np.arange(6)], 50, 10)
     plan = token_plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
     # Of 4 the rows of 4 and 2 tokens with their separators, of 8 one of 7 and an empty one.
@@ -592,7 +592,7 @@ def test_buckets_are_described_by_their_rows_and_padding():
 
 
 @pytest.mark.parametrize("seq_len", [6, 3])
-def test_tokens_that_do_not_count_weigh_nothing_in_any_cut(seq_len):
+def test_uncounted_tokens_have_zero_weight(seq_len):
     tokens = [np.array([1, 2, 3]), np.array([0, 4]), np.array([5])]
     counts = [np.array(x, bool) for x in ([0, 1, 0], [0, 1], [0])]
     corpus = Corpus.from_arrays(tokens, 10, 6, counts=counts)
@@ -604,7 +604,7 @@ def test_tokens_that_do_not_count_weigh_nothing_in_any_cut(seq_len):
     assert joined["weights"].tolist() == [0, 1, 0, 1, 0, 1, 1, 0, 1]
 
 
-def test_the_buckets_where_nothing_is_said():
+def test_default_buckets_reach_512_tokens():
     documents = [np.ones(n, np.int32) for n in (127, 255, 511)]
     plan = token_plans.BucketPlan(Corpus.from_arrays(documents, 50, 893), SEPARATOR, batch_size=1)
     assert plan.buckets == (128, 256, 512)

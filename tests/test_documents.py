@@ -22,7 +22,7 @@ def pairs(found):
 # --- Text files
 
 
-def test_text_files_by_glob(tmp_path, monkeypatch):
+def test_text_files_are_found_by_glob(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/er/c.txt", "a.md"):
         write(tmp_path / "corpus" / name, f"text of {name}\r\n")
     expected = [Document(n, f"text of {n}\r\n") for n in ("a.txt", "b.txt", "deep/er/c.txt")]
@@ -36,7 +36,7 @@ def test_text_files_by_glob(tmp_path, monkeypatch):
     assert documents.read_documents("corpus/a.txt") == expected[:1]
 
 
-def test_no_file_matches(tmp_path, monkeypatch):
+def test_unmatched_globs_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as error:
         documents.read_documents("corpus/*.txt")
@@ -47,13 +47,13 @@ def test_no_file_matches(tmp_path, monkeypatch):
         documents.read_documents("corpus")
 
 
-def test_text_that_is_not_utf8(tmp_path):
+def test_non_utf8_text_is_refused(tmp_path):
     write(tmp_path / "a.txt", b"good\xffbad")
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xff at offset 4"):
         documents.read_documents(str(tmp_path / "a.txt"))
 
 
-def test_no_text_at_all(tmp_path):
+def test_empty_documents_are_refused(tmp_path):
     write(tmp_path / "a.txt", "")
     with pytest.raises(ValueError, match="1 documents and no text"):
         documents.read_documents(str(tmp_path / "a.txt"))
@@ -84,7 +84,7 @@ def test_jsonl(tmp_path):
         (b'{"text": "\xff"}', r"line 2 is not UTF-8: byte 0xff at offset 10"),
     ],
 )
-def test_bad_jsonl(tmp_path, line, message):
+def test_malformed_jsonl_is_refused(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
@@ -178,13 +178,13 @@ def test_csv(tmp_path):
         ("text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an integer"),
     ],
 )
-def test_bad_csv(tmp_path, rows, message):
+def test_malformed_csv_is_refused(tmp_path, rows, message):
     path = write(tmp_path / "a.csv", rows)
     with pytest.raises(ValueError, match=message):
         documents.read_documents(str(path), label="kind")
 
 
-def test_labels_of_json_lines(tmp_path):
+def test_labels_are_read_from_jsonl(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
     found = documents.read_documents(str(path), label="stars")
     assert [document.label for document in found] == ["5", "1"]
@@ -215,7 +215,7 @@ if os:
 '''
 
 
-def test_functions_are_documents():
+def test_python_functions_become_documents():
     found = functions([Document("a.py", SOURCE), Document("a.txt", "def"), Document("b.py", "def")])
     assert found == [
         Document("a.py:3", "@cache\ndef one():\n    def inner(): pass\n    return inner\n"),
@@ -229,7 +229,7 @@ def test_functions_are_documents():
 # --- The standard library
 
 
-def test_standard_library(tmp_path, monkeypatch):
+def test_standard_library_excludes_tests_and_packages(tmp_path, monkeypatch):
     for name in ("json/decoder.py", "test/test_json.py", "unittest/test/a.py", "b.py", "ctypes.so"):
         write(tmp_path / name, f"# {name}\r\nx = 1\r")
     write(tmp_path / "site-packages/numpy/core.py", "x")
@@ -244,7 +244,7 @@ def test_standard_library(tmp_path, monkeypatch):
     ]
 
 
-def test_a_python_without_library_source(tmp_path, monkeypatch):
+def test_missing_library_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="text files of your own"):
         documents.standard_library()
@@ -273,7 +273,7 @@ def test_split_holds_out_by_name():
     assert set(documents.held_out_split(shuffled, 0.1)[1]) == set(held)
 
 
-def test_a_new_document_moves_no_other():
+def test_split_is_stable_under_additions():
     _, before = documents.held_out_split(numbered(500))
     train, held = documents.held_out_split([*numbered(500), Document("new", "text")])
     assert {d.name for d in held} - {"new"} == {d.name for d in before}
@@ -282,7 +282,7 @@ def test_a_new_document_moves_no_other():
 
 @pytest.mark.parametrize("fraction", [0.0001, 0.9999])
 @pytest.mark.parametrize("n", [2, 3, 7])
-def test_neither_part_is_empty(n, fraction):
+def test_split_parts_are_never_empty(n, fraction):
     train, held = documents.held_out_split(numbered(n), fraction)
     assert train
     assert held
@@ -291,7 +291,7 @@ def test_neither_part_is_empty(n, fraction):
     assert all(documents.held_out_split(same_names, fraction))
 
 
-def test_a_single_document_is_split_by_its_tail(caplog):
+def test_single_documents_hold_out_their_tail(caplog):
     text = "".join(map(str, range(100)))
     [[head], [tail]] = documents.held_out_split([Document("a", text)], 0.1)
     assert head.text + tail.text == text
@@ -302,12 +302,12 @@ def test_a_single_document_is_split_by_its_tail(caplog):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
-def test_bad_fraction(fraction):
+def test_invalid_held_out_fractions_are_refused(fraction):
     with pytest.raises(ValueError, match=f"fraction={fraction} must lie between 0 and 1"):
         documents.held_out_split(numbered(3), fraction)
 
 
-def test_compressed_size_is_of_the_files_one_by_one():
+def test_documents_are_compressed_one_by_one():
     one = Document("a", "x = 1\n" * 1000)
     for method, header in (("gzip", 18), ("xz", 32)):
         size = documents.compressed_size([one], method)

@@ -50,7 +50,7 @@ def make_batch(x=POINTS) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("make_model", "x"), MODELS, ids=["mlp", "rnn", "transformer"])
-def test_members_are_born_and_called_as_each_alone(make_model, x):
+def test_members_match_separately_built_models(make_model, x):
     model = eqx.filter_jit(lambda key: Ensemble(make_model, NUM_MEMBERS, key=key))(KEY)
     call = eqx.filter_jit(lambda model: model(x))
     make_one = eqx.filter_jit(make_model)
@@ -76,7 +76,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1)} | {
     "name",
     ["sgd", "adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon"))],
 )
-def test_members_train_as_each_alone(name):
+def test_members_train_like_separate_models(name):
     optimizer = OPTIMIZERS[name]
 
     def train(state, step):
@@ -104,7 +104,7 @@ def test_members_train_as_each_alone(name):
 
 
 @pytest.mark.parametrize(("make_model", "x"), MODELS[:2], ids=["mlp", "rnn"])
-def test_a_mesh_shards_members_and_changes_nothing(make_model, x):
+def test_sharded_members_give_equal_gradients(make_model, x):
     model = Ensemble(make_model, NUM_MEMBERS, key=KEY)
     mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
     placed = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
@@ -122,7 +122,7 @@ def test_a_mesh_shards_members_and_changes_nothing(make_model, x):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_members_on_the_tensor_axis_send_nothing_to_each_other():
+def test_tensor_sharded_members_need_no_gathers():
     mesh = sharding.make_mesh("tensor=4")
     optimizer = ensemble.per_member(optax.sgd(0.01))
     make_model = lambda key: Ensemble(make_rnn, NUM_MEMBERS, key=key)
@@ -135,7 +135,7 @@ def test_members_on_the_tensor_axis_send_nothing_to_each_other():
     assert "collective-permute" not in text
 
 
-def test_the_rule_of_members_can_be_another():
+def test_members_follow_a_custom_rule():
     rules = {**sharding.RULES, "member": "data", "batch": "fsdp"}
     mesh = sharding.make_mesh("data=4,fsdp=2")
     model = Ensemble(make_mlp, NUM_MEMBERS, key=KEY)
@@ -147,7 +147,7 @@ def test_the_rule_of_members_can_be_another():
     np.testing.assert_allclose(outputs, model(POINTS), atol=1e-5)
 
 
-def test_weight_decay_sees_matrices_through_the_stack():
+def test_is_matrix_ignores_the_member_axis():
     names = logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
     direction = names.layers[0].directions[0]
     assert direction.weight_ih == ("member", "embed", "gates", "hidden")
@@ -158,14 +158,14 @@ def test_weight_decay_sees_matrices_through_the_stack():
     assert stacked.blocks.mlp.w_up == ("member", None, "embed", "mlp")
 
 
-def test_mean_and_spread():
+def test_summarize_gives_mean_and_spread():
     samples = jnp.asarray([[1.0, 2.0], [3.0, 2.0]])
     mean, spread = ensemble.summarize(samples)
     np.testing.assert_allclose(mean, [2.0, 2.0])
     np.testing.assert_allclose(spread, [1.0, 0.0])
 
 
-def test_dropout_samples_are_calls_with_keys():
+def test_dropout_samples_match_keyed_calls():
     model = make_mlp(KEY, dropout=0.5)
     call = eqx.filter_jit(lambda key: model(POINTS, key=key))
     samples = jax.jit(lambda key: ensemble.sample_dropout(model, POINTS, num_samples=5, key=key))(
@@ -191,7 +191,7 @@ def test_dropout_differs_between_members():
     [(make_mlp, POINTS, ""), (make_rnn, TOKENS, "data=2,fsdp=2,tensor=2")],
     ids=["mlp", "rnn"],
 )
-def test_gradients_of_examples_are_those_of_batches_of_one(make_model, x, mesh):
+def test_per_example_gradients_match_single_rows(make_model, x, mesh):
     model, batch = make_model(KEY), jax.tree.map(jnp.asarray, make_batch(x))
     with sharding.use(sharding.make_mesh(mesh)):
         row_losses, gradients = eqx.filter_jit(ensemble.per_example(loss_fn))(model, batch, KEY)
@@ -206,6 +206,6 @@ def test_gradients_of_examples_are_those_of_batches_of_one(make_model, x, mesh):
     np.testing.assert_allclose(row_losses.sum(), gradient_of(model, batch)[0], rtol=1e-5)
 
 
-def test_no_member_is_an_error():
+def test_zero_members_are_refused():
     with pytest.raises(ValueError, match="num_members=0"):
         Ensemble(make_mlp, 0, key=KEY)

@@ -74,9 +74,7 @@ SLOW_KILLS = [(name, mesh, 2) for name in CASES for mesh in MESHES if (name, mes
     ("name", "mesh", "kills"),
     [*KILLS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_KILLS)],
 )
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(
-    name, mesh, kills, shared, tmp_path
-):
+def test_repeatedly_killed_runs_match_straight_runs(name, mesh, kills, shared, tmp_path):
     straight = straight_run(name, shared, mesh)
     flags, devices = MESHES[mesh]
     recipe, run_dir, batches = Recipe(name, shared), tmp_path / "run", tmp_path / "batches"
@@ -98,7 +96,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(
     "name",
     ["lm", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "lm")],
 )
-def test_a_signal_saves_the_step_under_way_and_ends_with_its_code(name, shared, tmp_path):
+def test_signals_save_and_set_exit_code(name, shared, tmp_path):
     recipe, run_dir = Recipe(name, shared), tmp_path / "run"
     last = 0
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -147,7 +145,7 @@ def finished_run(name: str, shared: Path, tmp_path: Path) -> Path:
     "name",
     ["lm", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "lm")],
 )
-def test_a_run_goes_on_from_the_newest_good_step_and_says_so(name, shared, tmp_path):
+def test_resume_skips_damaged_steps(name, shared, tmp_path):
     run_dir = finished_run(name, shared, tmp_path)
     checkpoints = run_dir / "checkpoints"
     oldest, middle, newest = sorted(checkpoints.iterdir(), key=lambda path: int(path.name))
@@ -160,7 +158,7 @@ def test_a_run_goes_on_from_the_newest_good_step_and_says_so(name, shared, tmp_p
     assert_same_result(run_dir, straight_run(name, shared, "one device"))
 
 
-def test_with_no_good_step_a_run_stops_and_touches_nothing(shared, tmp_path):
+def test_fully_damaged_runs_are_left_untouched(shared, tmp_path):
     run_dir = finished_run("lm", shared, tmp_path)
     for step in (run_dir / "checkpoints").iterdir():
         truncate(data_file(step))

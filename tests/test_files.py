@@ -21,7 +21,7 @@ from zoo.runs.checkpoint import Checkpointer
 # --- Where they may be ------------------------------------------------------------------------
 
 
-def test_a_local_path_stays_and_home_is_found(monkeypatch):
+def test_local_paths_expand_home(monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
     for path in ("runs/a", "/runs/a", "./gs:/a", "a b:c/d", "", "~nobody-of-this-name/a"):
         assert local_path(path, "run_dir") == Path(path)
@@ -29,7 +29,7 @@ def test_a_local_path_stays_and_home_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/a/b", "gs://bucket", "FILE://a", "hf+x.y-z://a"])
-def test_a_path_on_another_machine_is_refused_with_its_field(path):
+def test_remote_paths_are_refused(path):
     for given in (path, Path(path)):  # a Path has one slash of them left
         with pytest.raises(ValueError, match=f"^run_dir='{re.escape(path)}': only local"):
             local_path(given, "run_dir")
@@ -57,9 +57,7 @@ TAKERS = {
 
 
 @pytest.mark.parametrize("taker", TAKERS)
-def test_whatever_takes_a_path_refuses_another_machine_and_makes_nothing(
-    taker, tmp_path, monkeypatch
-):
+def test_every_path_argument_refuses_remote_paths(taker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("local").mkdir()
     Path("local/a.txt").write_text("a")
@@ -103,7 +101,7 @@ def assert_outlives_a_power_cut(journal, source, target):
     assert ("sync", target.parent.stat().st_ino) in after
 
 
-def test_a_file_is_replaced_whole(journal, tmp_path):
+def test_file_replacement_is_atomic_and_durable(journal, tmp_path):
     path, temporary = tmp_path / "file", tmp_path / "file.tmp"
     path.write_text("old")
 
@@ -118,7 +116,7 @@ def test_a_file_is_replaced_whole(journal, tmp_path):
     assert_outlives_a_power_cut(journal, temporary, path)
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_is_a_step(journal, tmp_path):
+def test_checkpoints_are_synced_before_commit(journal, tmp_path):
     checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
     for step in (1, 2):
         checkpointer.save(step, {"x": jnp.arange(8)}, {})
@@ -131,7 +129,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_a_step(journal, tmp_path):
     assert ("sync", step.parent.stat().st_ino) in journal[kept:pruned]
 
 
-def test_what_a_run_writes_at_its_start_is_on_the_disk(journal, tmp_path):
+def test_initial_run_files_are_synced(journal, tmp_path):
     def make(folder):
         folder.mkdir()
         (folder / "file").write_text("made")
@@ -143,7 +141,7 @@ def test_what_a_run_writes_at_its_start_is_on_the_disk(journal, tmp_path):
     assert_outlives_a_power_cut(journal, folder / "thing.tmp", folder / "thing")
 
 
-def test_a_full_disk_is_an_error_with_the_file(tmp_path):
+def test_full_disk_error_names_the_file(tmp_path):
     def write(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -154,7 +152,7 @@ def test_a_full_disk_is_an_error_with_the_file(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_removing_takes_a_file_or_a_folder_and_follows_no_link(tmp_path):
+def test_remove_does_not_follow_links(tmp_path):
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "kept").mkdir()

@@ -41,7 +41,7 @@ def write_lines(path, *records):
     return path
 
 
-def test_it_shows_what_was_before_and_what_is_after(tune, capsys):
+def test_report_compares_before_and_after(tune, capsys):
     run_dir = tune("--method=full", "--optimizer.learning-rate=0.01")
     output = capsys.readouterr().out
     assert "--- a sample before ---" in output
@@ -56,7 +56,7 @@ def test_it_shows_what_was_before_and_what_is_after(tune, capsys):
 
 
 @pytest.mark.slow
-def test_adapters_alone_make_the_same_model(tune, shared):
+def test_saved_adapters_reproduce_the_model(tune, shared):
     run_dir = tune()
     model = zoo.load(run_dir)  # a run's folder stands for its model
     adapted = zoo.load_adapters(run_dir / "adapters", zoo.load(shared / "base"))
@@ -67,7 +67,7 @@ def test_adapters_alone_make_the_same_model(tune, shared):
     assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
 
 
-def test_frozen_parts_stay(tune, shared):
+def test_frozen_parameters_do_not_change(tune, shared):
     run_dir = tune("--method=full", "--freeze", "embedding.*", "blocks.mlp.*")
     base, model = arrays(zoo.load(shared / "base")), arrays(zoo.load(run_dir))
     for name, array in model.items():
@@ -75,7 +75,7 @@ def test_frozen_parts_stay(tune, shared):
         assert np.array_equal(array, base[name]) == frozen, name
 
 
-def test_completions(tune, tmp_path, capsys):
+def test_finetuning_on_completions(tune, tmp_path, capsys):
     pairs = [{"question": f"{i} ", "answer": f"is {i}"} for i in range(60)]
     path = write_lines(tmp_path / "rows.jsonl", *pairs)
     flags = ("--data.format=completions", "--data.prompt=question", "--data.completion=answer")
@@ -87,7 +87,7 @@ def test_completions(tune, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", ["transformer", "rnn"])
-def test_labelled_rows_put_a_head_on_any_model(body, tune, tmp_path, capsys):
+def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
     model = {
         "transformer": lambda key: transformer.Transformer(
             transformer.Config(320, d_model=32, num_layers=1, num_heads=2), key=key
@@ -133,7 +133,7 @@ def write_hugging_face(folder):
     tokenizer.save(folder)
 
 
-def test_a_hugging_face_folder_ends_as_one_that_transformers_opens(tune, tmp_path):
+def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
     write_hugging_face(tmp_path / "hf")
     import torch
     import transformers
@@ -169,7 +169,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_any_step(mistake, tune, tmp_path):
+def test_mistakes_are_reported_before_training(mistake, tune, tmp_path):
     flags, message = MISTAKES[mistake]
     with pytest.raises((ValueError, PublishError)) as e:
         tune(*flags)
@@ -177,7 +177,7 @@ def test_a_mistake_is_named_before_any_step(mistake, tune, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_models_and_tokenizers_that_do_not_go_together(tune, tmp_path):
+def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     model = transformer.Transformer(
         transformer.Config(64, d_model=16, num_layers=1, num_heads=2), key=jax.random.key(0)
     )
@@ -193,7 +193,7 @@ def test_models_and_tokenizers_that_do_not_go_together(tune, tmp_path):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
 
 
-def test_without_files_it_reads_pythons_help_texts():
+def test_default_data_is_python_help():
     documents = zoo.finetuning.help_topics()
     found = {document.name: document.text for document in documents}
     assert "Assignment statements" in found["assignment"]

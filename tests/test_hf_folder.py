@@ -73,7 +73,7 @@ def refusal(folder: Path | str, **options: Any) -> str:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_older_spellings_mean_the_same(name: str, changes: dict, copy: Any):
+def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
     folder = copy(name)
     want = zoo.load(folder).config
     edit(folder, **changes)
@@ -125,7 +125,7 @@ def test_older_spellings_mean_the_same(name: str, changes: dict, copy: Any):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_would_change_the_maths_is_refused(name: str, changes: dict, message: str, copy: Any):
+def test_unsupported_configurations_are_refused(name: str, changes: dict, message: str, copy: Any):
     folder = copy(name)
     edit(folder, **changes)
     with pytest.raises(PublishError, match=message) as error:
@@ -181,9 +181,7 @@ null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 
     ],
     ids=["Llama 3.2 1B", "Qwen 2.5 0.5B", "Gemma 3 1B", "Qwen 3 30B A3B"],
 )
-def test_published_configurations_give_models_of_the_published_size(
-    text: str, parameters: int, fields: dict
-):
+def test_published_configurations_have_published_sizes(text: str, parameters: int, fields: dict):
     values = json.loads(text)
     family = hf.MODEL_TYPES[values["model_type"]]
     config = family.read(values, "config.json")
@@ -195,7 +193,7 @@ def test_published_configurations_give_models_of_the_published_size(
 
 
 @pytest.mark.parametrize("prefix", ["model.", "transformer.", "bert."])
-def test_names_may_lack_or_have_the_prefix_of_the_bare_model(prefix: str, copy: Any):
+def test_tensor_name_prefix_is_optional(prefix: str, copy: Any):
     name = {"model.": "llama3", "transformer.": "gpt2", "bert.": "bert"}[prefix]
     folder, want = copy(name), zoo.load(GOLDEN / name)
     stored = tensors(folder)
@@ -209,7 +207,7 @@ def test_names_may_lack_or_have_the_prefix_of_the_bare_model(prefix: str, copy: 
         np.testing.assert_array_equal(x, arrays(got)[path])
 
 
-def test_buffers_and_the_tied_head_are_no_surplus(copy: Any):
+def test_buffers_and_tied_heads_are_accepted(copy: Any):
     folder = copy("gpt2")
     stored = tensors(folder)
     extra = {"transformer.h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}
@@ -221,7 +219,7 @@ def test_buffers_and_the_tied_head_are_no_surplus(copy: Any):
     assert "lm_head.weight: (53, 20) here, none" in refusal(folder)
 
 
-def test_a_bert_may_lack_its_pooler(copy: Any):
+def test_bert_pooler_is_optional(copy: Any):
     folder = copy("bert")
     stored = {name: x for name, x in tensors(folder).items() if "pooler" not in name}
     safetensors.numpy.save_file(stored, folder / "model.safetensors")
@@ -235,7 +233,7 @@ def test_a_bert_may_lack_its_pooler(copy: Any):
 # Damage
 
 
-def test_tensors_that_do_not_fit_are_named(copy: Any):
+def test_mismatched_tensors_are_named(copy: Any):
     folder = copy("llama2")
     stored = tensors(folder)
     stored["model.layers.0.surplus"] = stored.pop("model.norm.weight")
@@ -302,7 +300,7 @@ def test_pickles_are_never_opened(name: str, copy: Any):
         ),
     ],
 )
-def test_an_index_that_points_elsewhere_is_refused(change: Any, message: str, copy: Any):
+def test_invalid_shard_indexes_are_refused(change: Any, message: str, copy: Any):
     folder = copy("mistral")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -312,7 +310,7 @@ def test_an_index_that_points_elsewhere_is_refused(change: Any, message: str, co
         zoo.load(folder)
 
 
-def test_a_shard_that_is_missing_is_named(copy: Any):
+def test_missing_shards_are_named(copy: Any):
     folder = copy("mistral")
     (folder / "model-00002-of-00004.safetensors").unlink()
     assert "model-00002-of-00004.safetensors is missing" in refusal(folder)
@@ -323,7 +321,7 @@ def test_a_shard_that_is_missing_is_named(copy: Any):
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma3"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_each_device_reads_its_share(name: str, dtype: Any, copy: Any):
+def test_loaded_weights_are_sharded(name: str, dtype: Any, copy: Any):
     folder, rules = copy(name), {**sharding.RULES}
     mesh = zoo.make_mesh("fsdp=2,tensor=1" if name == "mixtral" else "fsdp=4")
     want = zoo.load(folder)
@@ -336,7 +334,7 @@ def test_each_device_reads_its_share(name: str, dtype: Any, copy: Any):
     assert not got.blocks.attention.wq.sharding.is_fully_replicated
 
 
-def test_every_slice_of_every_layout_is_right():
+def test_layout_slices_match_whole_arrays():
     """By a mesh that splits heads, experts and widths, over names that do not lie together."""
     rng = np.random.default_rng(0)
     for name in ("gpt2", "mixtral", "llama3"):
@@ -390,7 +388,7 @@ print((peak - before) / size, max(held.values()) / size, min(held.values()) / si
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_loading_takes_little_more_memory_than_the_file(tmp_path: Path):
+def test_loading_memory_stays_near_file_size(tmp_path: Path):
     """Mapped pages of the files count too: this is the whole process's resident memory."""
     options = {"vocab_size": 8192, "d_ff": 1024, "head_dim": None, "tie_embeddings": True}
     for name, size, layers in (("small", 64, 1), ("large", 512, 6)):
@@ -424,7 +422,7 @@ def test_loading_takes_little_more_memory_than_the_file(tmp_path: Path):
     ],
     ids=str,
 )
-def test_a_model_of_the_zoo_becomes_what_it_is_there(options: dict, kind: str, tmp_path: Path):
+def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: Path):
     if kind == "gpt2":
         options = {**options, "head_dim": None}
     model = drawn_transformer(**options)
@@ -441,7 +439,7 @@ def test_a_model_of_the_zoo_becomes_what_it_is_there(options: dict, kind: str, t
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
 
 
-def test_what_no_family_has_is_refused(tmp_path: Path):
+def test_unexportable_models_are_refused(tmp_path: Path):
     with pytest.raises(PublishError, match=r"qwen3 is the nearest, without norm_placement='both'"):
         zoo.save(
             tmp_path / "a", drawn_transformer(qk_norm=True, norm_placement="both"), format="hf"
@@ -455,7 +453,7 @@ def test_what_no_family_has_is_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_path: Path):
+def test_modified_model_classes_are_refused(tmp_path: Path):
     with pytest.raises(
         PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
     ):
@@ -470,7 +468,7 @@ def test_a_model_of_another_class_than_its_configuration_makes_is_refused(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_one_tensor_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensors_are_fetched_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fetched = FetchedSizes(monkeypatch, hf.folder)
     model = drawn_transformer(num_layers=4, num_experts=4, d_ff=24)
     zoo.save(tmp_path / "model", model, format="hf")
@@ -500,7 +498,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_opens_what_is_saved(name: str, tmp_path: Path):
+def test_transformers_opens_saved_models(name: str, tmp_path: Path):
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     zoo.save(tmp_path / "model", zoo.load(GOLDEN / name), format="hf")
@@ -547,7 +545,7 @@ def load_from_hub(*names: str, **environment: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("loaded", "refused"))]
 
 
-def test_a_hub_id_opens_from_the_cache_and_without_it_says_what_is_wrong(tmp_path: Path):
+def test_hub_ids_open_from_the_cache(tmp_path: Path):
     pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
     home, commit = tmp_path / "home", "0" * 40
     repository = home / "hub" / "models--someone--something"
@@ -604,7 +602,7 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
 
-def test_a_hub_id_is_fetched_from_the_endpoint_into_the_cache(tmp_path: Path):
+def test_hub_ids_are_downloaded_and_cached(tmp_path: Path):
     pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -621,12 +619,12 @@ def test_a_hub_id_is_fetched_from_the_endpoint_into_the_cache(tmp_path: Path):
     assert not fetched & {"pytorch_model.bin", "golden.npz", "original"}
 
 
-def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_missing_hub_client_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install 'zoo[hf]'" in refusal("someone/something")
 
 
-def test_only_some_names_are_hub_ids():
+def test_hub_ids_are_told_from_paths():
     assert hf.is_hub_id("meta-llama/Llama-3.2-1B")
     for name in ("models", "a/b/c", "../model", "/tmp/model", "a/", "runs\\model", "a b/c"):
         assert not hf.is_hub_id(name), name

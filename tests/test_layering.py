@@ -44,7 +44,7 @@ def room(module: str) -> str:
     return module.partition("/")[0]
 
 
-def test_imports_are_seen(tmp_path: Path):
+def test_all_imports_are_found(tmp_path: Path):
     file = tmp_path / "file.py"
     file.write_text("import models.x\ndef f():\n  from zoo import rnn\n  from zoo.mlp import MLP")
     assert imports(file) == {"models.x", "zoo", "zoo.rnn", "zoo.mlp", "zoo.mlp.MLP"}
@@ -68,7 +68,7 @@ def test_imports_run_downwards(name: str):
     )
 
 
-def test_no_modules_import_each_other():
+def test_imports_are_acyclic():
     # The `__init__` of a room re-exports, and so is of the room's modules, not beside them.
     graph = {
         name: {x for x in zoo_imports(path) if not x.endswith("__init__")}
@@ -90,7 +90,7 @@ def test_no_modules_import_each_other():
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_inside_zoo_names_come_from_their_own_module(name: str):
+def test_modules_avoid_package_reexports(name: str):
     if name == "__init__":
         return
     roots = {module.partition(".")[0] for module in imports(MODULES[name])}
@@ -133,7 +133,7 @@ def run(program: str, folder: Path) -> list[str]:
     return result.stdout.split()
 
 
-def test_folders_of_the_same_name_as_ours_are_not_imported(tmp_path: Path):
+def test_same_named_modules_are_not_imported(tmp_path: Path):
     for decoy in ("models", "recipes"):
         (tmp_path / f"{decoy}.py").write_text(f"raise SystemExit('the decoy {decoy} was imported')")
     names = ["zoo." + name.replace("/", ".") for name in MODULES]
@@ -146,7 +146,7 @@ def test_folders_of_the_same_name_as_ours_are_not_imported(tmp_path: Path):
     assert run(program, tmp_path) == ["done"]
 
 
-def test_a_family_loads_jax_and_equinox_alone(tmp_path: Path):
+def test_families_import_no_heavy_packages(tmp_path: Path):
     program = (
         f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
         "from zoo import bert, mlp, rnn, transformer\n"
@@ -158,7 +158,7 @@ def test_a_family_loads_jax_and_equinox_alone(tmp_path: Path):
     assert not loaded & heavy
 
 
-def test_each_public_name_is_there(tmp_path: Path):
+def test_public_names_can_be_imported(tmp_path: Path):
     program = (
         f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
         "import zoo\n"

@@ -53,7 +53,7 @@ FORMULAS: dict[str, tuple[Callable[..., Array], Callable[..., Array], tuple[Arra
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_and_gradients_are_the_plain_formula(name: str, dtype: str):
+def test_layers_match_plain_formulas(name: str, dtype: str):
     function, plain, arguments = FORMULAS[name]
     rounded = tuple(a.astype(dtype) for a in arguments)
     exact = tuple(a.astype(jnp.float32) for a in rounded)
@@ -68,14 +68,14 @@ def test_values_and_gradients_are_the_plain_formula(name: str, dtype: str):
         np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=0, atol=tolerance * scale)
 
 
-def test_norms_of_large_numbers_do_not_overflow_in_fp16():
+def test_fp16_norms_do_not_overflow():
     x = jnp.full((1, 8), 3e4, jnp.float16) * jnp.asarray([[1, -1] * 4], jnp.float16)
     scale = jnp.ones(8, jnp.float16)
     np.testing.assert_allclose(np.abs(rms_norm(x, scale)), 1, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_of_many_positions_add_up_in_fp32(dtype: str):
+def test_gradients_accumulate_in_fp32(dtype: str):
     g = (jax.random.normal(KEY, (8, 512, 4)) + 0.3).astype(dtype)
     ids = jax.random.randint(KEY, (8, 512), 0, 3)
     table = layers.Embedding(3, 4, key=KEY).weight.astype(dtype)
@@ -100,7 +100,7 @@ def test_linear_with_and_without_bias():
     assert layers.Linear(8, 3, in_axis="embed", out_axis="mlp", bias=False, key=KEY).bias is None
 
 
-def test_an_id_beyond_the_table_takes_its_last_row():
+def test_ids_beyond_embedding_table_are_clamped():
     table = layers.Embedding(5, 4, key=KEY)
     got = table(jnp.array([4, 5, 99]))
     np.testing.assert_array_equal(got, np.tile(table.weight[4], (3, 1)))
@@ -110,7 +110,7 @@ def test_an_id_beyond_the_table_takes_its_last_row():
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_drops_its_rate_and_keeps_the_mean(rate: float):
+def test_dropout_keeps_rate_and_mean(rate: float):
     x = jnp.full((100, 1000), 2.0)
     y = np.asarray(layers.dropout(x, rate, KEY))
     dropped = (y == 0).mean()
@@ -120,12 +120,12 @@ def test_dropout_drops_its_rate_and_keeps_the_mean(rate: float):
     assert 0 < (y == 0).mean(0).min() < (y == 0).mean(0).max() < 1
 
 
-def test_dropout_without_a_key_or_a_rate_is_the_identity():
+def test_disabled_dropout_is_the_identity():
     assert layers.dropout(X, 0.5, None) is X
     assert layers.dropout(X, 0.0, KEY) is X
 
 
-def test_dropout_keeps_the_dtype_and_does_not_spread_nan():
+def test_dropout_keeps_dtype_and_zeroes_nan():
     x = jnp.array([jnp.nan] * 64, jnp.bfloat16)
     y = layers.dropout(x, 0.5, KEY)
     assert y.dtype == jnp.bfloat16
@@ -141,7 +141,7 @@ def rotate(x: Array, positions: Any) -> Array:
     return layers.rotate(x, layers.rotary_tables(positions, x.shape[-1], 100.0))
 
 
-def test_rotary_positions_turn_complex_numbers():
+def test_rotary_embedding_matches_complex_rotation():
     x = np.asarray(jax.random.normal(KEY, (2, 6, 3, 8)), np.float64)
     positions = np.array([[0, 1, 2, 0, 1, 7], [3, 1, 4, 1, 5, 900]])
     frequencies = 100.0 ** (-np.arange(4) / 4)
@@ -151,7 +151,7 @@ def test_rotary_positions_turn_complex_numbers():
     np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
 
 
-def test_rotary_products_depend_on_the_distance_alone():
+def test_rotary_products_depend_on_distance():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (1, 2))
     product = lambda at_q, at_k: float((rotate(q, [[at_q]]) * rotate(k, [[at_k]])).sum())
     assert product(9, 4) == pytest.approx(product(5, 0), rel=1e-5)

@@ -122,7 +122,7 @@ def assert_equal_states(state, other):
 # --- Steps, resume ----------------------------------------------------------------------------
 
 
-def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, capsys):
+def test_resumed_run_equals_an_unbroken_run(tmp_path, capsys):
     whole = config(tmp_path / "whole")
     parts = config(tmp_path / "parts")
     schedule = optax.linear_schedule(1e-2, 0.0, 30)
@@ -140,7 +140,7 @@ def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, capsys):
     assert lines(parts)[30] == lines(whole)[30]
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+def test_finished_runs_are_not_changed(tmp_path, capsys):
     state, _ = fit(config(tmp_path, steps=8))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     for steps in (8, 5):  # fewer steps than it has behind it undo none
@@ -160,7 +160,7 @@ def test_other_data_is_refused_at_resume(tmp_path):
     fit(config(tmp_path), fingerprint="a")
 
 
-def test_what_is_logged_is_of_its_step_and_nothing_is_logged_twice(tmp_path):
+def test_logged_metrics_belong_to_their_step(tmp_path):
     schedule = optax.cosine_decay_schedule(1e-2, 30)
     every, some = config(tmp_path / "every", log_every=1), config(tmp_path / "some", eval_every=7)
     fit(every, schedule=schedule)
@@ -173,13 +173,13 @@ def test_what_is_logged_is_of_its_step_and_nothing_is_logged_twice(tmp_path):
     assert rates == pytest.approx({step: float(schedule(step - 1)) for step in rates}, rel=1e-6)
 
 
-def test_checkpoints_come_at_their_cadence_and_at_the_end(tmp_path):
+def test_checkpoints_follow_cadence_and_end(tmp_path):
     run = config(tmp_path, steps=10, keep_checkpoints=2)
     fit(run)
     assert checkpoints(run) == [8, 10]
 
 
-def test_a_plan_takes_the_training_that_fit_takes(tmp_path, capsys):
+def test_fit_plans_its_training_without_running(tmp_path, capsys):
     wanted = training(flops_per_token=4e9, remat="none")
     with zoo.Run(config(tmp_path, plan="cpu:8", mesh="fsdp=2", accumulate=2)) as run:
         job = planned.make_job(run, wanted)
@@ -193,7 +193,7 @@ def test_a_plan_takes_the_training_that_fit_takes(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_any_compute(tmp_path):
+def test_indivisible_batches_are_refused_before_compute(tmp_path):
     fail = lambda key: pytest.fail("a model was made")
     with pytest.raises(ValueError, match="batch_size=4 is not divisible by 3,"):
         fit(config(tmp_path, accumulate=3), make_model=fail)
@@ -202,7 +202,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_compute(tmp_path):
 # --- Steps under way --------------------------------------------------------------------------
 
 
-def test_a_fixed_few_steps_are_under_way_however_many_are_called(monkeypatch):
+def test_steps_in_flight_are_bounded(monkeypatch):
     unread, most = [], 0
 
     def program(batch, state):
@@ -227,7 +227,7 @@ def test_a_fixed_few_steps_are_under_way_however_many_are_called(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 4, 6, 1000])
-def test_a_loss_that_is_not_finite_stops_at_its_step(checkpoint_every, tmp_path):
+def test_non_finite_loss_stops_the_run(checkpoint_every, tmp_path):
     bad = 7  # between two lines of the log
     plan = poisoned_plan(bad)
     run = config(tmp_path, checkpoint_every=checkpoint_every)
@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(checkpoint_every, tmp_path)
     assert max(checkpoints(run), default=0) == last_good
 
 
-def test_an_update_that_is_not_finite_is_in_no_checkpoint(tmp_path):
+def test_non_finite_updates_are_not_saved(tmp_path):
     def schedule(step):
         return jnp.where(step == 6, jnp.nan, 1e-2)
 
@@ -259,13 +259,13 @@ def test_an_update_that_is_not_finite_is_in_no_checkpoint(tmp_path):
     assert all(np.isfinite(x).all() for x in arrays(state))
 
 
-def test_an_update_that_is_not_finite_stops_in_fp16_too(tmp_path):
+def test_non_finite_updates_stop_fp16_runs(tmp_path):
     run = config(tmp_path, precision="fp16")
     with pytest.raises(RunError, match="step 3: "):
         fit(run, schedule=lambda step: jnp.where(step == 2, jnp.nan, 1e-2))
 
 
-def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
+def test_non_finite_steps_are_skipped_and_counted(tmp_path):
     plan = poisoned_plan(7)
     bad = poisoned_steps(plan, 30)
     assert len(bad) >= 2
@@ -276,7 +276,7 @@ def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
     assert lines(config(tmp_path), "skipped")[30] == len(bad)
 
 
-def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys):
+def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
     plan = poisoned_plan(7)
     bad = poisoned_steps(plan, 30)
     schedule = optax.linear_schedule(1.0, 0.0, 40)
@@ -301,7 +301,7 @@ def test_the_learning_rate_that_is_logged_is_of_the_last_update(tmp_path, capsys
     assert rates == pytest.approx({s: float(schedule(updates(s) - 1)) for s in rates}, rel=1e-6)
 
 
-def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
+def test_stopped_runs_resume_with_skipping(tmp_path):
     plan = poisoned_plan(7)
     with pytest.raises(RunError, match="step 7: the loss is nan"):
         fit(config(tmp_path), plan, loss_fn=poisoned)
@@ -309,7 +309,7 @@ def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
     assert int(state.skipped) == len(poisoned_steps(plan, 30))
 
 
-def test_an_overflow_in_fp16_is_no_reason_to_stop(tmp_path):
+def test_fp16_overflow_does_not_stop_training(tmp_path):
     def steep(model, batch, key):
         total, weight, metrics = losses.next_token(model, batch, key)
         return total * 30, weight, metrics
@@ -334,7 +334,7 @@ def signals(*numbers):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_leaves(number, code, tmp_path, capsys):
+def test_signals_save_and_exit(number, code, tmp_path, capsys):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     run = config(tmp_path, eval_every=5, checkpoint_every=1000)
     with pytest.raises(SystemExit) as exit:
@@ -402,7 +402,7 @@ def kill():
         ),
     ],
 )
-def test_an_evaluation_that_is_cut_short_is_made_up_for(how, step, tmp_path, monkeypatch, capsys):
+def test_interrupted_evaluations_are_repeated(how, step, tmp_path, monkeypatch, capsys):
     options = {"eval_every": 6, "checkpoint_every": 4, "eval_batches": 10}
     whole, run = config(tmp_path / "whole", **options), config(tmp_path, **options)
     state, result = fit_judged(whole)
@@ -427,7 +427,7 @@ def test_an_evaluation_that_is_cut_short_is_made_up_for(how, step, tmp_path, mon
     assert without_speed(run) == without_speed(whole)
 
 
-def test_a_signal_in_the_step_of_an_evaluation_does_not_lose_it(tmp_path, monkeypatch):
+def test_signalled_runs_evaluate_after_resuming(tmp_path, monkeypatch):
     run = config(tmp_path, eval_every=6)
     compiled = CompiledStep.__call__
 
@@ -446,7 +446,7 @@ def test_a_signal_in_the_step_of_an_evaluation_does_not_lose_it(tmp_path, monkey
     assert list(lines(run, "eval_loss")) == [6, 12, 18, 24, 30]
 
 
-def test_a_second_interrupt_leaves_at_once(tmp_path):
+def test_second_interrupt_exits_immediately(tmp_path):
     run = config(tmp_path, eval_every=5, checkpoint_every=3, log_every=1)
     with pytest.raises(KeyboardInterrupt):
         fit(run, evaluate=signals(signal.SIGINT, signal.SIGINT))
@@ -476,7 +476,7 @@ def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
     assert counter.compiles == 0
 
 
-def test_three_buckets_are_three_compiles(tmp_path, monkeypatch):
+def test_each_bucket_compiles_once(tmp_path, monkeypatch):
     plan = zoo.BucketPlan(make_plan(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4)
     compiles = []
     compile = CompiledStep.compile
@@ -494,7 +494,7 @@ def test_three_buckets_are_three_compiles(tmp_path, monkeypatch):
 # --- Evaluation -------------------------------------------------------------------------------
 
 
-def test_the_evaluation_is_the_mean_over_the_plan_or_its_first_batches(tmp_path):
+def test_evaluation_is_a_weighted_mean(tmp_path):
     plan, model = make_plan(), Bigram(jax.random.key(0))
 
     def mean(batches):
@@ -510,7 +510,7 @@ def test_the_evaluation_is_the_mean_over_the_plan_or_its_first_batches(tmp_path)
         assert not math.isclose(mean(range(3)), mean(range(plan.batches_per_epoch)), rel_tol=1e-4)
 
 
-def test_the_evaluation_compiles_its_buckets_once(tmp_path):
+def test_evaluation_compiles_each_bucket_once(tmp_path):
     corpus = make_plan(50, lengths=(2, 30)).corpus
     plan, model = zoo.BucketPlan(corpus, SEPARATOR, (8, 16, 32), 4), Bigram(jax.random.key(0))
     with zoo.Run(config(tmp_path)) as run:
@@ -522,7 +522,7 @@ def test_the_evaluation_compiles_its_buckets_once(tmp_path):
     assert (first.compiles, later.compiles) == (3, 0)
 
 
-def test_no_thread_is_left(tmp_path):
+def test_training_leaves_no_threads(tmp_path):
     before = set(threading.enumerate())
     fit(config(tmp_path, steps=4))
     left = [t for t in set(threading.enumerate()) - before if not t.daemon]
@@ -532,7 +532,7 @@ def test_no_thread_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name"), [(zoo.runs.metrics.MetricsLog, "close"), (zoo.runs.recorder, "plot_curves")]
 )
-def test_what_ends_a_run_is_what_is_raised(owner, name, tmp_path, monkeypatch):
+def test_cleanup_errors_do_not_mask_original(owner, name, tmp_path, monkeypatch):
     """On a full disk each file that is written at the end fails as well."""
 
     def full(*_):

@@ -53,7 +53,7 @@ def drawn(model, seed=0):
     )
 
 
-def test_an_adapted_mlp_is_its_formula():
+def test_adapted_mlp_matches_its_formula():
     model = drawn(mlp.MLP(mlp.Config(6, 3, hidden_size=16, activation="relu"), key=KEY))
     jax_model, model = model, copy(model)
     x = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_merged_adapters_equal_applied_ones(family, remat):
     assert np.abs(applied - plain(inputs)).max() > 1e-2  # and they do something
 
 
-def test_stacked_matrices_are_merged_one_by_one():
+def test_stacked_matrices_are_merged_per_layer():
     plain = drawn_transformer()
     model = drawn(plain)
     wo, mixed = plain.blocks.attention.wo, model.blocks.attention.wo
@@ -94,7 +94,7 @@ def test_stacked_matrices_are_merged_one_by_one():
         np.testing.assert_allclose(merged, wo[layer] + 2.0 * added, atol=1e-5)
 
 
-def test_adapters_in_bf16_are_merged_in_fp32():
+def test_bf16_adapters_merge_in_fp32():
     model = parameters.cast(drawn(drawn_transformer()), jnp.bfloat16)
     wo, mixed = lora.merge(model).blocks.attention.wo, model.blocks.attention.wo
     weight, down, up = (np.asarray(x, np.float32) for x in (mixed.weight, mixed.down, mixed.up))
@@ -123,7 +123,7 @@ def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32"):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_training_changes_the_adapters_alone(family):
+def test_training_changes_only_adapters(family):
     base, state, found = train(family)
     assert found[-1] < found[0]
     trained, given = arrays(state.model), arrays(base)
@@ -144,7 +144,7 @@ def test_training_changes_the_adapters_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_mesh_changes_nothing_and_shards_adapters_like_their_matrix(family):
+def test_mesh_training_matches_and_shards_adapters(family):
     mesh = zoo.make_mesh("data=2,fsdp=2,tensor=2")
     _, alone, losses_alone = train(family)
     _, state, found = train(family, mesh)
@@ -170,7 +170,7 @@ def adapters_of(axes):
     return [(x.weight, x.down, x.up) for x in nodes if isinstance(x, lora.Adapted)]
 
 
-def test_bf16_steps_see_what_merged_weights_would():
+def test_bf16_adapters_match_merged_weights():
     family = FAMILIES[0]
     model = drawn(family.make_model(0.0)(KEY))
     batch = family.make_batch(8, 16, 0)
@@ -215,7 +215,7 @@ def saved(tmp_path):
     return tmp_path, adapted
 
 
-def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
+def test_adapters_save_and_load_separately(saved):
     folder, adapted = saved
     size = lambda name: (folder / name / "model.safetensors").stat().st_size
     assert size("adapters") < size("base") / 2
@@ -235,7 +235,7 @@ def test_adapters_are_saved_alone_and_loaded_onto_their_base(saved):
     np.testing.assert_allclose(sharded(TOKENS), adapted(TOKENS), atol=1e-4)
 
 
-def test_adapters_that_do_not_fit_are_refused(saved):
+def test_mismatched_adapters_are_refused(saved):
     folder, adapted = saved
     with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
         zoo.load_adapters(folder / "adapters", adapted)
@@ -257,7 +257,7 @@ def test_adapters_that_do_not_fit_are_refused(saved):
 # --- Frozen parts -----------------------------------------------------------------------------
 
 
-def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
+def test_adapters_that_cannot_be_reloaded_are_refused(tmp_path):
     def other_scale(model):
         changed = as_subclass(model.blocks.attention.wq, lora.Adapted)
         object.__setattr__(changed, "scale", 7.0)
@@ -273,7 +273,7 @@ def test_adapters_that_would_come_back_as_others_are_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_malformed_configuration_of_adapters_is_refused(saved):
+def test_malformed_adapter_configurations_are_refused(saved):
     folder, *_ = saved
     path = folder / "adapters" / "config.json"
     good = path.read_text()
@@ -295,7 +295,7 @@ def test_a_malformed_configuration_of_adapters_is_refused(saved):
         zoo.load(path.parent)
 
 
-def test_frozen_parts_stay_and_have_no_optimizer_state():
+def test_frozen_parts_have_no_optimizer_state():
     chosen = frozen(("embedding.*", "blocks.mlp.*"))
     optimizer = optax.adam(1e-2)
     state = zoo.init_state(make_transformer(), optimizer, key=KEY, trainable=chosen)
@@ -310,7 +310,7 @@ def test_frozen_parts_stay_and_have_no_optimizer_state():
     assert not any("embedding" in name or "mlp" in name.split(".") for name in moments)
 
 
-def test_what_freezes_nothing_or_all_is_refused():
+def test_freezing_nothing_or_everything_is_refused():
     model = drawn_transformer()
     with pytest.raises(ValueError, match=r"freeze='blocks.mpl.\*' matches no parameter; those are"):
         frozen(("blocks.mpl.*",))(model)
@@ -322,7 +322,7 @@ class Grouped(eqx.Module):
     weight: Float[Array, "group embed mlp"]
 
 
-def test_an_adapter_keeps_the_axes_of_its_matrix():
+def test_adapters_keep_their_matrix_axes():
     stacked = Grouped(jnp.zeros((3, 2, 8, 4)))  # three layers
     members = ensemble.Ensemble(lambda key: Grouped(jnp.zeros((2, 8, 4))), 3, key=KEY)
     with sharding.use(None, {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}):
@@ -334,7 +334,7 @@ def test_an_adapter_keeps_the_axes_of_its_matrix():
             assert axes.up == (first, "group", "rank", "mlp")
 
 
-def test_a_folder_of_adapters_is_a_text_too_and_is_verified(saved):
+def test_load_adapters_takes_text_and_verifies(saved):
     folder, adapted = saved[0] / "adapters", saved[1]
     base = drawn_transformer()
     loaded = zoo.load_adapters(str(folder), base)
@@ -345,7 +345,7 @@ def test_a_folder_of_adapters_is_a_text_too_and_is_verified(saved):
         zoo.load_adapters(folder, base)
 
 
-def test_a_base_is_found_from_anywhere_and_a_name_stays_a_name(saved, monkeypatch):
+def test_local_base_paths_are_saved_absolute(saved, monkeypatch):
     folder, adapted = saved
     monkeypatch.chdir(folder)
     for base, kept in (("base", str(folder / "base")), ("some/model", "some/model")):

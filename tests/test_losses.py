@@ -31,7 +31,7 @@ def plain(logits: Array, weights: Array = WEIGHTS) -> Array:
     return (each * weights).sum()
 
 
-def test_cross_entropy_and_its_gradient_are_the_plain_formula():
+def test_cross_entropy_matches_plain_formula():
     got, weight = losses.cross_entropy(LOGITS, TARGETS, WEIGHTS)
     assert float(weight) == pytest.approx(float(WEIGHTS.sum()))
     np.testing.assert_allclose(got, plain(LOGITS), rtol=1e-6)
@@ -52,13 +52,13 @@ def test_bf16_logits_are_reduced_in_fp32():
     assert jax.grad(total)(logits).dtype == jnp.bfloat16
 
 
-def test_logits_far_out_do_not_overflow():
+def test_large_logits_do_not_overflow():
     assert float(total(LOGITS + 1e4)) == pytest.approx(float(total(LOGITS)), rel=1e-2)
     assert np.isfinite(jax.grad(total)(1e4 * LOGITS)).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_position_without_weight_counts_nothing(bad: float):
+def test_zero_weight_positions_are_ignored(bad: float):
     weights = WEIGHTS.at[1, 2].set(0.0)
     logits = LOGITS.at[1, 2].set(bad)
     clean = LOGITS.at[1, 2].set(0.0)
@@ -67,7 +67,7 @@ def test_a_position_without_weight_counts_nothing(bad: float):
     np.testing.assert_allclose(jax.grad(total)(logits, weights), expected, atol=1e-6)
 
 
-def test_not_a_number_at_a_position_with_weight_is_seen():
+def test_nan_at_weighted_positions_propagates():
     logits = LOGITS.at[1, 2, 0].set(np.nan)
     assert np.isnan(total(logits))
     assert np.isnan(jax.grad(total)(logits)[1, 2]).all()
@@ -92,7 +92,7 @@ def whole_and_chunked(monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any
     return whole, jax.jit(lambda *args: function(*args))(*args)
 
 
-def test_chunks_of_the_logits_give_the_loss_and_gradient_of_all(monkeypatch: pytest.MonkeyPatch):
+def test_chunked_loss_matches_whole_loss(monkeypatch: pytest.MonkeyPatch):
     readout, x, targets, weights = readout_and_inputs()
 
     def mean(readout: Readout, x: Array, weights: Array) -> Array:
@@ -108,7 +108,7 @@ def test_chunks_of_the_logits_give_the_loss_and_gradient_of_all(monkeypatch: pyt
     assert float(value) == pytest.approx(float(whole[0]), rel=1e-6)
 
 
-def test_a_step_that_weighs_nothing_may_have_any_logits_in_a_chunk_too(
+def test_zero_weight_nan_is_ignored_in_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ):
     readout, x, targets, weights = readout_and_inputs()
@@ -123,7 +123,7 @@ def test_a_step_that_weighs_nothing_may_have_any_logits_in_a_chunk_too(
     np.testing.assert_allclose(chunked[1][kept], whole[1][kept], rtol=2e-5, atol=1e-6)
 
 
-def test_chunks_hold_no_more_logits_than_they_may(monkeypatch: pytest.MonkeyPatch):
+def test_chunks_respect_the_logits_limit(monkeypatch: pytest.MonkeyPatch):
     readout, x, targets, weights = readout_and_inputs(vocab=400)
 
     def total(x: Array, weights: Array) -> Array:
@@ -149,7 +149,7 @@ def test_chunks_hold_no_more_logits_than_they_may(monkeypatch: pytest.MonkeyPatc
         (17.0, 1.0, 2.0**24),  # each token's gradient is too small for fp16 without the scale
     ],
 )
-def test_chunks_in_fp16_keep_what_the_loss_scale_keeps(
+def test_fp16_chunked_gradients_stay_accurate(
     bias: float, spread: float, scale: float, monkeypatch: pytest.MonkeyPatch
 ):
     keys = jax.random.split(jax.random.key(4), 2)
@@ -189,24 +189,24 @@ def test_chunks_in_fp16_keep_what_the_loss_scale_keeps(
         (lambda batch: batch | {"weights": batch["weights"][:1]}, r"'weights': \(1, 8\)"),
     ],
 )
-def test_a_batch_of_tokens_that_is_none_is_an_error(loss: Any, change: Any, message: str):
+def test_malformed_token_batches_are_refused(loss: Any, change: Any, message: str):
     batch = change(jax.tree.map(jnp.asarray, token_batch(2, 8)))
     with pytest.raises(ValueError, match=message):
         loss(None, {name: x for name, x in batch.items() if x is not None}, None)
 
 
-def test_a_labelled_batch_without_its_parts_is_an_error():
+def test_incomplete_labelled_batches_are_refused():
     with pytest.raises(ValueError, match="no 'labels': the loss takes inputs, labels, weights"):
         losses.classification(None, {"inputs": jnp.ones((2, 3))}, None)
 
 
-def test_a_family_without_experts_has_no_balance():
+def test_balanced_loss_without_experts_is_refused():
     batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     with pytest.raises(ValueError, match="balanced_next_token: a RNN has no experts"):
         losses.balanced_next_token(0.1)(drawn_rnn("gru"), batch, None)
 
 
-def test_next_token_hands_the_whole_batch_to_the_model():
+def test_next_token_passes_all_batch_fields():
     batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     seen: dict[str, Any] = {}
 
@@ -224,7 +224,7 @@ def test_next_token_hands_the_whole_batch_to_the_model():
     assert metrics == {}
 
 
-def test_a_classifier_is_judged_by_weight_and_behind_its_mask():
+def test_classification_uses_weights_and_mask():
     def model(inputs: Array, key: Any = None, mask: Array | None = None) -> Array:
         return inputs if mask is None else jnp.where(mask, inputs, 0.0)
 

@@ -21,7 +21,7 @@ def shelf(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_list_has_a_line_for_each_model(shelf, capsys):
+def test_list_shows_each_model(shelf, capsys):
     main.list_models()
     lines = capsys.readouterr().out.splitlines()
     assert "what it is" in lines[0]
@@ -32,14 +32,14 @@ def test_the_list_has_a_line_for_each_model(shelf, capsys):
 
 
 @pytest.mark.parametrize("by", ["name", "folder"])
-def test_a_description_has_the_card_the_sizes_and_each_parameter(shelf, capsys, by):
+def test_description_shows_card_and_parameters(shelf, capsys, by):
     main.describe("flowers" if by == "name" else str(shelf / "flowers"), mesh="fsdp=2")
     output = capsys.readouterr().out
     for text in ("Tells irises", "hidden_size=8", "head.weight", "8×2", "fsdp", "all"):
         assert text in output
 
 
-def test_damage_is_found_and_named(shelf, capsys):
+def test_verify_names_damaged_models(shelf, capsys):
     main.verify()
     assert "flowers: 2 files are as they were written" in capsys.readouterr().out
     weights = shelf / "flowers" / WEIGHTS
@@ -49,7 +49,7 @@ def test_damage_is_found_and_named(shelf, capsys):
     assert "model.safetensors is damaged" in capsys.readouterr().out
 
 
-def test_the_commands_without_one_list():
+def test_command_line_help_and_errors():
     command = [sys.executable, "-m", "zoo"]
     for arguments, text in (([], ""), (["--help"], "describe"), (["describe", "no such"], "error")):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)

@@ -25,7 +25,7 @@ def write_run(path: Path, steps: range, *, resume_step: int = 0) -> None:
 # metrics.jsonl
 
 
-def test_metrics_come_back_as_they_were_written(tmp_path: Path):
+def test_metrics_round_trip(tmp_path: Path):
     write_run(tmp_path / "metrics.jsonl", range(1, 4))
     assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": step, "loss": 10.0 / step, "note": "a line\nwith ünicode", "missing": None}
@@ -33,14 +33,14 @@ def test_metrics_come_back_as_they_were_written(tmp_path: Path):
     ]
 
 
-def test_every_line_is_on_disk_at_once(tmp_path: Path):
+def test_each_line_is_written_immediately(tmp_path: Path):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, loss=2.0)
     assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
     log.close()
 
 
-def test_non_finite_values_are_strict_json_and_come_back(tmp_path: Path):
+def test_non_finite_values_round_trip_as_json(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     log = metrics.MetricsLog(path)
     log.write(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float64("nan"))
@@ -56,7 +56,7 @@ def test_non_finite_values_are_strict_json_and_come_back(tmp_path: Path):
     assert (record["b"], record["c"]) == (math.inf, -math.inf)
 
 
-def test_a_run_killed_at_any_byte_and_resumed_equals_one_that_never_stopped(tmp_path: Path):
+def test_truncated_log_resumes_identically(tmp_path: Path):
     straight, killed = tmp_path / "straight.jsonl", tmp_path / "killed.jsonl"
     write_run(straight, range(1, 7))
     whole = straight.read_bytes()
@@ -70,7 +70,7 @@ def test_a_run_killed_at_any_byte_and_resumed_equals_one_that_never_stopped(tmp_
         assert killed.read_bytes() == whole
 
 
-def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path):
+def test_last_line_without_newline_is_kept(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     write_run(path, range(1, 4))
     whole = path.read_bytes()
@@ -79,14 +79,14 @@ def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path):
     assert path.read_bytes() == whole
 
 
-def test_a_run_that_starts_anew_starts_an_empty_file(tmp_path: Path):
+def test_new_runs_empty_the_log(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "eval_loss": 5.0}\n{"step": 1}\n')
     write_run(path, range(1, 2))
     assert [record["step"] for record in metrics.read_metrics(path)] == [1]
 
 
-def test_resuming_where_the_metrics_are_gone_starts_a_file(tmp_path: Path):
+def test_resuming_recreates_missing_metrics(tmp_path: Path):
     write_run(tmp_path / "metrics.jsonl", range(4, 6), resume_step=3)
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 2
 
@@ -94,7 +94,7 @@ def test_resuming_where_the_metrics_are_gone_starts_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     "damage", [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe", b"3", b'{"loss": 1}']
 )
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path, damage: bytes):
+def test_damaged_line_is_named_and_kept(tmp_path: Path, damage: bytes):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged .* remove it"):
@@ -102,7 +102,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Pat
     assert path.read_bytes().endswith(b'{"step": 3}\n')
 
 
-def test_a_rewrite_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch):
+def test_failed_rewrite_keeps_the_old_file(tmp_path: Path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_run(path, range(1, 4))
     whole = path.read_bytes()
@@ -115,13 +115,13 @@ def test_a_rewrite_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch):
 # TensorBoard
 
 
-def test_tensorboard_without_its_package_names_the_extra(tmp_path: Path, monkeypatch):
+def test_missing_tensorboard_package_is_named(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'zoo[tensorboard]'")):
         metrics.TensorBoard(tmp_path)
 
 
-def test_tensorboard_writes_the_numbers_alone(tmp_path: Path):
+def test_tensorboard_writes_only_numbers(tmp_path: Path):
     pytest.importorskip("tensorboardX")
     board = metrics.TensorBoard(tmp_path, resume_step=2)
     board.write(3, loss=1.5, note="text", mfu=None)
@@ -188,19 +188,19 @@ def test_curves_show_every_metric(tmp_path: Path, figure_spy: mock.Mock):
         (("loss", "eval_loss", "learning_rate"), {"grad norm", "tokens per second"}),
     ],
 )
-def test_curves_show_what_there_is(tmp_path: Path, figure_spy: mock.Mock, drop, labels):
+def test_curves_omit_missing_metrics(tmp_path: Path, figure_spy: mock.Mock, drop, labels):
     write_curves(tmp_path / "metrics.jsonl", 12, drop=drop)
     metrics.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert set(axes_of(figure_spy)) == labels
 
 
-def test_no_curves_of_nothing(tmp_path: Path):
+def test_no_plot_without_finite_values(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n')
     metrics.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_smoothing_keeps_a_straight_line_and_removes_noise():
+def test_smoothing_removes_noise_not_trend():
     line = np.linspace(5.0, 1.0, 1000)
     noise = np.random.default_rng(0).normal(size=1000)
     smooth = metrics._smooth(line + noise)

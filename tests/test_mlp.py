@@ -36,7 +36,7 @@ def make_batch() -> dict[str, jax.Array]:
     return {"x": inputs(), "targets": targets, "weights": jnp.linspace(0.5, 1, 8)}
 
 
-def test_a_plain_mlp_is_the_formula():
+def test_plain_mlp_matches_its_formula():
     model = make(activation="tanh", norm="none", num_layers=4)
     h = inputs()
     up, down = (jax.tree.map(lambda x: x[0], b) for b in (model.blocks.up, model.blocks.down))
@@ -46,7 +46,7 @@ def test_a_plain_mlp_is_the_formula():
     np.testing.assert_allclose(model(inputs()), expected, atol=1e-5)
 
 
-def test_a_residual_mlp_is_the_formula():
+def test_residual_mlp_matches_its_formula():
     model = make(activation="relu", residual=True, norm="none", num_layers=2)
     first, blocks = model.first.linear, model.blocks
     h = jax.nn.relu(inputs() @ first.weight + first.bias[None])
@@ -69,7 +69,7 @@ def test_a_residual_mlp_is_the_formula():
     ],
     ids=["one", "two", "four", "block", "blocks"],
 )
-def test_every_option_gives_each_parameter_a_gradient(changes):
+def test_every_parameter_gets_a_gradient(changes):
     loss = eqx.filter_jit(eqx.filter_grad(lambda m: (m(inputs(), key=KEY) ** 2).sum()))
     for path, leaf in jax.tree_util.tree_leaves_with_path(loss(make(**changes))):
         assert np.isfinite(leaf).all(), keystr(path)
@@ -77,7 +77,7 @@ def test_every_option_gives_each_parameter_a_gradient(changes):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_remat_changes_the_memory_and_not_the_gradient(residual):
+def test_remat_saves_memory_with_equal_gradients(residual):
     sizes = {"num_layers": 15, "residual": residual, "norm": "layer"}
 
     def gradient(remat):
@@ -98,7 +98,7 @@ def test_remat_changes_the_memory_and_not_the_gradient(residual):
     assert fewer_bytes < 0.8 * plain_bytes
 
 
-def test_dropout_needs_a_key_and_follows_it():
+def test_dropout_depends_on_the_key():
     model = make(dropout=0.5, num_layers=1)
     call = eqx.filter_jit(lambda key: model(inputs(), key=key))
     np.testing.assert_array_equal(call(KEY), call(KEY))
@@ -106,7 +106,7 @@ def test_dropout_needs_a_key_and_follows_it():
     np.testing.assert_allclose(call(None), make(num_layers=1)(inputs()), atol=1e-5)
 
 
-def test_each_layer_draws_a_mask_of_its_own():
+def test_layers_draw_independent_dropout_masks():
     sizes = {"in_size": 64, "hidden_size": 64, "out_size": 64, "num_layers": 5}
     model = make(dropout=0.5, activation="relu", **sizes)
     # Layers that copy: a feature comes through if no mask drops it.
@@ -139,7 +139,7 @@ def gradient(residual: bool, spec: str) -> tuple:
         (True, "data=2,fsdp=2,tensor=2"),
     ],
 )
-def test_a_mesh_changes_nothing(residual, spec):
+def test_mesh_gives_equal_gradients(residual, spec):
     pairs = zip(
         *map(jax.tree.leaves, (gradient(residual, spec), gradient(residual, ""))), strict=True
     )
@@ -148,7 +148,7 @@ def test_a_mesh_changes_nothing(residual, spec):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_tensor_parallelism_reduces_once_in_two_layers(residual):
+def test_tensor_parallelism_reduces_every_second_layer(residual):
     mesh = sharding.make_mesh("tensor=4")
     model = make(num_layers=5, residual=residual)
     model = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
@@ -164,7 +164,7 @@ def test_tensor_parallelism_reduces_once_in_two_layers(residual):
     assert "all-to-all" not in text
 
 
-def test_the_precision_of_the_step_reaches_the_model():
+def test_bf16_outputs_are_near_fp32():
     model = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make(norm="layer")
     )
@@ -183,7 +183,7 @@ def test_the_precision_of_the_step_reaches_the_model():
         ({"remat": "some"}, "remat='some'"),
     ],
 )
-def test_a_wrong_field_is_named(changes, message):
+def test_invalid_fields_are_named(changes, message):
     # Not by the constructor, whose annotations are checked in tests alone.
     config = dataclasses.replace(make().config)
     for name, value in changes.items():
@@ -193,7 +193,7 @@ def test_a_wrong_field_is_named(changes, message):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_flops_are_six_a_weight_in_a_product(residual):
+def test_flops_are_six_per_weight(residual):
     model = make(residual=residual, num_layers=4)
     names = logical_axes(model)
     is_axes = lambda x: isinstance(x, tuple)

@@ -51,7 +51,7 @@ def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("choices", [1, CHOICES])
-def test_each_token_gets_the_weighted_sum_of_its_experts(choices: int, normalize: bool):
+def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
     made = layer(experts_per_token=choices, normalize=normalize)
     x = np.random.default_rng(0).normal(size=(2, 7, 16))
     counted = np.arange(7)[None] < np.array([[7], [1]])
@@ -65,7 +65,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(choices: int, normalize
         assert float(balance[row]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_even_load_is_one_a_token():
+def test_even_load_scores_one_per_token():
     probabilities = jnp.full((1, EXPERTS, EXPERTS), 1 / EXPERTS)
     even = jnp.arange(EXPERTS, dtype=jnp.int32)[None, :, None]
     counted = jnp.ones((1, EXPERTS), bool)
@@ -115,7 +115,7 @@ CUBE = "data=2,fsdp=2,tensor=2"
     ],
     ids=str,
 )
-def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(spec: str, rules: dict):
+def test_mesh_gradients_match_one_device(spec: str, rules: dict):
     one, many = ON_ONE_DEVICE(), value_and_gradient(spec, **rules)
     np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
     assert_trees_close(many[1], one[1], rtol=1e-4)
@@ -125,7 +125,7 @@ def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(spec: str, rules: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fsdp=2,tensor=2", "tensor=8", CUBE])
-def test_steps_on_a_mesh_are_those_on_one_device(spec: str):
+def test_mesh_steps_match_one_device(spec: str):
     """By plain gradient descent: Adam hides how large a gradient is."""
 
     def three_steps(spec: str) -> list[tuple[float, float]]:
@@ -152,7 +152,7 @@ def test_each_device_holds_its_experts():
     assert {shard.data.shape for shard in w.addressable_shards} == {(2, 1, 32, 12)}
 
 
-def test_the_balancing_loss_evens_out_the_load():
+def test_balancing_loss_evens_out_load():
     """From a router that likes few experts best of all."""
     model = drawn_transformer(**OPTIONS, num_layers=1)
     model = eqx.tree_at(lambda m: m.blocks.mlp.router, model, replace_fn=lambda w: w * 5)
@@ -168,7 +168,7 @@ def test_the_balancing_loss_evens_out_the_load():
     assert 0.95 < balances[-1] < 1.2
 
 
-def test_the_balance_is_a_sum_over_rows():
+def test_balance_sums_over_rows():
     """So that a gradient depends on neither microbatches nor mesh."""
     model, batch = drawn_transformer(**OPTIONS, num_layers=1), token_batch(8, 16)
     loss = eqx.filter_jit(losses.balanced_next_token(0.5))
@@ -182,14 +182,14 @@ def test_the_balance_is_a_sum_over_rows():
     assert float(metrics["balance"]) == pytest.approx(balance, rel=1e-5)
 
 
-def test_a_model_without_experts_has_no_balance():
+def test_balance_without_experts_is_refused():
     batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
     loss = losses.balanced_next_token(0.1)
     with pytest.raises(ValueError, match="set num_experts"):
         loss(model, batch, None)
 
 
-def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():
+def test_optimizers_see_experts_as_matrices():
     skeleton = eqx.filter(drawn_transformer(**OPTIONS), eqx.is_array)
     mlp = optimizers.muon_dimensions(skeleton).blocks.mlp
     for weight in (mlp.w_gate, mlp.w_down):  # [layers, experts, in, out]
@@ -199,7 +199,7 @@ def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer():
     assert not is_matrix((None, "experts", "embed"))
 
 
-def test_each_device_multiplies_with_its_experts_alone(monkeypatch: pytest.MonkeyPatch):
+def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
     """And leaves alone the rows behind its groups, of which a kernel may make anything."""
     exact, shapes = jax.lax.ragged_dot, []
 

@@ -35,7 +35,7 @@ class Clock:
 # The progress line
 
 
-def test_away_from_a_terminal_progress_is_a_plain_line_now_and_then():
+def test_progress_prints_plain_lines_without_terminal():
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=40)
     with monitor.ProgressBar(
@@ -55,7 +55,7 @@ def test_away_from_a_terminal_progress_is_a_plain_line_now_and_then():
     assert "\r" not in out.getvalue()
 
 
-def test_progress_keeps_a_metric_until_it_is_given_anew():
+def test_progress_keeps_last_metric_values():
     out = io.StringIO()
     with monitor.ProgressBar(2, console=Console(file=out), seconds_between_lines=0) as bar:
         bar.update(1, loss=3.0, mfu=0.345)
@@ -74,7 +74,7 @@ def test_progress_is_silent_on_other_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [30, 80, 120])
-def test_on_a_terminal_progress_is_one_line_of_any_width(width: int):
+def test_terminal_progress_fits_any_width(width: int):
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=True, width=width, _environ={"TERM": "xterm"})
     with monitor.ProgressBar(123456, console=console, clock=clock) as bar:
@@ -92,7 +92,7 @@ def test_on_a_terminal_progress_is_one_line_of_any_width(width: int):
         assert "loss 12.3456  1,234,568 tokens/s  MFU 34.6%  took 4:00:00" in lines[-2]
 
 
-def test_progress_in_a_real_terminal_stays_in_one_line():
+def test_pty_progress_stays_on_one_line():
     program = (
         "from zoo.runs.monitor import ProgressBar\n"
         "with ProgressBar(300, label='train') as bar:\n"
@@ -158,7 +158,7 @@ def test_counters_nest_and_leave_no_listener():
     assert (outer.compiles, inner.compiles) == (3, 1)
 
 
-def test_hits_of_the_persistent_cache_are_counted(tmp_path: Path):
+def test_persistent_cache_hits_are_counted(tmp_path: Path):
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = {
@@ -217,7 +217,7 @@ def test_hits_of_the_persistent_cache_are_counted(tmp_path: Path):
         ("TPU7x", "bf16", 1153.5e12),
     ],
 )
-def test_peaks_by_device_kind(kind: str, dtype: str, peak: float | None):
+def test_peak_flops_by_device_kind(kind: str, dtype: str, peak: float | None):
     device = mock.Mock(spec=jax.Device, device_kind=kind)
     assert chips.peak_flops(device, dtype) == pytest.approx(peak)
 
@@ -240,7 +240,7 @@ def test_throughput_is_tokens_over_running_time():
     assert throughput.mfu == pytest.approx(500.0 * 6e9 / 3e12)
 
 
-def test_throughput_forgets_what_lies_before_its_window():
+def test_throughput_uses_only_its_window():
     clock = Clock()
     throughput = monitor.Throughput(window_seconds=10.0, clock=clock)
     for seconds in [1.0] * 30 + [2.0] * 5:
@@ -269,7 +269,7 @@ def test_a_pause_costs_no_throughput():
 # Traces
 
 
-def test_a_profile_says_where_its_trace_lies(tmp_path: Path):
+def test_profile_reports_its_trace_path(tmp_path: Path):
     said: list[str] = []
     f = jax.jit(lambda x: x * 2.0)
     with monitor.profile(tmp_path, say=said.append):

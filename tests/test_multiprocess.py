@@ -40,7 +40,7 @@ def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_two_processes_train_and_save_and_one_goes_on(mesh, shared, tmp_path):
+def test_two_process_run_resumes_on_one(mesh, shared, tmp_path):
     recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
     flags = (f"--mesh={mesh}", "--steps=12")
     first, second = (finish(p) for p in start_processes(recipe, run_dir, *flags))
@@ -58,7 +58,7 @@ def test_two_processes_train_and_save_and_one_goes_on(mesh, shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_fine_tune_and_sample_where_the_model_lies(shared, tmp_path):
+def test_two_processes_finetune_and_sample(shared, tmp_path):
     recipe, run_dir = Recipe("finetune", shared), tmp_path / "run"
     processes = start_processes(recipe, run_dir, "--mesh=fsdp=2,tensor=2", "--steps=4")
     first, second = (finish(process) for process in processes)
@@ -68,7 +68,7 @@ def test_two_processes_fine_tune_and_sample_where_the_model_lies(shared, tmp_pat
     assert (run_dir / "model" / "model.safetensors").is_file()
 
 
-def test_a_signal_to_one_process_stops_both_at_one_step(shared, tmp_path):
+def test_one_signal_stops_both_processes(shared, tmp_path):
     recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")
     processes = start_processes(recipe, run_dir, *flags)
@@ -83,7 +83,7 @@ def test_a_signal_to_one_process_stops_both_at_one_step(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_cuts_an_evaluation_short_in_both(shared, tmp_path):
+def test_one_signal_interrupts_both_evaluations(shared, tmp_path):
     recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     text = ("--data.files=", "--eval-batches=1000000")  # all that is held out of the library
     flags = ("--steps=40", "--checkpoint-every=1000", "--eval-every=5", *text)

@@ -108,7 +108,7 @@ def stepped() -> tuple[TrainState, TrainState]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_on_a_mesh_are_those_on_one_device(name: str, stepped: Any):
+def test_mesh_steps_match_one_device(name: str, stepped: Any):
     state, expected = stepped
     assert_trees_close(state.model.nets[name], expected.model.nets[name], rtol=1e-5)
     for path, start in arrays(Net()).items():
@@ -116,7 +116,7 @@ def test_steps_on_a_mesh_are_those_on_one_device(name: str, stepped: Any):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_is_sharded_as_the_parameter_it_belongs_to(name: str, stepped: Any):
+def test_optimizer_state_is_sharded_like_parameters(name: str, stepped: Any):
     state, _ = stepped
     parameters = arrays(state.model.nets[name])
     moments = {k: x for k, x in arrays(state.opt_state.inner_states[name]).items() if x.ndim}
@@ -152,7 +152,7 @@ def first_update(optimizer: optax.GradientTransformation, grads: Any, model: Any
         ("adam", set()),
     ],
 )
-def test_matrices_decay_by_the_rate_times_the_decay(name: str, decays: set[str]):
+def test_only_matrices_are_decayed(name: str, decays: set[str]):
     config = Config(name=name, learning_rate=0.5, weight_decay=0.2, schedule="constant")
     optimizer, model = make_optimizer(config, 5), Net()
     nothing = jax.tree.map(jnp.zeros_like, model)
@@ -163,7 +163,7 @@ def test_matrices_decay_by_the_rate_times_the_decay(name: str, decays: set[str])
         np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-7, err_msg=path)
 
 
-def test_matrices_by_their_logical_axes():
+def test_matrices_are_found_by_logical_axes():
     make_model = make_transformer(bias=True, norm="layer", qk_norm=True, positions="learned")
     found: dict[bool, set[str]] = {True: set(), False: set()}
     skeleton = eqx.filter(eqx.filter_eval_shape(make_model, KEY), is_parameter)
@@ -185,7 +185,7 @@ def test_muon_orthogonalises_each_layers_matrix():
     assert [dimensions.embedding, dimensions.bq, dimensions.scale] == [None] * 3
 
 
-def test_muon_leaves_out_what_has_inputs_or_outputs_for_an_axis():
+def test_muon_excludes_input_and_output_layers():
     config = mlp.Config(in_size=4, out_size=3, hidden_size=8, num_layers=3)
     model = eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
     dimensions = optimizers.muon_dimensions(eqx.filter(model, lambda x: hasattr(x, "shape")))
@@ -194,7 +194,7 @@ def test_muon_leaves_out_what_has_inputs_or_outputs_for_an_axis():
     assert dimensions.head.weight is None
 
 
-def test_muons_update_has_singular_values_of_one_size():
+def test_muon_updates_have_equal_singular_values():
     model = Net()
     optimizer = make_optimizer(Config(name="muon", weight_decay=0.0, schedule="constant"), 5)
     grads = jax.tree.map(lambda x: wave(*x.shape, shift=0.5), model)
@@ -208,7 +208,7 @@ def test_muons_update_has_singular_values_of_one_size():
 # Adafactor
 
 
-def test_adafactors_update_is_clipped_to_the_size_of_the_rate():
+def test_adafactor_update_is_clipped_to_rate():
     options: dict = {"learning_rate": 0.5, "weight_decay": 0.0, "schedule": "constant"}
     optimizer, model = make_optimizer(Config(name="adafactor", **options), 5), Net()
     grads = jax.tree.map(lambda x: wave(*x.shape, shift=0.5), model)
@@ -242,7 +242,7 @@ def test_warm_up_is_linear_from_above_zero():
         np.testing.assert_allclose(got[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-5)
 
 
-def test_warm_up_is_at_most_a_tenth_of_the_run():
+def test_warm_up_takes_a_tenth_at_most():
     assert np.argmax(rates(50, warmup_steps=100)) == 5
     np.testing.assert_allclose(rates(5, warmup_steps=100)[0], 2.0)
 
@@ -253,7 +253,7 @@ def test_cosine_ends_at_the_final_fraction():
     assert (np.diff(got[10:]) < 0).all()
 
 
-def test_wsd_is_stable_and_then_decays_in_a_line():
+def test_wsd_is_stable_then_decays_linearly():
     options = {"schedule": "wsd", "decay_fraction": 0.3, "final_fraction": 0.1}
     got = rates(100, warmup_steps=10, **options)
     np.testing.assert_allclose(got[10:71], 2.0, rtol=1e-6)
@@ -262,21 +262,21 @@ def test_wsd_is_stable_and_then_decays_in_a_line():
 
 
 @pytest.mark.parametrize(("fraction", "first"), [(0.0, 99), (1.0, 10)])
-def test_wsd_decays_in_a_step_at_least_and_after_the_warm_up_at_most(fraction: float, first: int):
+def test_wsd_decay_length_is_bounded(fraction: float, first: int):
     got = rates(100, warmup_steps=10, schedule="wsd", decay_fraction=fraction, final_fraction=0.1)
     np.testing.assert_allclose(got[10 : first + 1], 2.0, rtol=1e-6)
     np.testing.assert_allclose(np.diff(got[first:]), -1.8 / (100 - first), rtol=1e-3)
 
 
-def test_a_run_of_one_step_ends_at_the_final_fraction():
+def test_one_step_schedule_reaches_final_fraction():
     np.testing.assert_allclose(rates(1, final_fraction=0.25), [2.0, 0.5], rtol=1e-6)
 
 
-def test_constant_is_constant():
+def test_constant_schedule_is_constant():
     np.testing.assert_allclose(rates(100, schedule="constant", warmup_steps=0), 2.0)
 
 
-def test_the_defaults_are_those_of_published_runs():
+def test_default_hyperparameters_are_frozen():
     """Another would change every run that does not name its own."""
     rates = {"learning_rate": 1e-3, "warmup_steps": 100, "weight_decay": 0.1}
     shares = {"decay_fraction": 0.2, "final_fraction": 0.1, "beta1": 0.9, "beta2": 0.95}
@@ -298,7 +298,7 @@ def test_the_defaults_are_those_of_published_runs():
         ({"beta2": -0.1}, r"optimizer.beta2=-0.1: must be in \[0, 1\)"),
     ],
 )
-def test_a_configuration_out_of_range_names_its_field(options: dict, message: str):
+def test_out_of_range_fields_are_named(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         Config(**options)
 

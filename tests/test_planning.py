@@ -65,7 +65,7 @@ def totals(text):
 # The reader of compiled programs.
 
 
-def test_a_gpu_program_with_async_collectives_in_a_loop():
+def test_async_gpu_collectives_are_counted():
     # 3 turns, each gathers f32[4,256] of f32[1,256] (starts once), and reduces f32[4,256] in parts.
     program = hlo.read((TEXTS / "gpu.txt").read_text())
     found = collectives.collectives(program)
@@ -78,7 +78,7 @@ def test_a_gpu_program_with_async_collectives_in_a_loop():
     assert collectives.unknown_loops(program) == []
 
 
-def test_a_tpu_program_whose_gather_is_cut_over_fusions_and_whose_loops_have_no_count():
+def test_fused_tpu_collectives_are_counted():
     program = hlo.read((TEXTS / "tpu.txt").read_text())
     found = collectives.collectives(program)
     # The gather's channel is in three fusions of a body that runs 5 times, and is one collective;
@@ -89,7 +89,7 @@ def test_a_tpu_program_whose_gather_is_cut_over_fusions_and_whose_loops_have_no_
     ]
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
+def test_unknown_loops_count_once():
     text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
     text = text.replace("constant(3)", "parameter(1)")
     program = hlo.read(text)
@@ -97,7 +97,7 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     assert {c.times for c in collectives.collectives(program)} == {1}
 
 
-def test_a_text_that_is_no_program():
+def test_text_without_program_is_refused():
     with pytest.raises(hlo.HLOError, match="no ENTRY computation"):
         hlo.read("hello")
 
@@ -113,7 +113,7 @@ def test_a_text_that_is_no_program():
         ("c64[2]", 16, 16),
     ],
 )
-def test_bytes_of_a_type(type_, size, in_memory):
+def test_bytes_of_hlo_types(type_, size, in_memory):
     assert hlo.num_bytes(type_) == size
     assert hlo.num_bytes(type_, in_main_memory=True) == in_memory
 
@@ -131,7 +131,7 @@ def test_bytes_of_a_type(type_, size, in_memory):
         ("replica_groups=mesh['x'=2,'y'=4] {'x','y':(1)2}", 4),
     ],
 )
-def test_every_way_to_write_groups(groups, size):
+def test_replica_group_notations_are_read(groups, size):
     text = f"""HloModule m, num_partitions=8
 
 ENTRY %main (p: f32[16]) -> f32[16] {{
@@ -166,7 +166,7 @@ def test_a_scan_gathers_each_layer_once():
     assert [(c.times, c.bytes) for c in gathers] == [(LAYERS, 64 * 64 * 4 * 7 / 8)]
 
 
-def test_what_a_scan_over_layers_reads_is_a_slice_a_turn():
+def test_scan_reads_one_layer_per_iteration():
     text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
     stack = LAYERS * 64 * 64 * 4 / 8
     traffic = collectives.memory_traffic(hlo.read(text))
@@ -174,7 +174,7 @@ def test_what_a_scan_over_layers_reads_is_a_slice_a_turn():
     assert 2 * 8 * stack < traffic < 4 * 8 * stack
 
 
-def test_the_program_of_a_fsdp_step_gathers_forward_and_backward():
+def test_fsdp_gathers_forward_and_backward():
     estimate = make_estimate(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
     times = [c.times for c in estimate.collectives if c.kind == "all-gather" and c.bytes > 64]
     assert times.count(6) == 2 * 9  # each parameter of a layer
@@ -184,7 +184,7 @@ def test_the_program_of_a_fsdp_step_gathers_forward_and_backward():
 # What a plan says.
 
 
-def test_memory_is_what_the_compiler_says():
+def test_memory_estimate_matches_the_compiler():
     estimate = small_estimate()
     wanted = estimate.job
     mesh = zoo.make_mesh("fsdp=8")
@@ -221,7 +221,7 @@ def traced_flops(wanted, policy=None):
         return flops.count(step.trace(state, wanted.batch).jaxpr)
 
 
-def test_the_flops_of_a_step():
+def test_step_flops_match_the_formula():
     sizes = {"num_layers": 3, "attention": "xla", "causal": False}
     wanted, config = job(model=sizes), small_config(**sizes)
     plain, again = traced_flops(wanted), traced_flops(wanted, "full")
@@ -232,7 +232,7 @@ def test_the_flops_of_a_step():
     assert again == pytest.approx((plain - head) * 4 / 3 - last + head)
 
 
-def test_loops_and_branches_of_a_jaxpr():
+def test_flops_count_loops_and_branches():
     def f(x):
         x = jax.lax.fori_loop(0, 7, lambda _, x: x @ x, x)
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
@@ -240,7 +240,7 @@ def test_loops_and_branches_of_a_jaxpr():
     assert flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4)))) == (7 + 2) * 2 * 4**3
 
 
-def test_a_roofline_by_hand():
+def test_roofline_matches_hand_calculation():
     estimate = dataclasses.replace(small_estimate(), target=targets.parse("h100:8"))
     roof = roofline.roofline(estimate)
     chip = chips.CHIPS["h100"]
@@ -261,7 +261,7 @@ def test_a_cpu_has_no_roofline():
     assert any("No peak" in line for line in report.caveats(estimate))
 
 
-def test_nothing_of_it_is_allocated():
+def test_estimates_allocate_no_arrays():
     small_estimate.cache_clear()
     before = {id(x) for x in jax.live_arrays()}
     small_estimate()
@@ -278,7 +278,7 @@ def limited(estimate, limit):
     )
 
 
-def test_suggestions_go_from_cheap_to_dear_and_end():
+def test_suggestions_go_from_cheap_to_expensive():
     wanted = job(rows=32, remat="none", mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
     tried = []
@@ -302,7 +302,7 @@ def test_suggestions_go_from_cheap_to_dear_and_end():
     ]
 
 
-def test_a_compiler_that_gives_up_says_how_much_it_wanted():
+def test_out_of_memory_messages_are_parsed():
     gigabytes = {
         "Used 25.10G of 15.75G hbm. Exceeded hbm capacity by 9.35G.": 25.1 * 2**30,
         "Out of memory while trying to allocate 3.50GiB.": 3.5 * 2**30,
@@ -329,18 +329,18 @@ def test_a_compiler_that_gives_up_says_how_much_it_wanted():
 
 
 @pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:16", "h200:2x2", "cpu:0", "", "8"])
-def test_an_unknown_target_names_those_that_there_are(text):
+def test_unknown_targets_list_known_ones(text):
     with pytest.raises(ValueError, match=r"v5e:4x4.*h200:8 or cpu:8.*v4, v5e, v5p, v6e, a100"):
         targets.parse(text)
 
 
-def test_more_virtual_devices_than_there_are():
+def test_missing_virtual_devices_are_refused():
     target = targets.parse("cpu:512")
     with pytest.raises(ValueError, match="xla_force_host_platform_device_count=512"):
         target.devices()
 
 
-def test_a_tpu_without_its_compiler(monkeypatch):
+def test_missing_tpu_compiler_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     target = targets.parse("v5e:4x4")
     with pytest.raises(ImportError, match=r"pip install 'zoo\[plan\]'"):
@@ -360,7 +360,7 @@ def test_a_tpu_without_its_compiler(monkeypatch):
         ("Some GPU", "Some GPU"),
     ],
 )
-def test_the_chip_of_a_device(kind, name):
+def test_devices_map_to_chips(kind, name):
     class Device:
         platform, device_kind = "gpu", kind
 
@@ -384,7 +384,7 @@ PARAMETERS = {
 }
 
 
-def test_published_sizes_have_the_published_numbers_of_parameters():
+def test_published_sizes_have_published_parameter_counts():
     def count(config):
         model = eqx.filter_eval_shape(
             lambda key: transformer.Transformer(config, key=key), jax.random.key(0)
@@ -394,7 +394,7 @@ def test_published_sizes_have_the_published_numbers_of_parameters():
     assert {name: count(config) for name, config in published.SIZES.items()} == PARAMETERS
 
 
-def test_an_unknown_size_names_those_that_there_are():
+def test_unknown_sizes_list_known_ones():
     with pytest.raises(ValueError, match=r"'llama9' is no published size.*llama3-8b.*qwen3-32b"):
         published.named("llama9")
 
@@ -412,7 +412,7 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
         assert text in path.read_text().replace("Compiled", "compiled")
 
 
-def test_the_command_refuses_a_batch_that_does_not_divide(monkeypatch):
+def test_command_refuses_indivisible_batches(monkeypatch):
     monkeypatch.setitem(published.SIZES, "small", small_config())
     config = command.Config(
         model="small", target="cpu:8", mesh="fsdp=8", accumulate=2, batch_size=24
@@ -422,7 +422,7 @@ def test_the_command_refuses_a_batch_that_does_not_divide(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_suggests(tmp_path, capsys, monkeypatch):
+def test_command_suggests_fitting_settings(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(published.SIZES, "small", small_config())
     small = dataclasses.replace(chips.CHIPS["h100"], memory=4.0 * MiB)
     monkeypatch.setitem(chips.CHIPS, "h100", small)
@@ -440,7 +440,7 @@ def test_the_command_suggests(tmp_path, capsys, monkeypatch):
     assert "does not fit" not in second
 
 
-def test_help_and_errors_of_the_command():
+def test_command_errors_have_no_traceback():
     done = subprocess.run(
         [sys.executable, "-m", "zoo", "plan", "llama9", "--target", "cpu:1"],
         capture_output=True,
@@ -470,7 +470,7 @@ def test_running_out_of_memory_is_explained(capsys, monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
-def test_abstract_arrays_compile_to_what_arrays_do():
+def test_tracing_refuses_indivisible_rows():
     mesh = zoo.make_mesh("fsdp=4,tensor=2")
     optimizer = optimizers.make_optimizer(optimizers.Config(), 100)
     state = abstract_state(make_transformer(), optimizer, key=jax.random.key(0), mesh=mesh)
@@ -482,7 +482,7 @@ def test_abstract_arrays_compile_to_what_arrays_do():
 # TPUs.
 
 
-def test_a_tpu_slice_without_a_tpu():
+def test_tpu_slices_are_planned_without_tpus():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     wanted = job(
         rows=8, seq=128, mesh="fsdp=4,tensor=2", precision="bf16",
@@ -505,13 +505,13 @@ def test_a_tpu_slice_without_a_tpu():
     assert sum(c.total for c in scattered) > 0.3 * expected / 2
 
 
-def test_a_mesh_that_is_no_block_of_a_slice():
+def test_partial_slice_meshes_are_refused():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     with pytest.raises(ShardingError, match="7 of the 8 devices, which are no block of the slice"):
         sharding.make_mesh("fsdp=7", targets.parse("v5e:2x4").devices())
 
 
-def test_tpu_slices_that_there_are_not():
+def test_nonexistent_tpu_slices_are_refused():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     target = targets.parse("v5e:3x3")
     with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
@@ -519,7 +519,7 @@ def test_tpu_slices_that_there_are_not():
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
 
 
-def test_a_target_is_told_from_its_compiler():
+def test_tpu_targets_are_exact():
     assert targets.parse("v5e:4x4").is_exact
     assert not targets.parse("h200:8").is_exact
     assert targets.parse("V5P:4x4x8").num_devices == 128

@@ -30,7 +30,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("formula", PRODUCTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_matmul_and_its_gradient(formula: str, dtype: str):
+def test_matmul_and_gradients_match_einsum(formula: str, dtype: str):
     x_shape, w_shape, contract = PRODUCTS[formula]
     x, w = normal(0, x_shape, dtype), normal(1, w_shape, dtype)
     plain = lambda x, w: jnp.einsum(formula, x, w, precision="highest")
@@ -44,7 +44,7 @@ def test_matmul_and_its_gradient(formula: str, dtype: str):
         np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=0, atol=tolerance * scale)
 
 
-def test_fp32_results_of_bf16_products_have_bf16_gradients():
+def test_fp32_output_keeps_bf16_gradients():
     x, w = normal(0, (2, 5, 8), jnp.bfloat16), normal(1, (8, 6), jnp.bfloat16)
     got, vjp = jax.vjp(lambda x, w: matmul(x, w, dtype=jnp.float32), x, w)
     assert got.dtype == jnp.float32
@@ -54,7 +54,7 @@ def test_fp32_results_of_bf16_products_have_bf16_gradients():
 
 
 @pytest.mark.parametrize("out", [None, jnp.float32])
-def test_every_product_of_bf16_takes_bf16(out: Any):
+def test_bf16_products_take_bf16_operands(out: Any):
     x, w = normal(0, (2, 5, 8), jnp.bfloat16), normal(1, (8, 6), jnp.bfloat16)
     loss = lambda x, w: matmul(x, w, dtype=out).astype(jnp.float32).sum()
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w)
@@ -69,7 +69,7 @@ def test_every_product_of_bf16_takes_bf16(out: Any):
     ("dtype", "shape", "rows"),
     [("float32", (1, 8), 1), ("bfloat16", (1, 8), 2), ("bfloat16", (3, 3, 8), 9)],
 )
-def test_one_row_of_bf16_is_two_on_cpu(dtype: str, shape: tuple[int, ...], rows: int):
+def test_single_bf16_rows_are_doubled_on_cpu(dtype: str, shape: tuple[int, ...], rows: int):
     x, w = normal(0, shape, dtype), normal(1, (8, 6), dtype)
     shapes = [
         e.invars[0].aval.shape
@@ -79,7 +79,7 @@ def test_one_row_of_bf16_is_two_on_cpu(dtype: str, shape: tuple[int, ...], rows:
     assert shapes == [(rows, 8)]
 
 
-def test_a_product_of_bf16_returns_fp32_on_cpu_alone(monkeypatch: pytest.MonkeyPatch):
+def test_bf16_products_return_fp32_on_cpu(monkeypatch: pytest.MonkeyPatch):
     def returned(dtype: str) -> Any:
         # A function of its own each time, for JAX remembers the jaxpr of one.
         product = lambda x, w: matmul(x, w)
@@ -100,14 +100,14 @@ class CastsItself(Weight, parameters.CastsAtUse):
     pass
 
 
-def test_parameters_are_cast_at_use_within_a_step_and_not_after():
+def test_parameters_are_cast_at_use():
     tree = {"w": jnp.ones(2)}
     with parameters.computing_in(jnp.bfloat16):
         assert parameters.cast_for_use(tree)["w"].dtype == jnp.bfloat16
     assert parameters.cast_for_use(tree)["w"].dtype == jnp.float32
 
 
-def test_a_model_is_cast_as_a_whole_or_by_itself():
+def test_models_may_cast_themselves():
     with precision.in_precision(Weight(jnp.ones(2)), "bf16") as model:
         assert model.w.dtype == jnp.bfloat16
     with precision.in_precision(CastsItself(jnp.ones(2)), "bf16") as model:
@@ -116,7 +116,7 @@ def test_a_model_is_cast_as_a_whole_or_by_itself():
 
 
 @pytest.mark.parametrize(("name", "exact"), [("fp32", True), ("bf16", False)])
-def test_products_in_fp32_are_of_fp32(name: Any, exact: bool):
+def test_fp32_products_use_highest_precision(name: Any, exact: bool):
     with precision.in_precision(Weight(jnp.ones((2, 2))), name) as model:
         jaxpr = jax.make_jaxpr(lambda w: matmul(w, w))(model.w)
     (product,) = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
@@ -124,7 +124,7 @@ def test_products_in_fp32_are_of_fp32(name: Any, exact: bool):
     assert (product.params["precision"] == highest) is exact
 
 
-def test_cast_leaves_what_is_no_float():
+def test_cast_changes_only_float_arrays():
     tree = {"w": jnp.ones(2), "ids": jnp.arange(2), "key": jax.random.key(0), "rate": 0.5}
     got = parameters.cast(tree, jnp.bfloat16)
     assert got["w"].dtype == jnp.bfloat16
@@ -140,7 +140,7 @@ def test_an_unknown_precision_is_an_error():
         compute_dtype("fp8")
 
 
-def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_a_period(
+def test_loss_scale_halves_and_doubles(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(LossScale, "PERIOD", 3)
@@ -151,7 +151,7 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_a_period(
     assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2]
 
 
-def test_the_loss_scale_doubles_after_2000_steps():
+def test_loss_scale_doubles_after_2000_steps():
     for good_steps, factor in ((1998, 1), (1999, 2)):
         scale = LossScale(jnp.float32(8), jnp.int32(good_steps)).update(jnp.asarray(True))
         assert float(scale.scale) == 8 * factor
@@ -176,7 +176,7 @@ def test_the_loss_scale_has_bounds(monkeypatch: pytest.MonkeyPatch):
         ("gpu", "flags : avx2", "bf16"),
     ],
 )
-def test_bf16_is_for_hardware_that_multiplies_it(
+def test_bf16_needs_hardware_support(
     backend: str, flags: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)

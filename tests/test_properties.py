@@ -121,7 +121,7 @@ def found_in(plan: TokenPlan, batch: dict[str, np.ndarray]) -> list[tuple]:
 
 
 @examples(80, 5000)
-def test_a_plan_gives_each_token_once_an_epoch_however_its_rows_are_sliced(options: settings):
+def test_plans_give_each_token_once(options: settings):
     @options
     @given(plans(), st.integers(0, 3), st.integers(0, 6))
     def check(case: Case, epoch: int, at: int) -> None:
@@ -271,7 +271,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 @pytest.mark.parametrize("family", WORLDS)
 @examples(2, 15)
-def test_any_mesh_and_rules_give_the_gradient_of_one_device(options: settings, family: str):
+def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))
     def check(world: World) -> None:
@@ -295,7 +295,7 @@ DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2*
 
 
 @examples(12, 60)
-def test_after_any_life_the_newest_whole_step_is_restored(options: settings, tmp_path_factory):
+def test_newest_undamaged_step_is_restored(options: settings, tmp_path_factory):
     """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
 
     @options

@@ -119,7 +119,7 @@ def test_round_trip(folder):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_saved_in_the_dtype_it_has_and_cast_on_request(tmp_path, dtype):
+def test_dtypes_are_kept_or_cast(tmp_path, dtype):
     small = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, net())
     zoo.save(tmp_path / "small", small)
     assert_same(zoo.load(tmp_path / "small"), small)
@@ -128,7 +128,7 @@ def test_saved_in_the_dtype_it_has_and_cast_on_request(tmp_path, dtype):
     assert zoo.load(tmp_path / "full", dtype="bfloat16").counts.dtype == jnp.int32
 
 
-def test_a_dtype_has_the_zoos_name_or_its_own(folder):
+def test_dtype_names_are_recognised(folder):
     for name, dtype in (("bf16", jnp.bfloat16), ("fp16", jnp.float16), ("float32", jnp.float32)):
         assert zoo.load(folder, dtype=name).scale.dtype == dtype
     for dtype in ("int8", jnp.int32, "bf17", "half precision"):
@@ -137,7 +137,7 @@ def test_a_dtype_has_the_zoos_name_or_its_own(folder):
 
 
 @pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2", "fsdp=8"])
-def test_sharded_save_and_load_read_only_the_slices(folder, tmp_path, spec, monkeypatch):
+def test_sharded_loading_reads_only_slices(folder, tmp_path, spec, monkeypatch):
     mesh = make_mesh(spec)
     read = []
     make = jax.make_array_from_callback
@@ -159,7 +159,7 @@ def test_sharded_save_and_load_read_only_the_slices(folder, tmp_path, spec, monk
     assert same("model.safetensors")
 
 
-def test_arrays_in_any_memory_order_are_written_right(tmp_path):
+def test_any_memory_order_is_saved_correctly(tmp_path):
     model = net()
     layout = jax.experimental.layout
     column_major = layout.Format(
@@ -171,7 +171,7 @@ def test_arrays_in_any_memory_order_are_written_right(tmp_path):
     assert_same(zoo.load(tmp_path / "net"), model)
 
 
-def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch):
+def test_bytes_match_the_safetensors_library(tmp_path, monkeypatch):
     dtypes = ["float16", "bfloat16", "int64", "uint8", "bool", "int16", "float8_e4m3fn", "float32"]
     stored = {f'{i % 3}.é"{x}': np.arange(i + 3).astype(x) for i, x in enumerate(dtypes)}
     stored |= {"z": np.zeros((), np.float32), "a": np.zeros((0, 3), np.float32)}
@@ -193,7 +193,7 @@ def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=4,tensor=2"])
-def test_one_layer_at_a_time_is_written(tmp_path, monkeypatch, mesh):
+def test_layers_are_written_one_by_one(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
     fetched = FetchedSizes(monkeypatch, tensors)
     model = drawn_transformer(num_layers=4, d_ff=96)
@@ -211,7 +211,7 @@ def test_one_layer_at_a_time_is_written(tmp_path, monkeypatch, mesh):
     assert again == (tmp_path / "at once").read_bytes()
 
 
-def test_saving_again_replaces_and_spares_other_folders(folder, tmp_path):
+def test_saving_replaces_only_model_folders(folder, tmp_path):
     zoo.save(folder, net(embed=4))
     assert zoo.load(folder).config.embed == 4
     assert not (folder / "metrics.json").exists()
@@ -232,7 +232,7 @@ def test_saving_again_replaces_and_spares_other_folders(folder, tmp_path):
         zoo.save(tmp_path / "other" / "thesis.tex", net())
 
 
-def test_a_save_that_fails_leaves_the_old_model(folder):
+def test_failed_saves_keep_the_old_model(folder):
     class Broken:
         def save(self, folder):
             raise OSError("no space left")
@@ -247,7 +247,7 @@ FILES = ["config.json", "model.safetensors", "metrics.json", "tokenizer.json", "
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_names_the_file(folder, name):
+def test_damaged_files_are_named(folder, name):
     content = (folder / name).read_bytes()
     flipped = bytearray(content)
     flipped[len(flipped) // 2] ^= 4
@@ -269,7 +269,7 @@ def rewrite(folder: Path, **changes) -> None:
     checksums.write(folder)
 
 
-def test_tensors_that_do_not_fit_are_named(folder):
+def test_mismatched_tensors_are_named(folder):
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
     stored["blocks.0.extra"] = stored.pop("counts")
     stored["blocks.1.b"] = stored["blocks.1.b"][:3]
@@ -293,18 +293,18 @@ def test_tensors_that_do_not_fit_are_named(folder):
         ({"config": {"embed": 0}}, "embed=0: must be positive"),
     ],
 )
-def test_configurations_that_are_not_ours_are_refused(folder, changes, message):
+def test_invalid_configurations_are_refused(folder, changes, message):
     rewrite(folder, **changes)
     with pytest.raises(PublishError, match=message):
         zoo.load(folder)
 
 
-def test_a_field_that_is_newer_than_the_folder_takes_its_default(folder):
+def test_missing_fields_take_their_defaults(folder):
     rewrite(folder, config={"embed": 16})
     assert zoo.load(folder).config == Config()
 
 
-def test_what_load_could_not_make_again_is_not_saved(tmp_path):
+def test_models_that_cannot_be_reloaded_are_refused(tmp_path):
     wide = eqx.tree_at(lambda m: m.blocks[0].w, net(), jnp.ones((16, 9)))
     with pytest.raises(PublishError, match=r"blocks\.0\.w: \(16, 9\) here"):
         zoo.save(tmp_path / "net", wide)
@@ -366,9 +366,7 @@ def own_ensemble(make) -> Ensemble:
     ],
     ids=["class", "static field", "ensemble of them", "own ensemble", "classifier", "adapters"],
 )
-def test_another_model_than_the_configuration_makes_is_not_saved(
-    tmp_path, monkeypatch, make, message
-):
+def test_models_unlike_their_configuration_are_refused(tmp_path, monkeypatch, make, message):
     """Loaded again, it would be the plain one, with other outputs."""
     monkeypatch.undo()
     with pytest.raises(PublishError, match=message):
@@ -376,7 +374,7 @@ def test_another_model_than_the_configuration_makes_is_not_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_how_a_model_runs_is_part_of_its_configuration(tmp_path, monkeypatch):
+def test_execution_options_survive_saving(tmp_path, monkeypatch):
     monkeypatch.undo()
     options = {"num_experts": 2, "mlp": "geglu", "remat": "full", "attention": "xla"}
     model = drawn_transformer(num_layers=1, scan_layers=False, dropout=0.1, **options)
@@ -423,7 +421,7 @@ DAMAGE = {
         pytest.param(bert_model, marks=pytest.mark.slow),
     ],
 )
-def test_a_malformed_configuration_is_refused_or_does_not_matter(tmp_path, monkeypatch, make):
+def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch, make):
     """Every field damaged in every way: it is taken as it says, or is a PublishError."""
     monkeypatch.undo()
     zoo.save(tmp_path / "model", make())
@@ -484,7 +482,7 @@ def test_the_malformed_field_is_named(tmp_path, monkeypatch, changes, message):
         zoo.load(path.parent)
 
 
-def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):
+def test_published_names_load_from_shelf(folder, tmp_path, monkeypatch):
     assert zoo.published() == {}
     with pytest.raises(PublishError, match="shelf, which has: nothing"):
         zoo.load("tiny")
@@ -506,7 +504,7 @@ def test_names_come_from_the_shelf(folder, tmp_path, monkeypatch):
     assert zoo.load("tiny").config.embed == 4  # a folder comes first
 
 
-def test_other_folders_are_named_as_such(tmp_path):
+def test_folders_without_models_are_refused(tmp_path):
     with pytest.raises(PublishError, match="not a model of the zoo: it has no config"):
         zoo.load(tmp_path)
     checkpointer = Checkpointer(tmp_path / "run")
@@ -517,7 +515,7 @@ def test_other_folders_are_named_as_such(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"])
-def test_a_transformer(tmp_path, monkeypatch, mesh):
+def test_transformer_round_trip(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
     config = transformer.Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2)
     model = transformer.Transformer(config, key=jax.random.key(1))
@@ -529,7 +527,7 @@ def test_a_transformer(tmp_path, monkeypatch, mesh):
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=2,tensor=2"])
-def test_an_ensemble(tmp_path, monkeypatch, mesh):
+def test_ensemble_round_trip(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
     config = mlp.Config(in_size=4, out_size=2, hidden_size=8)
     model = Ensemble(lambda key: mlp.MLP(config, key=key), 4, key=jax.random.key(1))
@@ -540,6 +538,6 @@ def test_an_ensemble(tmp_path, monkeypatch, mesh):
     assert loaded.members.config == config
 
 
-def test_the_shelf_of_this_checkout(monkeypatch):
+def test_shelf_is_the_models_folder(monkeypatch):
     monkeypatch.undo()
     assert the_shelf._shelf() == Path(zoo.__file__).parents[1] / "models"

@@ -101,7 +101,7 @@ POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, capsys):
+def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, capsys):
     states, fit = [], loop.fit
 
     def kept(*arguments, **options):
@@ -156,7 +156,7 @@ def test_a_run_leaves_all_that_it_promises(name, train, tmp_path, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_a_run_refuses_to_go_on_with_other_data(train, shared, tmp_path):
+def test_resuming_with_changed_data_is_refused(train, shared, tmp_path):
     run_dir, corpus = tmp_path / "run", shutil.copytree(shared / "corpus", tmp_path / "corpus")
     flags = (f"--data.files={corpus}/*.txt",)
     train("lm", run_dir, *flags)
@@ -168,7 +168,7 @@ def test_a_run_refuses_to_go_on_with_other_data(train, shared, tmp_path):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_resumes_with_another_way_to_compute_the_same(train, tmp_path, capsys):
+def test_execution_options_may_change_on_resume(train, tmp_path, capsys):
     flags = ("--eval-batches=1", "--data.buckets", "32", "--data.too-long=split")
     train("rnn", tmp_path / "run", *flags, "--steps=2")
     train("rnn", tmp_path / "run", *flags, "--steps=3", "--model.hoist", "--model.unroll=2")
@@ -185,7 +185,7 @@ def flatten(config, prefix=""):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
+def test_resuming_on_another_mesh_matches(shared, tmp_path):
     recipe, moved, stayed = Recipe("lm", shared), tmp_path / "moved", tmp_path / "stayed"
     # With this schedule a run of more steps begins as one of fewer.
     flags = ("--precision=fp32", "--optimizer.schedule=constant", "--optimizer.warmup-steps=0")
@@ -199,7 +199,7 @@ def test_a_run_goes_on_on_another_mesh_with_equal_losses(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_more_held_out_batches_than_threads_on_eight_devices(shared, tmp_path):
+def test_long_evaluations_do_not_deadlock(shared, tmp_path):
     """Where all of them are under way, their collectives deadlock, and XLA ends the process."""
     flags = ("--steps=6", "--mesh=data=8", "--precision=fp32", "--data.seq-len=64")
     model = ("--model.vocab-size=2048", "--model.d-model=64", "--model.num-layers=2")
@@ -211,7 +211,7 @@ def test_more_held_out_batches_than_threads_on_eight_devices(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_documents_in_rows_of_three_buckets(shared, tmp_path):
+def test_rnn_trains_on_three_buckets(shared, tmp_path):
     output = Recipe("rnn", shared).run(tmp_path / "run")
     assert re.search(
         r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile\(s\) per bucket", output
@@ -221,7 +221,7 @@ def test_documents_in_rows_of_three_buckets(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_labelled_rows_make_a_classifier(train, tmp_path, capsys):
+def test_labelled_rows_train_a_classifier(train, tmp_path, capsys):
     rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run_dir, flags = tmp_path / "run", (f"--data.files={tmp_path}/*.jsonl", "--label=kind")
@@ -238,7 +238,7 @@ def test_labelled_rows_make_a_classifier(train, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_else_a_run_can_do(shared, tmp_path):
+def test_fp16_profile_and_tensorboard_options(shared, tmp_path):
     pytest.importorskip("tensorboardX")
     run_dir = tmp_path / "run"
     flags = ("--precision=fp16", "--accumulate=2", "--profile", "--tensorboard", "--steps=16")
@@ -273,7 +273,7 @@ def continued(capsys, *flags):
     return capsys.readouterr().out
 
 
-def test_texts_are_continued(model_folder, capsys):
+def test_generate_continues_each_prompt(model_folder, capsys):
     model, tokenizer = zoo.load(model_folder), zoo.tokenizer.ByteTokenizer()
     prompts = [[256, *b"def "], [256, *"漢".encode()]]
     options = {"max_new_tokens": 12, "stop_tokens": [256, 10], "key": jax.random.key(3)}
@@ -284,7 +284,7 @@ def test_texts_are_continued(model_folder, capsys):
         assert printed == f"{first}\n{generate.RULE}\n{second}\n"
 
 
-def test_beams_come_with_their_scores(model_folder, capsys):
+def test_beams_are_printed_with_scores(model_folder, capsys):
     printed = continued(capsys, model_folder, "def ", "--num-beams=3")
     tokens, scores = zoo.beam_search(
         zoo.load(model_folder), [[256, *b"def "]], max_new_tokens=12, num_beams=3, stop_tokens=[256]
@@ -304,7 +304,7 @@ def test_beams_come_with_their_scores(model_folder, capsys):
     ],
     ids=str,
 )
-def test_what_cannot_be_continued_is_named(model_folder, capsys, flags, message):
+def test_invalid_generate_arguments_are_refused(model_folder, capsys, flags, message):
     with pytest.raises((ValueError, PublishError), match=re.escape(message)):
         continued(capsys, *(flag.format(folder=model_folder) for flag in flags))
 
@@ -328,7 +328,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_any_step_and_binds_nothing(mistake, train, tmp_path):
+def test_mistakes_are_reported_before_training(mistake, train, tmp_path):
     flags, message = MISTAKES[mistake]
     (tmp_path / "empty.txt").touch()
     with pytest.raises((ValueError, OSError)) as e:
@@ -350,9 +350,7 @@ def test_a_mistake_is_named_before_any_step_and_binds_nothing(mistake, train, tm
     ],
     ids=["mlp in", "mlp out", "rnn"],
 )
-def test_a_size_that_is_not_the_datas_is_refused_before_any_compute(
-    name, flags, message, train, tmp_path, monkeypatch
-):
+def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "fit", lambda *_: pytest.fail("it was trained"))
     rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -360,7 +358,7 @@ def test_a_size_that_is_not_the_datas_is_refused_before_any_compute(
         train(name, tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
 
 
-def test_a_size_that_is_the_datas_is_taken(train, tmp_path, monkeypatch):
+def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
     def fit(run, training):
         model = eqx.filter_eval_shape(training.make_model, jax.random.key(0))
         raise LookupError(model.members.config)
@@ -423,9 +421,7 @@ def unfit(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_could_not_be_sampled_from_is_refused_before_it_is_trained(
-    case, train, tmp_path, monkeypatch, unfit
-):
+def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, monkeypatch, unfit):
     name, flags, message = UNFIT[case]
     monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -433,18 +429,18 @@ def test_what_could_not_be_sampled_from_is_refused_before_it_is_trained(
 
 
 @pytest.mark.parametrize("recipe", [lm, finetune])
-def test_less_than_no_sample_is_refused(recipe):
+def test_negative_sample_tokens_are_refused(recipe):
     with pytest.raises(ValueError, match="sample_tokens=-1: must not be negative"):
         recipe.Config(sample_tokens=-1)
 
 
-def test_a_seed_that_jax_cannot_tell_from_another_is_refused_before_the_model_is_read():
+def test_out_of_range_seeds_are_refused():
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=f"seed={seed}: must be in 0 to 4294967295"):
             generate.Config(seed=seed)
 
 
-def test_a_mistake_is_a_message_and_a_code(shared, tmp_path):
+def test_mistakes_exit_without_traceback(shared, tmp_path):
     recipe = Recipe("lm", shared)
     wrong_values = recipe.start(tmp_path / "run", "--data.files=nowhere/*.txt")
     wrong_flags = recipe.start(tmp_path / "run", "--model.d-model=33")
@@ -462,7 +458,7 @@ def test_a_mistake_is_a_message_and_a_code(shared, tmp_path):
 # --- Plans ------------------------------------------------------------------------------------
 
 
-def test_a_plan_trains_nothing_and_leaves_nothing(train, tmp_path, capsys):
+def test_planning_leaves_no_files(train, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         train("mlp", tmp_path / "run", "--plan", "cpu:8", "--mesh", "data=8")
     assert not end.value.code
@@ -472,13 +468,13 @@ def test_a_plan_trains_nothing_and_leaves_nothing(train, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_for_what_there_is_not(train, tmp_path):
+def test_unknown_plan_targets_are_refused(train, tmp_path):
     with pytest.raises(ValueError, match="v5e:4x4"):
         train("mlp", tmp_path / "run", "--plan", "v9")
 
 
 @pytest.mark.slow
-def test_a_run_that_is_out_of_memory_says_what_it_needs(train, tmp_path, capsys, monkeypatch):
+def test_out_of_memory_prints_the_estimate(train, tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
 

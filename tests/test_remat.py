@@ -49,13 +49,13 @@ def assert_same(got: Outcome, want: Outcome) -> None:
     assert_trees_close(got.grads, want.grads, rtol=1e-5)
 
 
-def test_full_recomputation_gives_the_same_gradient_in_less_memory(kept: Outcome, full: Outcome):
+def test_full_remat_saves_memory_with_equal_gradients(kept: Outcome, full: Outcome):
     assert_same(full, kept)
     assert full.temporaries < 0.6 * kept.temporaries
 
 
 @pytest.mark.parametrize("policy", ["dots", "dots_no_batch"])
-def test_policies_between_give_the_same_gradient(policy: str, kept: Outcome, full: Outcome):
+def test_partial_policies_keep_the_gradient(policy: str, kept: Outcome, full: Outcome):
     got = run(remat=policy)
     assert_same(got, kept)
     assert full.temporaries < got.temporaries < kept.temporaries
@@ -82,7 +82,7 @@ def test_layers_run_in_order_with_their_index(scan: bool):
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 5])
 @pytest.mark.parametrize("scan", [True, False])
-def test_functions_take_turns(scan: bool, num_layers: int):
+def test_step_functions_alternate_over_layers(scan: bool, num_layers: int):
     by = jnp.outer(jnp.arange(2.0, 2.0 + num_layers), jnp.array([1.0, 0.5]))
 
     def add(layer: Any, carry: Any, index: Any) -> Any:
@@ -119,9 +119,7 @@ def test_an_unknown_policy_is_an_error():
         (2, True, [False, False, True]),  # the last layer comes after the loop
     ],
 )
-def test_recomputation_is_kept_apart_where_no_loop_does_it(
-    turns: int, scan: bool, expected: list[bool]
-):
+def test_recomputation_outside_loops_prevents_cse(turns: int, scan: bool, expected: list[bool]):
     def run(by: Any) -> Any:
         add = lambda layer, carry, index: carry + layer["by"]
         functions = [add] * turns
@@ -137,7 +135,7 @@ def kept_apart(function: Any, x: Any) -> list[bool]:
     return [params["prevent_cse"] for params in found if "prevent_cse" in params]
 
 
-def test_an_override_takes_the_place_of_a_models_policy_until_its_end():
+def test_policy_override_is_scoped():
     function = lambda x: x
     with remat.overridden("full"):
         assert remat.checkpoint(function, "none") is not function

@@ -90,7 +90,7 @@ def from_torch(cell: str, golden: dict, suffix: str) -> recurrence.Weights:
 
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("cell", ["elman", "gru", "lstm"])
-def test_torch_gives_the_same(cell, directions):
+def test_networks_match_pytorch(cell, directions):
     prefix = f"{cell}_{'one' if directions == 1 else 'both'}/"
     golden = {k.removeprefix(prefix): GOLDEN[k] for k in GOLDEN.files if k.startswith(prefix)}
     suffixes = [f"_l{i}{end}" for i in range(2) for end in ("", "_reverse")[:directions]]
@@ -148,7 +148,7 @@ def test_torch_gives_the_same(cell, directions):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_equinox_gives_the_same(cell):
+def test_cells_match_equinox(cell):
     cls = {"gru": eqx.nn.GRUCell, "lstm": eqx.nn.LSTMCell}[cell]
     theirs = cls(3, 5, key=KEY)
     gates = lambda x: jnp.moveaxis(x.reshape(-1, 5, *x.shape[1:]), (0, 1), (-2, -1))
@@ -224,7 +224,7 @@ def test_padding_makes_no_difference(name):
 
 
 @pytest.mark.parametrize("name", ["lstm", "mingru", "both", "chunks"])
-def test_a_packed_document_is_as_if_alone(name):
+def test_packed_documents_match_separate_rows(name):
     model = make(**OPTIONS[name])
     packed = np.asarray(call(model, TOKENS, segment_ids=SEGMENTS))
     documents = [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2), (4, 3), (5, 2), (5, 3)]
@@ -239,7 +239,7 @@ def test_a_packed_document_is_as_if_alone(name):
 
 
 @pytest.mark.parametrize("name", ["lstm", "mingru", "chunks", "last"])
-def test_a_stream_in_pieces_is_the_whole(name):
+def test_streamed_pieces_match_whole_sequence(name):
     model = make(**OPTIONS[name])
     run = eqx.filter_jit(lambda *args, **kwargs: model.run(*args, **kwargs))
     initial = state = model.initial_state(8)
@@ -255,7 +255,7 @@ def test_a_stream_in_pieces_is_the_whole(name):
 
 
 @pytest.mark.parametrize("cell", ["gru", "mingru"])
-def test_padding_leaves_the_state_as_it_was(cell):
+def test_padding_does_not_change_state(cell):
     model = make(cell=cell)
     run = eqx.filter_jit(lambda *a, mask: model.run(*a, mask=mask)[1].layers)
     mask = jnp.arange(7)[None] < jnp.full((8, 1), 3)
@@ -264,7 +264,7 @@ def test_padding_leaves_the_state_as_it_was(cell):
 
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
-def test_a_parallel_cell_is_its_sequential_form(cell):
+def test_parallel_cells_match_sequential_form(cell):
     model = make(cell=cell, num_layers=1, in_size=3, vocab_size=None, out_size=8)
     x = jax.random.normal(KEY, (2, 9, 3))
     w = model.layers[0].directions[0]
@@ -282,7 +282,7 @@ def test_a_parallel_cell_is_its_sequential_form(cell):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_gradient_of_a_linear_recurrence(reverse):
+def test_linear_recurrence_gradient_matches_numerical(reverse):
     keys = jax.random.split(KEY, 3)
     a, b = (jax.random.uniform(k, (2, 5, 3)) for k in keys[:2])
     h = jax.random.uniform(keys[2], (2, 3))
@@ -291,7 +291,7 @@ def test_the_gradient_of_a_linear_recurrence(reverse):
 
 
 @pytest.mark.parametrize("name", ["lstm", "mingru", "both"])
-def test_what_an_output_depends_on(name):
+def test_outputs_depend_on_visible_inputs(name):
     model = make(vocab_size=None, in_size=3, out_size=4, **OPTIONS[name])
     x = jax.random.normal(KEY, (2, 8, 3))
     mask = jnp.ones((2, 8), bool).at[1, 2].set(False).at[1, 6:].set(False)
@@ -315,18 +315,18 @@ def test_what_an_output_depends_on(name):
         ("both", {"remat": "full", "hoist": True}),
     ],
 )
-def test_how_it_runs_changes_nothing(name, changes):
+def test_execution_options_give_equal_gradients(name, changes):
     expected = gradient(make(**OPTIONS[name]))
     assert_close(gradient(make(**{**OPTIONS[name], **changes})), expected)
 
 
-def test_chunks_have_the_same_dropout():
+def test_recomputed_chunks_reuse_dropout_masks():
     common = {"dropout": 0.3, "cell": "gru"}
     assert_close(gradient(make(**common, remat="full"), key=KEY), gradient(make(**common), key=KEY))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_truncation_stops_the_gradient_and_not_the_state(remat):
+def test_truncation_stops_only_the_gradient(remat):
     sizes = {"vocab_size": None, "in_size": 3, "out_size": 4}
     model, whole = make(truncate=3, remat=remat, **sizes), make(**sizes)
     x = jax.random.normal(KEY, (2, 8, 3))
@@ -335,7 +335,7 @@ def test_truncation_stops_the_gradient_and_not_the_state(remat):
     np.testing.assert_array_equal(np.abs(dx).max((0, 2)) > 0, [False] * 6 + [True] * 2)
 
 
-def test_memory_of_recomputed_chunks_grows_with_the_root_of_the_length():
+def test_recomputed_memory_grows_with_square_root():
     def temporary_bytes(seq, **changes):
         model = make(out_size=2, pooling="last", hidden_size=32, **changes)
         arrays, static = eqx.partition(model, eqx.is_array)
@@ -349,7 +349,7 @@ def test_memory_of_recomputed_chunks_grows_with_the_root_of_the_length():
     assert recomputed < 0.2 * temporary_bytes(1024)
 
 
-def test_dropout_is_one_mask_for_all_steps():
+def test_dropout_mask_is_shared_over_time():
     model = make(dropout=0.5, num_layers=1, vocab_size=None, in_size=64, out_size=4)
     grad = eqx.filter_jit(jax.grad(lambda x, key: model(x, key=key).sum()))
     dx = grad(jax.random.normal(KEY, (2, 6, 64)), KEY)
@@ -361,7 +361,7 @@ def test_dropout_is_one_mask_for_all_steps():
 
 
 @pytest.mark.parametrize("name", [*NAMES, "tied", "features"])
-def test_every_option_gives_each_parameter_a_gradient(name):
+def test_every_parameter_gets_a_gradient(name):
     extra = {
         "tied": {"tie_embeddings": True, "embed_size": 16, "bidirectional": True},
         "features": {"vocab_size": None, "in_size": 3, "out_size": 1, "dropout": 0.2},
@@ -387,7 +387,7 @@ def test_bf16_is_near_fp32(cell):
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
-def test_every_product_of_bf16_takes_bf16(cell):
+def test_bf16_products_take_bf16_operands(cell):
     arrays, static = eqx.partition(make(cell=cell), eqx.is_array)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
     loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
@@ -397,7 +397,7 @@ def test_every_product_of_bf16_takes_bf16(cell):
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
 
 
-def test_padding_that_is_not_a_number_does_no_harm():
+def test_nan_padding_gives_finite_gradients():
     model = make(vocab_size=None, in_size=3, out_size=1)
     mask = jnp.arange(6)[None] < jnp.asarray([6, 2])[:, None]
     x = jnp.where(mask[:, :, None], jax.random.normal(KEY, (2, 6, 3)), jnp.nan)
@@ -423,14 +423,14 @@ def on_mesh(model, mesh):
         ("both", "data=2,fsdp=2,tensor=2"),
     ],
 )
-def test_a_mesh_changes_nothing(name, spec):
+def test_mesh_gives_equal_gradients(name, spec):
     mesh, model = sharding.make_mesh(spec), make(**OPTIONS[name])
     with sharding.use(mesh):
         sharded = gradient(on_mesh(model, mesh))
     assert_close(sharded, gradient(model))
 
 
-def test_tensor_parallelism_sends_only_the_state_in_each_step():
+def test_tensor_parallelism_gathers_only_the_state():
     mesh = sharding.make_mesh("tensor=4")
     model = make(num_layers=1)
     arrays, static = eqx.partition(on_mesh(model, mesh), eqx.is_array)
@@ -476,7 +476,7 @@ def reference(monkeypatch):
 
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_cudnn_gives_the_same(bidirectional):
+def test_cudnn_matches_scan(bidirectional):
     lengths = jnp.asarray([11, 4, 7, 1, 2, 9, 3, 0])
     mask = jnp.arange(11)[None] < lengths[:, None]
     state = jax.tree.map(
@@ -490,7 +490,7 @@ def test_cudnn_gives_the_same(bidirectional):
 
 
 @pytest.mark.usefixtures("reference")
-def test_cudnn_is_chosen_where_it_can_serve():
+def test_cudnn_is_chosen_where_supported():
     config = make().config
     marks = time.Marks
     assert _use_cudnn(config, marks())
@@ -502,7 +502,7 @@ def test_cudnn_is_chosen_where_it_can_serve():
         assert not _use_cudnn(config, marks())
 
 
-def test_cudnn_says_why_it_cannot_serve():
+def test_unsupported_cudnn_use_is_refused():
     model = make(implementation="cudnn")
     with pytest.raises(ValueError, match="'cudnn' needs an NVIDIA GPU"):
         model(TOKENS)
@@ -517,7 +517,7 @@ def test_cudnn_says_why_it_cannot_serve():
 # The rest
 
 
-def test_it_learns_through_the_loss_of_language_models():
+def test_rnn_learns_next_tokens():
     model = make()
     batch = {
         "tokens": TOKENS,
@@ -548,7 +548,7 @@ def test_it_learns_through_the_loss_of_language_models():
         ({"dropout": -0.1}, "dropout=-0.1"),
     ],
 )
-def test_a_wrong_configuration_is_named(changes, message):
+def test_invalid_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
 
@@ -560,7 +560,7 @@ def test_inputs_of_another_rank_are_refused():
 
 
 @pytest.mark.parametrize("name", ["gru", "both", "minlstm", "last"])
-def test_flops_are_six_a_weight_in_a_product(name):
+def test_flops_are_six_per_weight(name):
     model = make(**OPTIONS[name], embed_size=12)
     weights = [
         x for layer in model.layers for d in layer.directions for x in (d.weight_ih, d.weight_hh)
@@ -570,7 +570,7 @@ def test_flops_are_six_a_weight_in_a_product(name):
     assert rnn.num_flops_per_token(model.config) == expected
 
 
-def test_what_is_masked_in_a_packed_row_is_padding():
+def test_masked_packed_tokens_are_padding():
     model, mask = make(cell="mingru"), TOKENS > 3
     got = call(model, TOKENS, segment_ids=SEGMENTS, mask=mask)
     expected = call(model, TOKENS, segment_ids=jnp.where(mask, SEGMENTS, 0))

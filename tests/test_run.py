@@ -68,12 +68,12 @@ def begin(config):
         ("seed", 10**20),
     ],
 )
-def test_a_field_out_of_range_is_named(field, value, tmp_path):
+def test_out_of_range_fields_are_named(field, value, tmp_path):
     with pytest.raises(ValueError, match=f"{field}={value}: must"):
         config(tmp_path, **{field: value})
 
 
-def test_the_folder_holds_the_whole_configuration(tmp_path):
+def test_whole_configuration_is_stored(tmp_path):
     folder = begin(config(tmp_path, seed=3))
     stored = json.loads((folder / "config.json").read_text())
     assert stored == as_json(config(tmp_path, seed=3, precision=native_precision()))
@@ -83,13 +83,13 @@ def test_the_folder_holds_the_whole_configuration(tmp_path):
     assert stored.keys() == {field.name for field in dataclasses.fields(RecipeConfig)}
 
 
-def test_the_same_configuration_is_taken_again(tmp_path):
+def test_unchanged_configuration_is_accepted(tmp_path):
     begin(config(tmp_path))
     with Run(config(tmp_path)):
         pass
 
 
-def test_another_configuration_is_refused_with_what_differs(tmp_path):
+def test_changed_fields_are_refused_and_listed(tmp_path):
     folder = begin(config(tmp_path))
     before = (folder / "config.json").read_text()
     other = config(tmp_path, seed=1, steps=20, model=Model(width=16, buckets=(1, 3)))
@@ -104,7 +104,7 @@ def test_another_configuration_is_refused_with_what_differs(tmp_path):
     assert (folder / "config.json").read_text() == before
 
 
-def test_a_run_has_a_precision_once_it_is_open(tmp_path):
+def test_precision_is_known_inside_the_run(tmp_path):
     run = Run(config(tmp_path))
     with pytest.raises(RunError, match="precision='auto'"):
         run.precision  # noqa: B018
@@ -112,7 +112,7 @@ def test_a_run_has_a_precision_once_it_is_open(tmp_path):
         assert run.precision == native_precision()
 
 
-def test_what_may_differ_may(tmp_path):
+def test_fields_that_may_differ_are_updated(tmp_path):
     folder = begin(config(tmp_path))
     changes = {"steps": 5, "mesh": "data=2", "eval_every": 7, "model": Model(remat="full")}
     other = config(tmp_path, precision=native_precision(), **changes)
@@ -121,7 +121,7 @@ def test_what_may_differ_may(tmp_path):
     assert json.loads((folder / "config.json").read_text()) == as_json(other)
 
 
-def test_a_run_never_changes_the_precision_that_it_chose(tmp_path, monkeypatch):
+def test_native_precision_is_fixed_at_start(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo.runs.run, "native_precision", lambda: "bf16")
     begin(config(tmp_path))
     monkeypatch.setattr(zoo.runs.run, "native_precision", lambda: "fp32")
@@ -132,7 +132,7 @@ def test_a_run_never_changes_the_precision_that_it_chose(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"steps": 1', b"[]", b"null", b"\xff\xfe"])
-def test_a_damaged_configuration_is_no_reason_to_begin_anew(damage, tmp_path):
+def test_damaged_configuration_is_refused(damage, tmp_path):
     folder = begin(config(tmp_path))
     (folder / "config.json").write_bytes(damage)
     with pytest.raises(RunError, match=r"config.json is damaged.*meta.json of each checkpoint"):
@@ -149,7 +149,7 @@ def swap(folder):
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
 
 
-def test_an_empty_configuration_is_another(tmp_path):
+def test_empty_configuration_is_refused(tmp_path):
     folder = begin(config(tmp_path))
     (folder / "config.json").write_text("{}")
     with pytest.raises(RunError, match="seed: was None, is 0"):
@@ -157,7 +157,7 @@ def test_an_empty_configuration_is_another(tmp_path):
 
 
 @pytest.mark.parametrize("tamper", [strip, swap])
-def test_a_checkpoint_knows_the_configuration_whatever_the_file_says(tamper, tmp_path):
+def test_checkpoint_configuration_overrides_the_file(tamper, tmp_path):
     with Run(config(tmp_path)) as run:
         for step, seed in ((1, 7), (2, 0)):
             stored = as_json(dataclasses.replace(run.config, seed=seed))
@@ -184,7 +184,7 @@ def take_the_list_of_another_folder(step):
 
 
 @pytest.mark.parametrize("damage", [change_a_number, take_the_list_of_another_folder])
-def test_a_copy_of_the_configuration_that_is_damaged_is_not_asked(damage, tmp_path):
+def test_damaged_checkpoint_configurations_are_ignored(damage, tmp_path):
     with Run(config(tmp_path)) as run:
         for step in (1, 2):
             stored = as_json(dataclasses.replace(run.config, seed=step))
@@ -198,14 +198,14 @@ def test_a_copy_of_the_configuration_that_is_damaged_is_not_asked(damage, tmp_pa
 # --- The folder -------------------------------------------------------------------------------
 
 
-def test_two_runs_in_one_folder_are_refused(tmp_path):
+def test_concurrent_runs_are_refused(tmp_path):
     with Run(config(tmp_path)), pytest.raises(RunError, match="another process is training in"):
         Run(config(tmp_path)).__enter__()
     with Run(config(tmp_path)):
         pass
 
 
-def test_a_run_of_another_process_is_seen_until_it_is_killed(tmp_path):
+def test_lock_ends_with_its_process(tmp_path):
     begin(config(tmp_path))
     code = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX)"
     other = subprocess.Popen(
@@ -227,7 +227,7 @@ def test_a_run_of_another_process_is_seen_until_it_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["run", "", "run/checkpoints"])
-def test_a_file_in_the_place_of_a_folder_is_named(place, tmp_path):
+def test_files_blocking_folders_are_named(place, tmp_path):
     wanted = config(tmp_path / "parent")
     file = tmp_path / "parent" / place
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(place, tmp_path):
     assert file.read_text() == "kept"
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_there_is_a_folder(tmp_path):
+def test_indivisible_batch_is_refused_before_start(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class WithData(RecipeConfig):
         data: zoo.text.Config = zoo.text.Config(batch_size=12)
@@ -255,7 +255,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_there_is_a_folder(tmp_pa
         pass
 
 
-def test_a_refused_start_leaves_the_folder_free(tmp_path):
+def test_refused_start_releases_the_lock(tmp_path):
     begin(config(tmp_path))
     with pytest.raises(RunError) as refused:
         Run(config(tmp_path, seed=1)).__enter__()
@@ -263,7 +263,7 @@ def test_a_refused_start_leaves_the_folder_free(tmp_path):
         assert refused.value  # while what was raised is still at hand, as in a notebook
 
 
-def test_what_is_made_once_stays(tmp_path):
+def test_once_keeps_the_first_result(tmp_path):
     def make(text):
         def write(folder):
             folder.mkdir()
@@ -287,7 +287,7 @@ def test_what_is_made_once_stays(tmp_path):
     ],
     ids=["other bytes", "a file gone", "emptied", "a file in its place"],
 )
-def test_what_is_made_once_and_was_damaged_is_refused(damage, tmp_path):
+def test_once_refuses_damaged_results(damage, tmp_path):
     def make(folder):
         folder.mkdir()
         (folder / "file").write_text("first")
@@ -303,7 +303,7 @@ def test_what_is_made_once_and_was_damaged_is_refused(damage, tmp_path):
         assert (run.once("thing", make) / "file").read_text() == "first"
 
 
-def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
+def test_leftover_temporary_files_are_removed(tmp_path):
     begin(config(tmp_path))
     folder = tmp_path / "run"
     for name in ("curves.png.tmp", "metrics.jsonl.tmp", "config.json.tmp", "notes.tmp"):
@@ -312,7 +312,7 @@ def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
         assert [path.name for path in folder.glob("*.tmp")] == ["notes.tmp"]
 
 
-def test_what_an_earlier_version_made_is_used_without_a_list(tmp_path):
+def test_once_accepts_results_without_checksums(tmp_path):
     with Run(config(tmp_path)) as run:
         folder = run.once("thing", Path.mkdir)
         (folder / "file").write_text("first")
@@ -322,7 +322,7 @@ def test_what_an_earlier_version_made_is_used_without_a_list(tmp_path):
         assert (run.once("thing", Path.mkdir) / "file").read_text() == "first"
 
 
-def test_what_another_run_made_is_not_taken_for_this_ones(tmp_path):
+def test_once_refuses_results_of_other_runs(tmp_path):
     made = tmp_path / "run" / "thing"
     made.mkdir(parents=True)
     run = Run(config(tmp_path))
@@ -333,7 +333,7 @@ def test_what_another_run_made_is_not_taken_for_this_ones(tmp_path):
         assert run.once("other", Path.mkdir) == run.once("other", Path.mkdir)
 
 
-def test_what_was_made_halfway_is_made_again(tmp_path):
+def test_once_repeats_interrupted_work(tmp_path):
     def halfway(folder):
         folder.mkdir(exist_ok=True)
         (folder / "file").write_text("half")
@@ -350,7 +350,7 @@ def test_what_was_made_halfway_is_made_again(tmp_path):
         assert (run.once("thing", whole) / "file").read_text() == "whole"
 
 
-def test_a_start_that_fails_with_nothing_saved_binds_the_folder_to_nothing(tmp_path):
+def test_failed_start_leaves_folder_unbound(tmp_path):
     run = Run(config(tmp_path))
     run.__enter__().once("thing", Path.mkdir)
     run.__exit__(OSError, OSError("no such corpus"), None)
@@ -358,7 +358,7 @@ def test_a_start_that_fails_with_nothing_saved_binds_the_folder_to_nothing(tmp_p
         assert not (run.folder / "thing").exists()
 
 
-def test_a_run_that_fails_after_a_checkpoint_stays_bound(tmp_path):
+def test_checkpoint_keeps_failed_run_bound(tmp_path):
     run = Run(config(tmp_path))
     run.__enter__().checkpointer.save(1, {"x": jnp.ones(2)}, {})
     run.__exit__(OSError, OSError("disk full"), None)
@@ -366,14 +366,14 @@ def test_a_run_that_fails_after_a_checkpoint_stays_bound(tmp_path):
         Run(config(tmp_path, seed=1)).__enter__()
 
 
-def test_leaving_waits_for_the_save_under_way(tmp_path):
+def test_exit_waits_for_pending_saves(tmp_path):
     begin(config(tmp_path))
     restored = Checkpointer(tmp_path / "run" / "checkpoints").restore({"x": jnp.zeros(2)})
     assert restored is not None
     assert restored[0]["x"].tolist() == [1, 1]
 
 
-def test_sequence_parallel_is_a_table_of_rules(tmp_path):
+def test_sequence_parallel_selects_its_rules(tmp_path):
     with Run(config(tmp_path)) as run:
         assert run.rules == sharding.RULES
     with Run(config(tmp_path, sequence_parallel=True)) as run:
@@ -388,14 +388,14 @@ def call(main, monkeypatch, *flags):
     cli(RecipeConfig, main, "recipes.some")
 
 
-def test_the_command_line_makes_the_configuration(monkeypatch):
+def test_command_line_builds_the_configuration(monkeypatch):
     made = []
     call(made.append, monkeypatch, "--steps", "7", "--model.width", "4", "--mesh", "data=-1")
     assert made == [RecipeConfig(steps=7, mesh="data=-1", model=Model(width=4))]
 
 
 @pytest.mark.parametrize("error", [RunError, ValueError, FileNotFoundError, ImportError])
-def test_what_the_user_can_mend_is_a_message(error, monkeypatch, capsys):
+def test_user_errors_print_a_message(error, monkeypatch, capsys):
     def main(config):
         raise error("this is how")
 
@@ -408,7 +408,7 @@ def test_what_the_user_can_mend_is_a_message(error, monkeypatch, capsys):
         call(main, monkeypatch)
 
 
-def test_what_only_we_can_mend_is_a_traceback(monkeypatch):
+def test_internal_errors_keep_their_traceback(monkeypatch):
     def main(config):
         raise ZeroDivisionError
 
@@ -416,7 +416,7 @@ def test_what_only_we_can_mend_is_a_traceback(monkeypatch):
         call(main, monkeypatch)
 
 
-def test_an_interrupt_has_its_code_and_no_traceback(monkeypatch, capsys):
+def test_interrupts_exit_without_traceback(monkeypatch, capsys):
     def main(config):
         raise KeyboardInterrupt
 
@@ -426,7 +426,7 @@ def test_an_interrupt_has_its_code_and_no_traceback(monkeypatch, capsys):
     assert "the same command resumes" in capsys.readouterr().err
 
 
-def test_a_missing_variable_of_several_processes_is_named(tmp_path, monkeypatch):
+def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
@@ -434,7 +434,7 @@ def test_a_missing_variable_of_several_processes_is_named(tmp_path, monkeypatch)
         Run(config(tmp_path, distributed=True)).__enter__()
 
 
-def test_the_log_of_what_orbax_raises_too_is_not_shown(tmp_path, caplog, monkeypatch):
+def test_duplicate_orbax_logs_are_hidden(tmp_path, caplog, monkeypatch):
     monkeypatch.delenv("ZOO_TRACEBACK", raising=False)
     with Run(config(tmp_path)):
         log = logging.getLogger("absl")
@@ -446,5 +446,5 @@ def test_the_log_of_what_orbax_raises_too_is_not_shown(tmp_path, caplog, monkeyp
     assert messages == ["something else", "a thread failed again"]
 
 
-def test_versions_are_those_of_what_runs():
+def test_versions_report_the_running_jax():
     assert versions()["jax"] == jax.__version__

@@ -105,7 +105,7 @@ def test_a_bad_mesh_is_an_error(spec: Any, message: str):
 # Annotations
 
 
-def test_the_annotation_names_the_axes():
+def test_annotations_name_logical_axes():
     axes = logical_axes(model())
     assert axes.parts[0].weight == ("embed", "mlp")
     assert axes.parts[0].bias == ("mlp",)  # inside a union
@@ -118,7 +118,7 @@ def test_the_annotation_names_the_axes():
     assert logical_axes(Stacked(twice)).part.weight == ("member", None, "embed", "mlp")
 
 
-def test_a_skeleton_is_placed_as_the_model_is():
+def test_skeletons_are_placed_like_models():
     mesh = make_mesh(CUBE)
     skeleton = eqx.filter_eval_shape(model)
     assert sharding.shardings(skeleton, mesh) == sharding.shardings(model(), mesh)
@@ -166,7 +166,7 @@ class Unknown(eqx.Module):
     ],
     ids=["no annotation", "no owner", "unknown axis", "does not divide", "lower rank"],
 )
-def test_a_parameter_that_cannot_be_placed_is_an_error_by_name(tree: Any, message: str):
+def test_unplaceable_parameters_are_named(tree: Any, message: str):
     mesh = make_mesh(CUBE)
     for place in (sharding.shardings, sharding.placement_table):
         with pytest.raises(ShardingError, match=message):
@@ -202,7 +202,7 @@ def test_is_matrix(names: tuple, expected: bool):
         (("gates", "hidden", "embed"), (0, 1), (2,)),
     ],
 )
-def test_a_part_of_a_dimension_stays_with_it(names: tuple, inputs: tuple, outputs: tuple):
+def test_matrix_axes_split_inputs_and_outputs(names: tuple, inputs: tuple, outputs: tuple):
     assert matrix_axes(names) == (inputs, outputs)
 
 
@@ -215,14 +215,14 @@ def grouped(key: Any = None) -> Grouped:
     return Grouped(jnp.ones((2, 8)), jnp.ones((2, 8, 4)))
 
 
-def test_an_axis_that_no_table_knows_is_an_error_and_no_dimension_of_a_matrix():
+def test_unknown_axes_are_not_matrix_dimensions():
     with pytest.raises(ShardingError, match=r"scale: the logical axis 'group' is not in the"):
         optimizers.matrices(grouped())
     with pytest.raises(ShardingError, match=r"scale: 'batch' is an axis of activations"):
         is_matrix(("batch", "embed"), field="scale")
 
 
-def test_a_kind_of_axis_that_there_is_not_is_an_error():
+def test_unknown_axis_kinds_are_refused():
     axis = sharding.Axis(None)
     object.__setattr__(axis, "kind", "stck")  # past the run-time type checker
     with pytest.raises(ShardingError, match=r"kind='stck': choose one of .*'stack'"):
@@ -232,7 +232,7 @@ def test_a_kind_of_axis_that_there_is_not_is_an_error():
 @pytest.mark.parametrize(
     ("rule", "of_scale"), [(sharding.Axis("tensor", "stack"), False), ("tensor", True)]
 )
-def test_a_rule_says_what_an_axis_is(rule: Any, of_scale: bool):
+def test_rules_set_the_axis_kind(rule: Any, of_scale: bool):
     rules = {**sharding.RULES, "group": rule}
     mesh = make_mesh("tensor=2")
     with sharding.use(mesh, rules):
@@ -244,7 +244,7 @@ def test_a_rule_says_what_an_axis_is(rule: Any, of_scale: bool):
     assert spec == P("tensor", "fsdp", None)  # the group has taken what would be for "mlp"
 
 
-def test_decay_takes_the_rules_of_the_step():
+def test_weight_decay_uses_the_step_rules():
     """A stack of vectors is not decayed; the gradient is zero, and so decay alone changes them."""
     rules = {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}
     mesh, key = make_mesh("tensor=2"), jax.random.key(0)
@@ -261,7 +261,7 @@ def test_decay_takes_the_rules_of_the_step():
     assert (state.model.weight < 1).all()
 
 
-def test_a_stacked_axis_is_a_stack():
+def test_stacked_axis_must_be_a_stack():
     with pytest.raises(ShardingError, match=r"part.weight: stacked_axis='embed' is of the kind 'd"):
         logical_axes(Stacked(part((2, 8, 4)), "embed"))
 
@@ -304,9 +304,7 @@ def never(*_: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("axes", ["tensro", ("fsdp", "tensro")])
-def test_a_rule_for_an_axis_that_no_mesh_has_is_an_error_wherever_rules_are_taken(
-    axes: Any, take: Any
-):
+def test_rules_for_unknown_mesh_axes_are_refused(axes: Any, take: Any):
     with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
         take({**sharding.RULES, "experts": axes})
 
@@ -314,7 +312,7 @@ def test_a_rule_for_an_axis_that_no_mesh_has_is_an_error_wherever_rules_are_take
 # Optimizer state and batches
 
 
-def test_optimizer_state_is_placed_as_its_parameter():
+def test_optimizer_state_is_placed_like_parameters():
     mesh, parameters = make_mesh(CUBE), model()
     weight = jnp.zeros((3, 8, 4))
     state = {
@@ -336,13 +334,13 @@ def test_optimizer_state_is_placed_as_its_parameter():
         assert whole.spec == P()
 
 
-def test_a_batch_lies_over_both_data_axes():
+def test_batches_shard_over_both_data_axes():
     mesh = make_mesh(CUBE)
     assert sharding.batch_sharding(mesh, 2).spec == P(("data", "fsdp"), None)
     assert sharding.batch_sharding(mesh, 0).spec == P()
 
 
-def test_canonical_forms_are_equal_for_equal_placements():
+def test_equal_placements_have_equal_canonical_forms():
     mesh = make_mesh("data=2,tensor=2")
     same = [P("tensor"), P("tensor", None), P(("tensor",), "fsdp"), P(("fsdp", "tensor"))]
     assert len({sharding.canonical(NamedSharding(mesh, spec)) for spec in same}) == 1
@@ -393,14 +391,14 @@ def constrained() -> list[tuple[str, tuple[Any, ...]]]:
     ]
 
 
-def test_the_sequence_of_an_activation_has_a_name():
+def test_constrained_activations_name_their_axes():
     calls = constrained()
     assert ("nn", ("batch", "inner_seq")) in calls
     unnamed = {call for call in calls if "batch" in call[1] and None in call[1]}
     assert not unnamed - UNNAMED.keys()
 
 
-def test_constrain_without_a_mesh_is_the_identity():
+def test_constrain_without_mesh_is_identity():
     x = jnp.zeros((2, 3))
     assert sharding.constrain(x, "batch") is x  # nor is it checked
     with sharding.use(make_mesh("")):
@@ -426,7 +424,7 @@ def test_constrain_shards_an_activation():
         ((6, 4), ("batch", "embed"), r"the size 6 is not divisible by data\*fsdp=4"),
     ],
 )
-def test_a_constraint_that_does_not_fit_is_an_error(shape: Any, names: Any, message: str):
+def test_mismatched_constraints_are_refused(shape: Any, names: Any, message: str):
     x = jnp.zeros(shape)
     with sharding.use(make_mesh(CUBE)), pytest.raises(ShardingError, match=message):
         sharding.constrain(x, *names)
@@ -442,9 +440,7 @@ def test_a_constraint_that_does_not_fit_is_an_error(shape: Any, names: Any, mess
     ],
     ids=str,
 )
-def test_gather_undoes_what_stores_or_splits_the_batch_and_nothing_else(
-    rules: dict, stored: P, used: P
-):
+def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
     mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
     tree = eqx.filter_shard(part(), sharding.shardings(part(), mesh, rules))
     assert tree.weight.sharding.spec == stored
@@ -454,7 +450,7 @@ def test_gather_undoes_what_stores_or_splits_the_batch_and_nothing_else(
     assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
 
 
-def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
+def test_gathered_gradients_are_sharded_as_stored():
     mesh, tree = make_mesh(CUBE), part()
     tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
 
@@ -468,12 +464,12 @@ def test_the_gradient_of_what_was_gathered_lies_where_it_is_stored():
     assert found.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
 
 
-def test_gather_without_a_mesh_is_the_identity():
+def test_gather_without_mesh_is_identity():
     tree = part()
     assert gather(tree) is tree
 
 
-def test_rules_and_mesh_end_with_their_use():
+def test_rules_and_mesh_are_scoped():
     mesh = make_mesh(CUBE)
     with sharding.use(mesh, {"seq": "data"}):
         assert sharding.partition_spec(("seq",), mesh) == P("data")
@@ -485,7 +481,7 @@ def test_rules_and_mesh_end_with_their_use():
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
+def test_partial_slice_meshes_are_refused(monkeypatch):
     def create(*_, **__):  # as of 7 of v5e:2x4
         raise AssertionError("jax_devices=[TpuDevice(id=0, …")
 
@@ -494,20 +490,20 @@ def test_devices_that_make_no_block_of_a_slice_are_refused_by_name(monkeypatch):
         make_mesh("fsdp=7")
 
 
-def test_several_processes_take_all_devices(monkeypatch):
+def test_multiprocess_meshes_need_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ShardingError, match="'data=4' has 4 of the 8 devices of 2 processes, and"):
         make_mesh("data=4")
     assert make_mesh("data=4,tensor=2").size == 8
 
 
-def test_a_batch_has_as_many_parts_as_its_axes_have_devices():
+def test_batch_parts_match_its_mesh_axes():
     assert sharding.num_batch_parts(make_mesh(CUBE)) == 4
     assert sharding.num_batch_parts(make_mesh(CUBE), {"batch": "tensor"}) == 2
     assert sharding.num_batch_parts(make_mesh()) == 1
 
 
-def test_a_mapped_axis_has_its_mesh_axes_to_itself():
+def test_mapped_axes_reserve_their_mesh_axes():
     mesh, names = make_mesh(CUBE), ("batch", "embed", "mlp")
     with sharding.mapped("batch") as axes:
         assert axes is None

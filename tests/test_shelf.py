@@ -13,20 +13,20 @@ from zoo.data.tokenizer import load_tokenizer
 CARDS = zoo.published()
 
 
-def test_there_is_a_model_of_each_family():
+def test_mlp_rnn_and_transformer_are_published():
     assert {card.family for card in CARDS.values()} >= {"mlp", "rnn", "transformer"}
     assert sum(folder_bytes(card.folder) for card in CARDS.values()) < 20e6
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_each_is_whole_and_says_where_it_comes_from(name):
+def test_published_models_are_whole_and_documented(name):
     assert not checksums.problems(CARDS[name].folder)
     for word in ("Data:", "Command: `python -m recipes.", "Hardware", "Held out:", "Licence:"):
         assert word in CARDS[name].text
     assert zoo.load(name) is not None
 
 
-def test_the_digits_are_read_as_well_as_the_card_says():
+def test_digits_accuracy_matches_the_card():
     pytest.importorskip("sklearn")
     held_out = tabular.read_table(tabular.Config(), seed=0).held_out.arrays
     logits = zoo.load("mlp-digits")(jnp.asarray(held_out["inputs"]))
@@ -36,7 +36,7 @@ def test_the_digits_are_read_as_well_as_the_card_says():
 
 
 @pytest.mark.parametrize("name", sorted(CARDS.keys() - {"mlp-digits"}))
-def test_language_models_know_python_from_its_reverse(name):
+def test_language_models_prefer_forward_python(name):
     tokenizer = load_tokenizer(CARDS[name].folder)
     text = "def __init__(self):\n    return None\n"
 

@@ -42,7 +42,7 @@ def longest(times):
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.3, 1.0, 60.0])
-def test_processes_ask_each_other_by_time_whatever_a_step_takes(seconds, asked):
+def test_signal_checks_follow_wall_time(seconds, asked):
     clock, times = asked
     call(Signals(clock), clock, seconds, 10_000)
     assert longest(times) <= max(SECONDS, seconds) * 1.01
@@ -50,7 +50,7 @@ def test_processes_ask_each_other_by_time_whatever_a_step_takes(seconds, asked):
     assert len(times) <= 10_000 * seconds / seldom + 20
 
 
-def test_they_begin_anew_where_an_evaluation_does(asked):
+def test_evaluations_restart_the_check_interval(asked):
     clock, times = asked
     signals = Signals(clock)
     call(signals, clock, 0.001, 10_000)
@@ -61,7 +61,7 @@ def test_they_begin_anew_where_an_evaluation_does(asked):
     assert longest(times) <= SECONDS * 1.01
 
 
-def test_the_signal_of_another_process_stops_this_one(asked, monkeypatch):
+def test_remote_signals_stop_this_process(asked, monkeypatch):
     clock, _ = asked
     signals = Signals(clock)
     call(signals, clock, 0.001, 100)
@@ -79,7 +79,7 @@ def test_the_signal_of_another_process_stops_this_one(asked, monkeypatch):
     assert signals.agreed(now=True)
 
 
-def test_processes_whose_clocks_differ_ask_at_the_same_steps(monkeypatch):
+def test_processes_check_at_equal_steps(monkeypatch):
     """Where they did not, one would wait in vain, and the barrier would break."""
     meeting, given, asked = threading.Barrier(2, timeout=20), {}, {0: [], 1: []}
 
@@ -115,7 +115,7 @@ def test_processes_whose_clocks_differ_ask_at_the_same_steps(monkeypatch):
     assert len(asked[0]) > 20
 
 
-def test_a_signal_too_late_to_be_heeded_is_passed_on():
+def test_late_signals_are_passed_on():
     taken = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
     try:

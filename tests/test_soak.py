@@ -19,14 +19,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> runs.Place:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", lives.WORLDS)
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not(world, place):
+def test_repeatedly_killed_runs_match_straight_runs(world, place):
     outcomes = lives.live(place, random.Random(0), world=world, kills=6)
     assert len(outcomes) >= 3
     assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
 
 
 @pytest.mark.slow
-def test_a_damaged_run_ends_as_if_it_had_not_been_or_is_refused_by_name(place):
+def test_damaged_runs_recover_or_are_refused(place):
     outcomes = [*map(restores.resume_damaged, [place] * 10, map(random.Random, range(10)))]
     assert not [found.detail for [found] in outcomes if found.result == "wrong"]
 
@@ -42,13 +42,13 @@ def damage_all(folder: Path, mesh: str, kinds: Sequence[str]) -> list[tuple[str,
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", pytest.param("", marks=pytest.mark.slow)])
-def test_a_damaged_checkpoint_is_never_restored_with_other_values(mesh, tmp_path):
+def test_damaged_checkpoints_never_restore_wrong_values(mesh, tmp_path):
     outcomes = damage_all(tmp_path, mesh, 2 * KINDS)
     assert not [detail for detail, _ in outcomes if detail]
     assert {refused for _, refused in outcomes} == {True, False}
 
 
-def test_other_values_are_seen(tmp_path, monkeypatch):
+def test_wrong_values_are_detected(tmp_path, monkeypatch):
     restores.save(tmp_path / "pristine", "")
     assert restores.restore(tmp_path / "pristine", tmp_path / "pristine", "") == ("", False)
     make_state = restores.make_state
@@ -59,14 +59,14 @@ def test_other_values_are_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's leftovers
-def test_errors_without_a_name_are_seen(tmp_path, monkeypatch):
+def test_unnamed_errors_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "problems", lambda folder: [])
     outcomes = damage_all(tmp_path, "", 12 * ("file deleted", "folder emptied"))
     assert [detail for detail, refused in outcomes if "NotFoundError" in detail and not refused]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_changes_a_folder_and_nothing_beside_it(kind, tmp_path):
+def test_damage_stays_within_its_folder(kind, tmp_path):
     changed = 0
     for seed in range(8):
         folder, beside = tmp_path / "folder", tmp_path / "beside"

@@ -27,7 +27,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_all_that_was_stored_is_tried():
+def test_every_stored_artifact_is_tested():
     assert {path.name for path in (STORED / "models").iterdir()} == EXPECTED["models"].keys()
     assert {path.name for path in (STORED / "runs").iterdir()} == EXPECTED["runs"].keys()
     assert EXPECTED["runs"].keys() == make.RUNS.keys()

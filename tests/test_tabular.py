@@ -37,12 +37,12 @@ def test_rows_come_with_their_labels(tmp_path):
     assert 5 <= len(parts[1]["labels"]) <= 20
 
 
-def test_a_row_is_held_out_by_its_number(tmp_path):
+def test_split_is_stable_under_additions(tmp_path):
     few, many = (load(flowers(tmp_path, n)).held_out.arrays["inputs"][:, 0] for n in (60, 200))
     assert np.array_equal(few, many[many < 60])
 
 
-def test_the_fingerprint_tells_any_change(tmp_path):
+def test_fingerprint_covers_inputs_and_labels(tmp_path):
     path = flowers(tmp_path)
     before = load(path).fingerprint
     assert load(path, seed=1).fingerprint == before
@@ -52,7 +52,7 @@ def test_the_fingerprint_tells_any_change(tmp_path):
     assert load(path).fingerprint != before
 
 
-def test_the_digits_are_those_of_scikit_learn(monkeypatch):
+def test_digits_come_from_scikit_learn(monkeypatch):
     pytest.importorskip("sklearn")
     table = tabular.read_table(tabular.Config(), seed=0)
     assert table.classes == tuple("0123456789")
@@ -75,12 +75,12 @@ def test_the_digits_are_those_of_scikit_learn(monkeypatch):
         ("a,species\n1,x\n2,x\n3,x\n4,x\n5,x\n6,x", "that needs two classes"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path, text, message):
+def test_malformed_tables_are_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path, text), held_out=0.5)
 
 
-def test_a_class_without_a_row_to_train_on_is_refused(tmp_path):
+def test_classes_without_training_rows_are_refused(tmp_path):
     first = min(range(20), key=lambda row: unit_hash(str(row)))
     rows = [f"1,{'y' if row == first else 'x'}" for row in range(20)]
     path = write(tmp_path, "\n".join(["a,species", *rows]))
@@ -88,6 +88,6 @@ def test_a_class_without_a_row_to_train_on_is_refused(tmp_path):
         load(path, held_out=unit_hash(str(first)) + 1e-6)
 
 
-def test_a_share_that_holds_out_all_is_refused():
+def test_holding_out_everything_is_refused():
     with pytest.raises(ValueError, match=r"data\.held_out=1"):
         tabular.Config(held_out=1.0)

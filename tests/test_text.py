@@ -37,7 +37,7 @@ def load(corpus, seed=0, **options):
     return text.read_text(config, seed=seed, tokenizer_folder=tokenizer_folder)
 
 
-def test_both_parts_together_are_all_documents(corpus):
+def test_split_covers_all_documents(corpus):
     loaded = load(corpus, held_out=0.2)
     sizes = [len(path.read_bytes()) for path in corpus.iterdir()]
     assert loaded.train.corpus.num_bytes + loaded.held_out.corpus.num_bytes == sum(sizes)
@@ -61,13 +61,13 @@ def test_rows_are_packed_or_bucketed(corpus):
     load(corpus, rows="bucketed", buckets=(16,), too_long="split")
 
 
-def test_the_seed_changes_the_order_and_not_the_data(corpus):
+def test_seed_changes_only_the_order(corpus):
     one, two = load(corpus, seed=1), load(corpus, seed=2)
     assert (one.train.batch(0)["tokens"] != two.train.batch(0)["tokens"]).any()
     assert one.fingerprint == two.fingerprint
 
 
-def test_the_fingerprint_tells_any_change_of_the_text(corpus):
+def test_fingerprint_covers_all_text(corpus):
     before = load(corpus).fingerprint
     assert load(corpus, cache=corpus.parent / "cache").fingerprint == before
     assert load(corpus, cache=corpus.parent / "cache").fingerprint == before  # out of the cache
@@ -92,14 +92,14 @@ def test_bits_per_byte_of_a_uniform_model(corpus):
     assert loaded.bits_per_byte(math.log(257)) == pytest.approx(bits / num_bytes)
 
 
-def test_the_weights_of_an_epoch_are_the_targets_of_bits_per_byte(corpus):
+def test_epoch_weights_count_every_target(corpus):
     for options in ({}, {"rows": "bucketed", "buckets": (32, 64)}):
         plan = load(corpus, **options).held_out
         weight = sum(plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch))
         assert weight == len(plan.corpus.tokens) + len(plan.corpus)
 
 
-def test_the_compressors_take_the_documents_one_by_one(corpus):
+def test_compressors_take_documents_one_by_one(corpus):
     loaded = load(corpus, held_out=0.2)
     texts = [document.text.encode() for document in loaded.held_out_documents]
     bits = 8 * sum(len(gzip.compress(t, 9, mtime=0)) for t in texts) / sum(map(len, texts))
@@ -107,14 +107,14 @@ def test_the_compressors_take_the_documents_one_by_one(corpus):
     assert loaded.compressors["xz -9"] > 0
 
 
-def test_the_vocabulary_is_a_multiple_that_can_be_sharded(corpus):
+def test_vocabulary_size_is_rounded_up(corpus):
     loaded = load(corpus)
     assert loaded.vocab_size() == 320  # 257 and more
     assert loaded.vocab_size(at_least=64) == 320
     assert loaded.vocab_size(at_least=512) == 512
 
 
-def test_a_run_keeps_its_tokenizer_when_the_corpus_changes(corpus):
+def test_tokenizer_survives_corpus_changes(corpus):
     first = load(corpus, tokenizer="bpe", vocab_size=280)
     for path in corpus.iterdir():
         path.write_text("something else entirely " * 4)
@@ -125,7 +125,7 @@ def test_a_run_keeps_its_tokenizer_when_the_corpus_changes(corpus):
     assert third.tokenizer.encode("north").tolist() != first.tokenizer.encode("north").tolist()
 
 
-def test_byte_pairs_are_trained_on_the_training_part_alone(corpus):
+def test_bpe_never_sees_held_out_text(corpus):
     loaded = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
     name = Path(loaded.held_out_documents[0].name)
     (corpus / name).write_text("qqqq " * 50)
@@ -134,7 +134,7 @@ def test_byte_pairs_are_trained_on_the_training_part_alone(corpus):
     assert again.tokenizer.encode("qqqq").size == 4
 
 
-def test_a_tokenizer_of_ones_own(corpus, tmp_path):
+def test_custom_tokenizer_files_are_used(corpus, tmp_path):
     trained = load(corpus, tokenizer="bpe", vocab_size=280)
     mine = shutil.move(corpus.parent / "tokenizer", tmp_path / "mine")
     loaded = load(corpus, tokenizer=str(Path(mine) / "tokenizer.json"))
@@ -160,7 +160,7 @@ def labelled(tmp_path, kinds, lines=None, **options):
     )
 
 
-def test_labels_are_classes_by_name(tmp_path):
+def test_labels_become_sorted_classes(tmp_path):
     loaded = labelled(tmp_path, ["north", "east"] * 30)
     assert loaded.classes == ("east", "north")
     batch = loaded.train.batch(0)
@@ -172,7 +172,7 @@ def test_labels_are_classes_by_name(tmp_path):
     assert changed.fingerprint != loaded.fingerprint
 
 
-def test_labels_that_make_no_classifier_are_refused(tmp_path):
+def test_unusable_labels_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"label='kind' has the values \['x'\]"):
         labelled(tmp_path / "one", ["x"] * 20)
     with pytest.raises(ValueError, match="are among the held-out rows alone"):

@@ -39,7 +39,7 @@ def test_any_text_round_trips(tokenizer):
         np.testing.assert_array_equal(tokenizer.encode(text), ids)
 
 
-def test_every_byte_has_an_id_of_its_own():
+def test_byte_ids_are_utf8_bytes():
     np.testing.assert_array_equal(tok.ByteTokenizer().encode("A\u00e9"), [0x41, 0xC3, 0xA9])
 
 
@@ -52,7 +52,7 @@ def test_decode_never_fails(tokenizer):
     assert tokenizer.decode([]) == ""
 
 
-def test_vocab_size_is_honest(bpe):
+def test_vocab_size_covers_every_id(bpe):
     assert bpe.vocab_size == 300
     assert max(bpe.tokenizer.get_vocab().values()) == 299
     holes = word_level(["a", "<s>"])
@@ -67,7 +67,7 @@ def test_training_is_deterministic_and_learns_indentation(bpe):
     assert len(bpe.encode("):\n        ")) == 1
 
 
-def test_training_refuses_a_vocabulary_below_the_bytes():
+def test_too_small_vocabularies_are_refused():
     with pytest.raises(ValueError, match=r"vocab_size=256 .* at least 257"):
         tok.BPETokenizer.train(["text"], 256)
 
@@ -86,7 +86,7 @@ def test_save_and_load(tokenizer, tmp_path, as_folder):
         np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
 
 
-def test_a_chosen_separator_survives_save_and_load(tmp_path):
+def test_separator_survives_save_and_load(tmp_path):
     chosen = tok.BPETokenizer(word_level(["a", "b", "<s>"]), separator="b")
     chosen.save(tmp_path)
     assert tok.load_tokenizer(tmp_path).separator_id == 1
@@ -102,7 +102,7 @@ def test_hugging_face_config_names_the_separator(tmp_path):
     assert tok.load_tokenizer(tmp_path).separator_id == 1
 
 
-def test_no_separator_is_an_error_that_names_the_candidates(tmp_path):
+def test_missing_separator_lists_candidates(tmp_path):
     tokenizer = word_level(["a", "b"])
     tokenizer.add_special_tokens(["[SEP]"])
     with pytest.raises(ValueError, match=r"<\|endoftext\|>.*pass separator=.*\['\[SEP\]'\]"):
@@ -115,7 +115,7 @@ def test_no_separator_is_an_error_that_names_the_candidates(tmp_path):
         tok.load_tokenizer(tmp_path)
 
 
-def test_truncation_and_padding_of_the_file_are_off():
+def test_stored_truncation_and_padding_are_disabled():
     tokenizer = word_level(["a", "b", "<s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(2)
@@ -124,27 +124,27 @@ def test_truncation_and_padding_of_the_file_are_off():
 
 
 @pytest.mark.parametrize("content", ["not json", '{"model": 1}', b"\xff\xfe"])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_malformed_tokenizer_files_are_refused(tmp_path, content):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
         tok.load_tokenizer(file)
 
 
-def test_a_missing_tokenizer(tmp_path):
+def test_missing_tokenizers_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*'bytes'"):
         tok.get_tokenizer(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_stream_gives_the_text_and_never_half_a_character(tokenizer, text):
+def test_stream_yields_only_whole_characters(tokenizer, text):
     stream = tok.TextStream(tokenizer)
     parts = [stream.add(int(id)) for id in tokenizer.encode(text)]
     assert not any("\ufffd" in part for part in parts)
     assert "".join(parts) + stream.end() == text
 
 
-def test_a_stream_does_not_wait_for_what_never_comes():
+def test_stream_replaces_incomplete_characters():
     stream = tok.TextStream(tok.ByteTokenizer())
     assert stream.add(*"a漢".encode()[:3]) == "a"
     assert stream.add(*b"b") == "\ufffdb"

@@ -143,7 +143,7 @@ def test_the_mesh_does_not_change_the_initialisation(one_device: Any, on_mesh: T
     assert_trees_close(on_mesh.initial, one_device[1].initial, rtol=1e-6)
 
 
-def test_a_step_keeps_the_shardings_and_donates_the_state(on_mesh: Trained):
+def test_step_keeps_shardings_and_donates_state(on_mesh: Trained):
     for path, x in arrays(on_mesh.state).items():
         assert x.sharding.is_equivalent_to(on_mesh.placed[path], x.ndim), path
     old = arrays(on_mesh.first_state)
@@ -151,7 +151,7 @@ def test_a_step_keeps_the_shardings_and_donates_the_state(on_mesh: Trained):
 
 
 @pytest.mark.parametrize("mesh_name", ["fsdp", "sequence"])
-def test_logits_in_chunks_change_nothing_on_any_mesh(mesh_name: str, monkeypatch: Any):
+def test_logits_in_chunks_keep_the_losses(mesh_name: str, monkeypatch: Any):
     whole = train_five_steps(FAMILIES[0], "")
     monkeypatch.setattr(losses, "LOGITS_BYTES", 1)  # a step of time after another
     chunked = train_five_steps.__wrapped__(FAMILIES[0], mesh_name)
@@ -160,7 +160,7 @@ def test_logits_in_chunks_change_nothing_on_any_mesh(mesh_name: str, monkeypatch
 
 
 @every_family
-def test_fsdp_divides_parameters_and_optimizer_state_by_eight(family: Family):
+def test_fsdp_shards_the_whole_state(family: Family):
     state = train_five_steps(family, "fsdp").state
     stored = arrays((state.model, state.opt_state)).values()
     whole = sum(x.nbytes for x in stored)
@@ -170,7 +170,7 @@ def test_fsdp_divides_parameters_and_optimizer_state_by_eight(family: Family):
 
 
 @every_family
-def test_the_abstract_state_is_the_state_without_its_numbers(family: Family):
+def test_abstract_state_matches_real_state(family: Family):
     state = train_five_steps(family, "all").state
     mesh, make_model = zoo.make_mesh(MESHES["all"][0]), family.make_model(0.1)
     abstract = abstract_state(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh)
@@ -219,11 +219,11 @@ def test_microbatches_do_not_change_the_gradient(gradients: Gradients, accumulat
     gradients.assert_equal(gradients(batch, accumulate=accumulate, mesh=zoo.make_mesh(mesh)))
 
 
-def test_a_larger_bucket_does_not_change_the_gradient(gradients: Gradients):
+def test_larger_buckets_keep_the_gradient(gradients: Gradients):
     gradients.assert_equal(gradients(gradients.family.pad(gradients.batch)))
 
 
-def test_packed_documents_have_the_gradient_of_separate_rows(gradients: Gradients):
+def test_packed_documents_match_separate_rows(gradients: Gradients):
     if not gradients.family.is_sequence:
         pytest.skip("only sequences are packed")
     gradients.assert_equal(gradients(separate(gradients.batch)))
@@ -253,7 +253,7 @@ def separate(batch: Batch) -> Batch:
     ],
     ids=["tied", "biased"],
 )
-def test_bf16_multiplies_in_bf16_and_reduces_in_fp32(options: dict):
+def test_bf16_multiplies_and_fp32_reduces(options: dict):
     make_model = make_transformer(attention="chunked", dropout=0.1, **options)
     optimizer = optax.adamw(1e-3)
     step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", accumulate=2)
@@ -296,7 +296,7 @@ def test_training_in_half_precision_follows_fp32(one_device: Any, precision: Any
 
 @every_family
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "HIGHEST"), ("bf16", "None")])
-def test_fp32_products_are_of_fp32_on_every_device(family: Family, precision: Any, expected: str):
+def test_fp32_products_use_highest_precision(family: Family, precision: Any, expected: str):
     step = zoo.make_train_step(family.loss, KEEP_GRADIENT, precision=precision)
     state = abstract_state(family.make_model(0.1), KEEP_GRADIENT, key=KEY)
     jaxpr = eqx.filter_make_jaxpr(step._function)(family.make_batch(8, 16, 0), state)[0]
@@ -306,7 +306,7 @@ def test_fp32_products_are_of_fp32_on_every_device(family: Family, precision: An
         assert expected in str(product.params["precision"]), product
 
 
-def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():
+def test_bf16_keeps_master_weights_in_fp32():
     state, step = state_and_step(Line, line_loss, optimizer=optax.adamw(1e-4), precision="bf16")
     before = copy(state.model)
     for _ in range(3):
@@ -320,7 +320,7 @@ def test_bf16_keeps_master_weights_and_optimizer_state_in_fp32():
     assert 0 < change.max() < 2**-9 * np.abs(before.weight).min()
 
 
-def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(monkeypatch: pytest.MonkeyPatch):
+def test_fp16_overflow_skips_and_halves_scale(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LossScale, "PERIOD", 3)
     state, step = state_and_step(Line, line_loss, optimizer=optax.adamw(1e-3), precision="fp16")
     scales, skips = [], []
@@ -337,7 +337,7 @@ def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gradient_that_is_not_finite_changes_nothing(precision: Any):
+def test_non_finite_gradients_change_nothing(precision: Any):
     state, step = state_and_step(Line, line_loss, precision=precision)
     before = copy(state.model.weight)
     state, metrics = step(state, line_batch(np.nan))
@@ -360,7 +360,7 @@ def told(*updates: float) -> optax.GradientTransformation:
 
 
 @pytest.mark.parametrize(("bad", "mesh"), [(np.nan, ""), (np.inf, "fsdp=4"), (-np.inf, "")])
-def test_an_update_that_is_not_finite_changes_nothing(bad: float, mesh: str):
+def test_non_finite_updates_change_nothing(bad: float, mesh: str):
     optimizer = told(1.0, bad)
     state, step = state_and_step(Line, line_loss, optimizer=optimizer, mesh=zoo.make_mesh(mesh))
     state, metrics = step(state, line_batch())
@@ -375,7 +375,7 @@ def test_an_update_that_is_not_finite_changes_nothing(bad: float, mesh: str):
     assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
 
 
-def test_an_update_that_is_not_finite_is_no_overflow_of_the_loss_scale():
+def test_non_finite_updates_keep_loss_scale():
     state, step = state_and_step(Line, line_loss, optimizer=told(np.nan), precision="fp16")
     state, metrics = step(state, line_batch())
     assert int(metrics["skipped"]) == 1
@@ -417,7 +417,7 @@ def line_batch(factor: float = 1.0, rows: int = 8) -> Batch:
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.03), ("fp16", 5e-3)])
-def test_the_gradient_is_clipped_to_the_global_norm(precision: Any, rtol: float):
+def test_gradient_is_clipped_to_global_norm(precision: Any, rtol: float):
     state, step = state_and_step(Line, line_loss, clip_norm=0.5, precision=precision)
     weight, batch = np.array(state.model.weight, np.float64), line_batch()
     x, shares = batch["x"].astype(np.float64), batch["weights"] / batch["weights"].sum()
@@ -433,7 +433,7 @@ def test_the_gradient_is_clipped_to_the_global_norm(precision: Any, rtol: float)
     assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))
 
 
-def test_each_step_and_microbatch_has_a_key_of_its_own():
+def test_steps_and_microbatches_have_separate_keys():
     noise = {}
     for accumulate in (1, 2):
         state, step = state_and_step(Line, line_loss, accumulate=accumulate)
@@ -449,14 +449,14 @@ def test_each_step_and_microbatch_has_a_key_of_its_own():
     assert len(set(noise.values())) == 6
 
 
-def test_a_batch_without_weight_gives_no_gradient():
+def test_weightless_batches_give_no_gradient():
     state, step = state_and_step(Line, line_loss, accumulate=2)
     batch = line_batch() | {"weights": np.zeros(8, np.float32)}
     state, metrics = step(state, batch)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["skipped"]) == 0
 
 
-def test_evaluation_sums_without_dropout_and_keeps_the_model():
+def test_evaluation_sums_without_dropout():
     mesh = zoo.make_mesh("data=4")
     state = zoo.init_state(Line, optax.sgd(0.1), key=KEY, mesh=mesh)
     step = zoo.make_eval_step(line_loss, mesh=mesh, precision="fp32")
@@ -468,13 +468,13 @@ def test_evaluation_sums_without_dropout_and_keeps_the_model():
     assert not state.model.weight.is_deleted()
 
 
-def test_a_number_of_microbatches_below_one_is_an_error():
+def test_accumulate_must_be_positive():
     with pytest.raises(ValueError, match="accumulate=0"):
         zoo.make_train_step(line_loss, KEEP_GRADIENT, accumulate=0)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, np.nan])
-def test_a_norm_that_nothing_can_be_clipped_to_is_an_error(clip_norm: float):
+def test_clip_norm_must_be_positive(clip_norm: float):
     with pytest.raises(ValueError, match=f"clip_norm={clip_norm}: must be positive, or None"):
         zoo.make_train_step(line_loss, KEEP_GRADIENT, clip_norm=clip_norm)
 
@@ -488,7 +488,7 @@ def test_a_norm_that_nothing_can_be_clipped_to_is_an_error(clip_norm: float):
         ({"factor": np.zeros(0, np.float32)}, r"batch\['factor'\] has 0 rows"),
     ],
 )
-def test_a_batch_without_rows_is_an_error_by_name(change: dict, error: str, call: str):
+def test_batches_without_rows_are_refused(change: dict, error: str, call: str):
     state, step = state_and_step(Line, line_loss)
     with CompileCounter() as counter, pytest.raises(ValueError, match=error):
         (step if call == "step" else step.compile)(state, line_batch() | change)
@@ -536,9 +536,7 @@ def changed(change: Any) -> Any:
         (lambda t, w, m: (t, w[None], m), ValueError, r"a weight float32\[1\]: sum it"),
     ],
 )
-def test_a_loss_that_returns_something_else_is_told_what(
-    change: Any, error: Any, message: str, step: str
-):
+def test_malformed_loss_results_are_refused(change: Any, error: Any, message: str, step: str):
     assert_refused(first_steps(changed(change))[step], error, f"loss_fn my_loss .*{message}")
 
 
@@ -547,7 +545,7 @@ NAMES += ["step", "learning_rate", "mfu", "examples", "tokens_per_second"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_metric_does_not_replace_the_steps_own(name: str):
+def test_reserved_metric_names_are_refused(name: str):
     calls = first_steps(changed(lambda t, w, m: (t, w, {name: w, "mine": w})))
     message = f"loss_fn my_loss has a metric '{name}', .* rename it"
     assert_refused(calls["train"], ValueError, message)
@@ -555,7 +553,7 @@ def test_a_metric_does_not_replace_the_steps_own(name: str):
         assert_refused(calls["eval"], ValueError, message)
 
 
-def test_the_reserved_names_are_those_of_the_step():
+def test_reserved_names_cover_step_metrics():
     state, step = state_and_step(Line, changed(lambda t, w, m: (t, w, {})), precision="fp16")
     assert train.STEP_NAMES >= step(state, line_batch())[1].keys() >= train.EVAL_NAMES
 
@@ -577,14 +575,14 @@ def unchecked_types() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_what_is_no_loss_is_refused_before_the_first_call():
+def test_non_callable_losses_are_refused():
     for make in (lambda: zoo.make_train_step(3, KEEP_GRADIENT), lambda: zoo.make_eval_step(3)):
         with pytest.raises(TypeError, match=r"loss_fn=3: give a function \(model, batch, key\)"):
             make()
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_what_is_no_optimizer_is_refused():
+def test_non_optimizers_are_refused():
     for make in (
         lambda: zoo.make_train_step(line_loss, optax.adam),
         lambda: zoo.init_state(Line, optax.adam, key=KEY),
@@ -594,7 +592,7 @@ def test_what_is_no_optimizer_is_refused():
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_a_model_is_no_function_that_makes_one():
+def test_init_state_refuses_models():
     for model in (Line(KEY), "lm-python"):
         with pytest.raises(
             TypeError, match=f"make_model is a {type(model).__name__}: .*pretrained"
@@ -604,13 +602,13 @@ def test_a_model_is_no_function_that_makes_one():
         zoo.init_state(lambda key: None, KEEP_GRADIENT, key=KEY)
 
 
-def test_an_evaluation_step_takes_a_model():
+def test_eval_step_refuses_a_state():
     state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
     step = zoo.make_eval_step(line_loss, precision="fp32")
     assert_refused(lambda: step(state, line_batch()), TypeError, r"step\(state.model, …\)")
 
 
-def test_rows_that_do_not_divide_are_an_error_before_any_compile():
+def test_indivisible_rows_are_refused_before_compiling():
     mesh = zoo.make_mesh("data=2,fsdp=2")
     state, step = state_and_step(Line, line_loss, mesh=mesh, accumulate=2)
     with CompileCounter() as counter:
@@ -655,7 +653,7 @@ def buckets(request: pytest.FixtureRequest) -> Buckets:
     return Buckets(family, step, state, batches, [announced.compiles, running.compiles])
 
 
-def test_three_buckets_are_three_compiles(buckets: Buckets):
+def test_each_bucket_compiles_once(buckets: Buckets):
     assert buckets.compiles == [3, 0]
 
 
@@ -668,7 +666,7 @@ def refused(buckets: Buckets, state: Any, batch: Any) -> str:
     return str(error.value)
 
 
-def test_a_fourth_shape_is_refused_by_name(buckets: Buckets):
+def test_new_batch_shapes_are_refused(buckets: Buckets):
     batch = buckets.family.make_batch(8, 16)
     name = "weights"
     fourth = batch | {name: np.concatenate([batch[name]] * 2)}
@@ -681,14 +679,14 @@ def test_a_fourth_shape_is_refused_by_name(buckets: Buckets):
     assert "3 bucket(s)" in text
 
 
-def test_another_dtype_is_refused_by_name(buckets: Buckets):
+def test_new_batch_dtypes_are_refused(buckets: Buckets):
     batch = buckets.family.make_batch(8, 16)
     text = refused(buckets, buckets.state, batch | {"weights": batch["weights"].astype(np.int32)})
     assert "batch['weights']: was float32[8" in text
     assert "is int32[8" in text
 
 
-def test_another_sharding_of_the_state_is_refused_by_name(buckets: Buckets):
+def test_changed_state_shardings_are_refused(buckets: Buckets):
     path = next(p for p, x in arrays(buckets.state).items() if "fsdp" in str(x.sharding))
 
     def gather_one(at: Any, x: Any) -> Any:
@@ -702,7 +700,7 @@ def test_another_sharding_of_the_state_is_refused_by_name(buckets: Buckets):
     assert "fsdp" not in text.partition(", is")[2].partition("\n")[0]
 
 
-def test_another_structure_is_refused(buckets: Buckets):
+def test_new_batch_fields_are_refused(buckets: Buckets):
     text = refused(buckets, buckets.state, buckets.batches[0] | {"more": np.zeros(4, np.float32)})
     assert "another structure" in text
     assert "with [\"batch['more']\"] and without []" in text
@@ -711,7 +709,7 @@ def test_another_structure_is_refused(buckets: Buckets):
 # What a step takes by default, and how it leaves an update out
 
 
-def test_master_weights_are_fp32_whatever_makes_them():
+def test_master_weights_are_always_fp32():
     low = lambda key: cast(Line(key), jnp.bfloat16)
     state = train.abstract_state(low, optax.adam(1e-3), key=KEY)
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -719,7 +717,7 @@ def test_master_weights_are_fp32_whatever_makes_them():
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
 
 
-def test_a_gradient_is_clipped_to_one_where_nothing_is_said():
+def test_default_clip_norm_is_one():
     state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
     step = zoo.make_train_step(line_loss, KEEP_GRADIENT, precision="fp32")
     state, metrics = step(state, line_batch(100.0))
@@ -728,9 +726,7 @@ def test_a_gradient_is_clipped_to_one_where_nothing_is_said():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_what_is_not_finite_is_left_out_by_a_branch_on_a_cpu_alone(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_skipping_branches_only_on_cpu(platform: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train, "platform", lambda: platform)
     state, step = state_and_step(Line, line_loss, optimizer=told(1.0, np.nan))
     jaxpr = eqx.filter_make_jaxpr(step._function)(line_batch(), state)[0]

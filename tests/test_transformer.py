@@ -63,7 +63,7 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
     return norm(x, w["final_norm.scale"]) @ w["head.weight"]
 
 
-def test_logits_are_those_of_an_independent_forward_pass():
+def test_logits_match_independent_numpy_forward():
     # Dropout needs a key, and so is off.
     options = {"norm_eps": 0.1, "rope_theta": 100.0, "dropout": 0.5}
     model = drawn_transformer(num_heads=4, num_kv_heads=2, head_dim=6, **options)
@@ -127,7 +127,7 @@ SAME = SEGMENTS[T] == SEGMENTS[S]
         "bidirectional",
     ],
 )
-def test_logits_depend_on_the_tokens_they_may_see(options: dict, packed: bool, seen: np.ndarray):
+def test_logits_depend_on_visible_tokens(options: dict, packed: bool, seen: np.ndarray):
     inputs = {"segment_ids": jnp.asarray(SEGMENTS, jnp.int32)[None]} if packed else {}
     found = influence(options, **inputs)
     assert (found[~seen] == 0).all()
@@ -145,7 +145,7 @@ def test_the_mask_hides_padding():
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_positions_restart_where_they_are_told_to(positions: Any):
+def test_given_positions_are_used(positions: Any):
     model = drawn_transformer(positions=positions)
     tokens = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2)[None]
     segment_ids = jnp.repeat(jnp.array([1, 2], jnp.int32), 6)[None]
@@ -206,7 +206,7 @@ def test_every_parameter_learns(name: str):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_flops_are_six_a_weight_and_those_of_attention(name: str):
+def test_flops_count_weights_and_attention(name: str):
     config = small_config(**OPTIONS[name])
     shapes = {path: x.shape for path, x in arrays(drawn_transformer(**OPTIONS[name])).items()}
     products = ("wq", "wk", "wv", "wo", "router", "w_gate", "w_up", "w_down")
@@ -227,7 +227,7 @@ def test_flops_are_six_a_weight_and_those_of_attention(name: str):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_first_loss_is_about_the_log_of_the_vocabulary(tied: bool):
+def test_initial_loss_is_log_vocabulary(tied: bool):
     model = make_transformer(tie_embeddings=tied)(KEY)
     batch = jax.tree.map(jnp.asarray, token_batch())
     total, weight, _ = eqx.filter_jit(losses.next_token)(model, batch, None)
@@ -236,7 +236,7 @@ def test_the_first_loss_is_about_the_log_of_the_vocabulary(tied: bool):
     assert float(total / weight) == pytest.approx(expected, abs=0.25)
 
 
-def test_sizes_that_are_not_given():
+def test_omitted_sizes_have_defaults():
     config = transformer.Config(vocab_size=8, d_model=48, num_heads=4)
     assert (config.head_size, config.kv_heads, config.hidden_size) == (12, 4, 128)
     assert transformer.Config(vocab_size=8, d_model=48, num_heads=4, mlp="gelu").hidden_size == 192
@@ -248,13 +248,13 @@ def test_tied_embeddings_are_one_leaf():
     assert tied.keys() < untied.keys()
 
 
-def test_each_layer_starts_with_weights_of_its_own():
+def test_layers_are_initialised_independently():
     for path, x in arrays(make_transformer()(KEY).blocks).items():
         if "norm" not in path:
             assert (x[0] != x[1]).mean() > 0.99, path
 
 
-def test_dropout_needs_a_key_and_follows_it():
+def test_dropout_depends_on_the_key():
     model = drawn_transformer(dropout=0.3)
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     call = eqx.filter_jit(lambda key: model(tokens, key=key))
@@ -275,7 +275,7 @@ def test_the_logit_cap_bounds_the_logits():
 
 
 @pytest.mark.parametrize("method", ["__call__", "hidden", "hidden_and_balance"])
-def test_options_are_checked_by_name_and_shape(method: str):
+def test_call_options_are_checked(method: str):
     call, tokens = getattr(drawn_transformer(), method), jnp.zeros((2, 4), jnp.int32)
     with pytest.raises(TypeError, match="token_mask"):
         call(tokens, token_mask=tokens > 0)
@@ -291,7 +291,7 @@ def test_options_are_checked_by_name_and_shape(method: str):
     ],
     ids=str,
 )
-def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: str):
+def test_inapplicable_attention_backends_are_refused(options: dict, message: str):
     model, tokens = drawn_transformer(**options), jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=message):
         model(tokens)
@@ -315,7 +315,7 @@ def test_an_attention_that_does_not_apply_is_an_error(options: dict, message: st
     ],
     ids=str,
 )
-def test_a_configuration_that_cannot_be_names_its_field(options: dict, message: str):
+def test_invalid_configurations_name_the_field(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         small_config(**options)
 
@@ -328,19 +328,19 @@ def test_a_configuration_that_cannot_be_names_its_field(options: dict, message: 
     ],
     ids=str,
 )
-def test_a_scaling_that_cannot_be_names_its_field(options: dict, message: str):
+def test_invalid_rope_scaling_names_the_field(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         RopeScaling(8.0, **options)
 
 
-def test_an_unknown_policy_names_its_field():
+def test_unknown_remat_policy_names_the_field():
     config = small_config()
     object.__setattr__(config, "remat", "some")  # past the run-time type checker
     with pytest.raises(ValueError, match=r"remat='some': choose one of .*dots_no_batch"):
         config.__post_init__()
 
 
-def test_a_sequence_longer_than_learned_positions_is_an_error():
+def test_sequences_beyond_learned_positions_are_refused():
     model = drawn_transformer(positions="learned", max_seq_len=8)
     with pytest.raises(ValueError, match="a sequence of 9 is longer than max_seq_len=8"):
         model(jnp.zeros((1, 9), jnp.int32))
