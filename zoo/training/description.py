@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -51,21 +52,16 @@ class Training:
         self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
     ) -> TrainState:
         """The state at step 0; see `init_state`."""
-        return init_state(
-            self.make_model,
-            self.optimizer,
-            key=key,
-            mesh=mesh,
-            rules=rules,
-            trainable=self.trainable,
-            pretrained=self.pretrained,
-        )
+        return self._state(init_state, key, mesh, rules)
 
     def skeleton(
         self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
     ) -> TrainState:
         """The state's shapes, dtypes and shardings; see `abstract_state`."""
-        return abstract_state(
+        return self._state(abstract_state, key, mesh, rules)
+
+    def _state(self, make: Callable[..., TrainState], key: Array, mesh: Any, rules: Any) -> Any:
+        return make(
             self.make_model,
             self.optimizer,
             key=key,
