@@ -118,6 +118,12 @@ def test_annotations_name_logical_axes():
     assert logical_axes(Stacked(twice)).part.weight == ("member", None, "embed", "mlp")
 
 
+def test_axes_renamed_to_nothing_keep_their_place():
+    weight = jnp.zeros((8, 4))
+    assert logical_axes(Renamed(weight, (("in", ""), ("out", "mlp")))).weight == (None, "mlp")
+    assert logical_axes(Renamed(weight, (("in", "mlp"), ("out", "")))).weight == ("mlp", None)
+
+
 def test_skeletons_are_placed_like_models():
     mesh = make_mesh(CUBE)
     skeleton = eqx.filter_eval_shape(model)

@@ -77,7 +77,10 @@ def annotated_axes(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ..
             f'annotate the field, for example {field or "weight"}: Float[Array, "embed mlp"]'
         )
     renamed = dict(getattr(owner, "axes", ()))
-    names = tuple(" ".join(renamed.get(name, name) for name in dims.split()).split())
+    names: tuple[str | None, ...] = ()
+    for name in dims.split():
+        found = renamed.get(name, name).split()
+        names += tuple(found) if found or name.startswith("*") else (None,)
     if len(names) > leaf.ndim:
         raise ShardingError(
             f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
@@ -101,9 +104,10 @@ def logical_axes(tree: PyTree) -> Any:
 
     The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
     Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
-    its axes per instance by a static field `axes`, pairs of (annotated, logical) names,
-    the latter several with spaces between them where the former is variadic. A module that stacks
-    others names their first leading axis by a static field `stacked_axis`.
+    its axes per instance by a static field `axes`, pairs of (annotated, logical) names, the latter
+    several with spaces between them where the former is variadic; "" leaves an axis without a name,
+    as those of a convolution's window. A module that stacks others names their first leading axis
+    by a static field `stacked_axis`.
 
     Raises:
         ShardingError: an array without an annotation, or of lower rank than its annotation.
