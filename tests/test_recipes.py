@@ -463,7 +463,7 @@ def test_planning_leaves_no_files(train, tmp_path, capsys):
         train("mlp", tmp_path / "run", "--plan", "cpu:8", "--mesh", "data=8")
     assert not end.value.code
     output = capsys.readouterr().out
-    for text in ("8 × cpu (data=8)", "optimizer", "temporaries", "all-reduce", "fits"):
+    for text in ("8 × cpu (data=8)", "examples per step", "temporaries", "all-reduce", "fits"):
         assert text in output
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,7 @@ def title(estimate: Estimate) -> str:
         if estimate.num_parameters > 1e8
         else f"{estimate.num_parameters:,} parameters",
         f"{estimate.num_devices} × {chip.name} ({mesh})",
-        f"{job.tokens:,} tokens per step",
+        f"{job.tokens:,} {job.training.data.unit} per step",
         job.precision,
     ]
     if job.remat is not None:
@@ -44,7 +44,7 @@ def sections(estimate: Estimate) -> dict[str, Rows]:
         found["bytes sent per device and step"] = _collectives(estimate)
     roof = roofline(estimate)
     if roof is not None:
-        found["at the chip's peaks"] = _roofline(roof)
+        found["at the chip's peaks"] = _roofline(roof, estimate.job.training.data.unit)
     return found
 
 
@@ -100,7 +100,7 @@ def _collectives(estimate: Estimate) -> Rows:
     return rows
 
 
-def _roofline(roof: Roofline) -> Rows:
+def _roofline(roof: Roofline, unit: str) -> Rows:
     def share(seconds: float) -> str:
         return "the bound" if seconds == roof.seconds else f"{seconds / roof.seconds:.0%} of it"
 
@@ -108,7 +108,7 @@ def _roofline(roof: Roofline) -> Rows:
         ("compute", _seconds(roof.compute), share(roof.compute)),
         ("memory", _seconds(roof.memory), share(roof.memory)),
         ("interconnect", _seconds(roof.interconnect), share(roof.interconnect)),
-        ("tokens/s, at most", f"{roof.tokens_per_second:,.0f}", "all devices, all else hidden"),
+        (f"{unit}/s, at most", f"{roof.tokens_per_second:,.0f}", "all devices, all else hidden"),
     ]
     if roof.mfu is not None:
         rows.append(("MFU, at most", f"{roof.mfu:.0%}", f"bound by {roof.bound}"))
