@@ -1,1 +1,1 @@
-"""What every room stands on: configurations, files and their checksums."""
+"""The ground that every room stands on: configurations, files and their checksums."""

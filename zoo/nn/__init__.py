@@ -1,1 +1,1 @@
-"""What families are made of: layers, attention, output heads, rematerialisation, precision."""
+"""The parts of families: layers, attention, output heads, rematerialisation, precision."""

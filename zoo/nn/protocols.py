@@ -1,4 +1,4 @@
-"""What losses and wrappers ask of a model of sequences, whatever its family."""
+"""The interfaces of sequence models that losses and wrappers rely on, whatever the family."""
 
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
@@ -8,7 +8,7 @@ from zoo.nn.readout import Readout
 
 
 class SequenceOptions(TypedDict, total=False):
-    """What a model of sequences takes beside its tokens, each by name; None is as if not given."""
+    """The optional inputs of a sequence model, each by name; None is the same as leaving it out."""
 
     segment_ids: Int[Array, "batch seq"] | None
     """Tells the packed documents of a row apart; 0 is padding."""

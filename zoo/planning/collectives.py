@@ -1,6 +1,6 @@
 """The bytes that a compiled step moves between devices, and between a device and its memory.
 
-A collective's bytes are what one device sends if the collective goes round in a ring, with S the
+A collective's bytes are what one device sends if the collective runs around a ring, with S the
 bytes of the whole and n the devices of a group: all-gather and reduce-scatter (n-1)/n S,
 all-reduce twice that, all-to-all (n-1)/n of what the device holds, collective-permute all of that.
 """

@@ -52,7 +52,7 @@ class Target:
         return self._tpus() if self.chip.kind == "tpu" else self._cpus()
 
     def _tpus(self) -> list[Any]:
-        # Else libtpu asks the cloud what machine this is, says aloud that nobody answers, and lets
+        # Else libtpu asks the cloud what machine this is, prints that nobody answers, and lets
         # no second process compile at the same time.
         for name, value in (
             ("TPU_SKIP_MDS_QUERY", "1"),

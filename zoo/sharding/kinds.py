@@ -47,7 +47,7 @@ def is_hidden_matrix(names: Sequence[str | None], *, field: str = "") -> bool:
 
 
 def _parameter_kind(name: str | None, names: Sequence[str | None], field: str) -> Kind:
-    """What an axis of a parameter is."""
+    """The kind of an axis of a parameter."""
     if name is None:
         return "stack"
     kind = kind_of(name)

@@ -91,7 +91,7 @@ def rules_in_use() -> Rules:
 
 
 def kind_of(name: str) -> Kind | None:
-    """What a logical axis is, by the rules in use and the table; None if neither knows it."""
+    """The kind of a logical axis by the rules in use and the table; None if neither knows it."""
     rules = rules_in_use()
     rule = rules.get(name)
     if isinstance(rule, Axis):

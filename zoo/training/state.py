@@ -20,7 +20,7 @@ Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans lik
 
 
 class TrainState(eqx.Module):
-    """All that a run is: restore it and the data's position, and training goes on bit for bit."""
+    """The whole state of a run: with it and the data's position, training resumes bit for bit."""
 
     model: PyTree  # fp32 master weights
     opt_state: PyTree
@@ -72,7 +72,7 @@ def abstract_state(
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
-    """What `init_state` would make, with a sharded ShapeDtypeStruct for each array: for restore."""
+    """The result of `init_state` with a sharded ShapeDtypeStruct for each array, for a restore."""
     *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, rules)
     if mesh is not None:
         placed = state_shardings(skeleton, mesh, rules)

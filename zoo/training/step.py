@@ -37,7 +37,7 @@ from zoo.training.state import (
 
 LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
 
-# What a step's sums, a step's metrics and the training loop's lines hold of their own.
+# Names that a step's sums, a step's metrics and the training loop's lines use themselves.
 EVAL_NAMES = frozenset({"loss", "tokens"})
 STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
 STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
