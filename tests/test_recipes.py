@@ -100,7 +100,10 @@ TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
 POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "rnn" else name for name in CASES],
+)
 def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, capsys):
     states, fit = [], loop.fit
 

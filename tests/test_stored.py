@@ -40,7 +40,13 @@ def test_a_stored_model_opens(name: str, stored: Path):
     assert lora.has_adapters(model) == (name == "adapters")
 
 
-@pytest.mark.parametrize("name", EXPECTED["runs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("mlp", "finetune") else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXPECTED["runs"]
+    ],
+)
 def test_a_stored_run_resumes(name: str, stored: Path, capsys: pytest.CaptureFixture):
     recipe = importlib.import_module(f"recipes.{name}")
     flags = ["--run-dir", f"runs/{name}", *make.COMMON, *make.RUNS[name], "--steps", "4"]

@@ -711,7 +711,7 @@ def test_new_batch_fields_are_refused(buckets: Buckets):
 
 def test_master_weights_are_always_fp32():
     low = lambda key: cast(Line(key), jnp.bfloat16)
-    state = train.abstract_state(low, optax.adam(1e-3), key=KEY)
+    state = abstract_state(low, optax.adam(1e-3), key=KEY)
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert len(floats) == 4  # the weight, its two moments, and the loss scale
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
