@@ -55,7 +55,7 @@ def make_train_step(
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
     trainable: Trainable | None = None,
-) -> "CompiledStep":
+) -> CompiledStep:
     """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
 
     Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
@@ -226,7 +226,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
     precision: Precision = "bf16",
-) -> "CompiledStep":
+) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
