@@ -1,7 +1,7 @@
 """Mixed precision: fp32 master weights, bf16 or fp16 compute, fp32 reductions, and dynamic scale.
 
-Every matrix product of the zoo with a weight goes through `matmul`, the one place that chooses how
-a platform multiplies.
+Products with weights go through `matmul` or `product`, which choose how a platform multiplies;
+those of experts, through `jax.lax.ragged_dot`, are the exception.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ def join_processes() -> None:
     """Join the other processes of a run, by JAX's variables or as members of a cluster.
 
     Raises:
-        ValueError: variables that are missing, or no cluster that JAX knows.
+        RunError: variables that are missing, or no cluster that JAX knows.
     """
     variables = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [os.environ.get(name) for name in variables]
