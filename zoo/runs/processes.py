@@ -18,7 +18,7 @@ class RunError(RuntimeError):
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed in this process, as XLA for CPU allocates all temporaries in each step.
+    """Keep freed memory in this process, as XLA for CPU allocates all temporaries in each step.
 
     Given back and faulted in again, they cost a small step over a quarter of its time.
     """

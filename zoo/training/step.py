@@ -65,7 +65,7 @@ def make_train_step(
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit.
 
-    Metrics are float32 scalars on the device: `loss` (a unit of weight), `tokens` (the summed
+    Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
     update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
     the loss's own divided by the weight.
