@@ -11,7 +11,7 @@ import tyro
 
 from zoo import sharding, transformer
 from zoo.base.files import local_path
-from zoo.data.plans import HostBatch, Plan, check_batch_size
+from zoo.data.plans import HostBatch, Plan, Row, check_batch_size
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
@@ -76,7 +76,7 @@ class TokenRows(Plan):
         super().__init__(batch_size, seed=0, shuffle=False)
         self.buckets = (seq_len,)
 
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _row(self, bucket: int) -> Row:
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
         return {name: ((bucket,), dtype) for name, dtype in dtypes.items()}
 
