@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zoo
 from zoo import classification, mlp, optimizers, tabular
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.runs.command_line import cli
 from zoo.runs.run import Config as RunConfig
 
@@ -59,8 +59,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ensemble < 1:
-            raise ValueError(f"ensemble={self.ensemble}: must be at least 1")
+        require(self.ensemble >= 1, f"ensemble={self.ensemble}: must be at least 1")
 
     @property
     def batch_size(self) -> int:

@@ -17,7 +17,8 @@ the text and whose field `stars` is the label.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from jaxtyping import Array, Key
 
 import zoo
 from zoo import classification, language, optimizers, rnn, text
@@ -53,7 +54,7 @@ def main(config: Config) -> None:
         data = language.read_text(run, label=config.label)
         model = model_config(config, data)
 
-        def make_model(key: Any) -> rnn.RNN:
+        def make_model(key: Key[Array, ""]) -> rnn.RNN:
             return rnn.RNN(model, key=key)
 
         if config.label is None:

@@ -23,7 +23,7 @@ def record_batches(path: str) -> None:
                 digest = hashlib.sha256()
                 for name in sorted(batch):
                     digest.update(name.encode() + np.asarray(batch[name]).tobytes())
-                plan_and_k = f"{plan.batches_per_epoch} batches an epoch, batch {k}"
+                plan_and_k = f"{plan.batches_per_epoch} batches per epoch, batch {k}"
                 file.write(json.dumps([plan_and_k, digest.hexdigest()]) + "\n")
                 file.flush()
                 yield k, batch

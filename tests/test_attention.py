@@ -165,7 +165,7 @@ def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, he
     want = textbook(q64, k64, v64, seen[:, None, None], options.get("soft_cap"), np)
     tolerance = 4e-6 if dtype == jnp.float32 else 2**-7
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance * np.abs(want).max())
-    # One query a head is two in bf16, for which XLA for CPU does not convert the keys.
+    # One query per head is two in bf16, for which XLA for CPU does not convert the keys.
     products = [
         e.invars[0].aval.shape[-2:]
         for e in equations(jax.make_jaxpr(run)(q, k, v))

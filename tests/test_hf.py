@@ -1,4 +1,4 @@
-"""zoo.hf: outputs of transformers from golden files, round trips, refusals, memory, the hub.
+"""zoo.hf, the models: outputs of transformers from golden files, round trips, decoding.
 
 The golden files are made by `golden/make_hf_golden.py`; nothing here needs PyTorch.
 """

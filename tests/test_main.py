@@ -24,7 +24,7 @@ def shelf(tmp_path, monkeypatch):
 def test_list_shows_each_model(shelf, capsys):
     main.list_models()
     lines = capsys.readouterr().out.splitlines()
-    assert "what it is" in lines[0]
+    assert "description" in lines[0]
     [line] = [line for line in lines if line.strip().startswith("flowers")]
     assert " mlp " in line
     assert "130" in line  # 4·8 + 8 + 8·8 + 8 + 8·2 + 2

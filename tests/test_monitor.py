@@ -95,7 +95,7 @@ def test_terminal_progress_fits_any_width(width: int):
 def test_pty_progress_stays_on_one_line():
     program = (
         "from zoo.runs.monitor import ProgressBar\n"
-        "with ProgressBar(300, label='train') as bar:\n"
+        "with ProgressBar(300) as bar:\n"
         "    for step in range(1, 301):\n"
         "        bar.update(step, loss=2.0, tokens_per_second=123456.0, mfu=0.3)\n"
     )

@@ -22,7 +22,7 @@ from zoo.runs.command_line import cli_errors
 def list_models() -> None:
     """List the published models."""
     cards = published()
-    table = Table("name", "family", "parameters", "MB", "what it is", box=None)
+    table = Table("name", "family", "parameters", "MB", "description", box=None)
     for card in cards.values():
         lines = (line.strip() for line in card.text.splitlines())
         summary = next((line for line in lines if line and not line.startswith("#")), "")

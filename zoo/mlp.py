@@ -6,7 +6,6 @@ two layers, and the blocks of two layers are stacked and scanned.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -181,7 +180,7 @@ class MLP(eqx.Module):
         x = gather(self.first)(x, first_key)
         if self.blocks is not None:
 
-            def block(block: Any, x_BE: Array, index: Array) -> Array:
+            def block(block: PlainBlock | ResidualBlock, x_BE: Array, index: Array) -> Array:
                 key = None if blocks_key is None else jax.random.fold_in(blocks_key, index)
                 return block(x_BE, key)
 

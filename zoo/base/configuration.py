@@ -1,7 +1,7 @@
 """Configurations are dataclasses whose fields have values of the types they are annotated with.
 
 A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields,
-those of earlier versions too: a field says by `formerly` what it was then. A field that
+those of earlier versions too: a field names its former form by `formerly`. A field that
 `may_differ` between two starts of a run says so in its own declaration.
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float32
 
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data.documents import read_csv, unit_hash
 from zoo.data.plans import ArrayPlan
@@ -31,8 +31,7 @@ class Config:
     """Share of the rows kept from training, to evaluate on."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"data.held_out={self.held_out}: must lie between 0 and 1")
+        require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
 
 
 @dataclass(frozen=True)

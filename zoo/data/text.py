@@ -32,7 +32,7 @@ class Source:
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
-    with commas. Empty: the source code of this Python's standard library."""
+    with commas. Empty: text that comes with Python (source code; for fine-tuning, help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""

@@ -1,9 +1,8 @@
 """Text from a model: sampling token by token, at once or as a stream.
 
-Any `zoo.decoding.decoder.Decoder` will do, whatever its family. Prompts are
-aligned to the right and padded to a bucket, so that a model's two programs, one that reads prompts
-and one that continues them, are compiled once per bucket. A model computes in the dtype of its
-parameters.
+Any `zoo.decoding.decoder.Decoder` will do, whatever its family. Prompts are aligned to the right,
+and padded to a bucket, so that a model's two programs, one that reads prompts and one that
+continues them, are compiled once per bucket. A model computes in the dtype of its parameters.
 """
 
 from collections.abc import Iterator, Sequence

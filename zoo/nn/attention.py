@@ -1,6 +1,6 @@
 """Attention: one function in front of `jax.nn.dot_product_attention` and the zoo's own kernel.
 
-Legend of suffixes: B batch, T queries, S keys, N query heads, K key-value heads, G query heads a
+Legend of suffixes: B batch, T queries, S keys, N query heads, K key-value heads, G query heads per
 key-value head, H head size.
 """
 
@@ -80,7 +80,7 @@ def attend_to_slots(
     soft_cap: float | None = None,
     scale: float | None = None,
 ) -> Float[Array, "batch 1 heads head_dim"]:
-    """Softmax attention of one query a row over the slots it sees, as decoding needs it.
+    """Softmax attention of one query per row over the slots it sees, as decoding needs it.
 
     `soft_cap` and `scale` are those of `attention`; the softmax is in fp32.
     """

@@ -1,7 +1,7 @@
 """Mixed precision: fp32 master weights, bf16 or fp16 compute, fp32 reductions, and dynamic scale.
 
-Every matrix product of the zoo with a weight goes through `matmul`, the one place that chooses how
-a platform multiplies.
+Products with weights go through `matmul` or `product`, which choose how a platform multiplies;
+those of experts, through `jax.lax.ragged_dot`, are the exception.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def native_precision() -> Precision:
 def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
 
-    `exact_products` too; to differentiate, be within that one outside of the gradient.
+    It enters `exact_products`, which a gradient also needs around the function that it is of.
     """
     dtype = compute_dtype(precision)
     with computing_in(dtype), exact_products(precision):
@@ -60,7 +60,7 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
 
 
 def exact_products(precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """Within, products in "fp32" are of fp32: on GPU and TPU they are of less by default.
+    """Within, products in "fp32" are of fp32: GPU and TPU multiply less precisely by default.
 
     JAX traces the gradients that are written out only after the function that they belong to.
     """

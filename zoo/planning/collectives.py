@@ -96,7 +96,7 @@ def _is_cut(fused: Computation, held: float, n: int) -> bool:
 
 
 def _op_name(computation: Computation, instruction: Instruction) -> str:
-    """Where a collective comes from, or what it is made of where the compiler does not say."""
+    """The origin of a collective in the traced step, or of its operands where it has none."""
     nearby = [instruction]
     for found in nearby:  # which grows
         if found.op_name or len(nearby) > 100:
@@ -131,7 +131,7 @@ _NO_TRAFFIC = {
 
 
 def memory_traffic(program: Program) -> float:
-    """Bytes between a device and its memory in a step: what each fusion reads and writes.
+    """Bytes between a device and its memory in a step: the reads and writes of each fusion.
 
     A fusion that slices a stack of layers reads the slice, one that writes into it the slice too.
     """

@@ -11,7 +11,7 @@ import tyro
 
 from zoo import sharding, transformer
 from zoo.base.files import local_path
-from zoo.data.plans import HostBatch, Plan, check_batch_size
+from zoo.data.plans import HostBatch, Plan, Row, check_batch_size
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
@@ -27,7 +27,7 @@ class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
 
     model: tyro.conf.Positional[str]
-    """Published size: llama3-8b, llama3-70b, or qwen3- and 0.6b, 1.7b, 4b, 8b, 14b or 32b."""
+    """Published size: llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b."""
     target: str
     """TPU slice, such as v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or virtual
     CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
@@ -76,7 +76,7 @@ class TokenRows(Plan):
         super().__init__(batch_size, seed=0, shuffle=False)
         self.buckets = (seq_len,)
 
-    def _row(self, bucket: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _row(self, bucket: int) -> Row:
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
         return {name: ((bucket,), dtype) for name, dtype in dtypes.items()}
 

@@ -183,7 +183,7 @@ def visits(program: Program) -> Iterator[Visit]:
                 inner.append(walk(body, times * (turns or 1), False, next(scopes), into))
                 continue
             if instruction.opcode.endswith(("-done", "-update")):
-                continue  # what they belong to has started already
+                continue  # it counted at its start
             names = called.get("calls", ())
             fuses = instruction.opcode == "fusion"
             if instruction.opcode in ("call", "async-start"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
@@ -134,10 +134,10 @@ def read_skeleton(folder: Path) -> PyTree:
 
 
 def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
-    def one(key: Any) -> PyTree:
+    def one(key: Key[Array, ""]) -> PyTree:
         return cls(config, key=key)
 
-    def make(key: Any) -> PyTree:
+    def make(key: Key[Array, ""]) -> PyTree:
         if "num_members" in around:
             return Ensemble(one, around["num_members"], key=key)
         if "num_classes" in around:

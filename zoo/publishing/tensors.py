@@ -185,12 +185,6 @@ def write_file(
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
 
 
-def _named(model: PyTree) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if is_parameter(leaf):
-            yield keystr(path), leaf
-
-
 def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a model, by its dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(model)

@@ -19,8 +19,7 @@ from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
 from zoo.rnn.cells import CELLS
-from zoo.rnn.config import Config as Config
-from zoo.rnn.config import num_flops_per_token as num_flops_per_token
+from zoo.rnn.config import Config
 from zoo.rnn.recurrence import Options, Weights, recur
 from zoo.rnn.time import Chunks, Marks, make_marks, over_time
 from zoo.sharding import constrain

@@ -41,7 +41,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path, *, keep: int = 3):
-        """Opens or makes `folder`, clears up after a killed save, keeps the last `keep` steps."""
+        """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
@@ -62,7 +62,7 @@ class Checkpointer:
                 files.remove(leftover)
 
     def save(self, step: int, state: PyTree, meta: dict) -> None:
-        """Saves the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
+        """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
 
         It returns once the arrays are safe from donation; the rest happens in the background, and
         what fails there is raised by the next call. A step just saved or restored is left alone.
@@ -125,14 +125,14 @@ class Checkpointer:
         return _steps(self.folder)
 
     def wait(self) -> None:
-        """Waits for the save under way, and raises the error that it ended with."""
+        """Wait for the save under way, and raise the error that it ended with."""
         commit, self._commit = self._commit, None
         if commit is not None:
             with self._explained(self._newest):
                 commit.result()
 
     def close(self) -> None:
-        """Waits for the save under way, then ends the background threads."""
+        """Wait for the save under way, then end the background threads."""
         try:
             self.wait()
         finally:
@@ -158,7 +158,7 @@ class Checkpointer:
             ) from error
 
     def _finish(self, step: int, record: str) -> None:
-        """In the background: waits for all processes' arrays, then seals, commits and prunes."""
+        """In the background: wait for all processes' arrays, then seal, commit and prune."""
         self._orbax.wait_until_finished()
         if jax.process_index() != 0:
             return
@@ -212,7 +212,7 @@ def _problems(folder: Path, step: int) -> list[str]:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Renames a damaged step so that it can be saved again, and never over an earlier one."""
+    """Rename a damaged step so that it can be saved again, and never over an earlier one."""
     aside, count = folder.with_name(f"{folder.name}.damaged"), 1
     while aside.exists():
         count += 1

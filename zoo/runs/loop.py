@@ -30,7 +30,7 @@ def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, flo
 
     Returns the state and the metrics of the evaluation at the end, which is of the whole held-out
     part. Where a save and an evaluation fall on one step, the save is first; an evaluation that
-    was cut short is made up for at the next start.
+    was cut short is repeated at the next start.
 
     Raises:
         RunError: a loss, gradient or update that is not finite, other data than the checkpoint's,

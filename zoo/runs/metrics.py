@@ -71,7 +71,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
-        with files.named(Path(self._file.name)):  # what a full disk did not take is tried again
+        with files.named(Path(self._file.name)):  # it retries a write that a full disk refused
             self._file.close()
 
 
@@ -84,7 +84,7 @@ class TensorBoard:
         except ImportError as error:
             message = "TensorBoard needs the package tensorboardX: pip install 'zoo[tensorboard]'"
             raise ImportError(message) from error
-        # purge_step hides what a killed run wrote after its last checkpoint.
+        # purge_step hides the points of a killed run after its last checkpoint.
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, step: int, **values: Value) -> None:

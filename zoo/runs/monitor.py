@@ -38,7 +38,6 @@ class ProgressBar:
         total: int,
         *,
         start: int = 0,
-        label: str = "train",
         console: Console | None = None,
         seconds_between_lines: Number = 15.0,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +47,7 @@ class ProgressBar:
         self._console = console or Console()
         is_live = self._console.is_interactive
         self._seconds_between_drawings = 0.1 if is_live else seconds_between_lines
-        self._total, self._label, self._clock = total, label, clock
+        self._total, self._clock = total, clock
         self._metrics: dict[str, Value] = {}
         self._began = clock()
         self._first: tuple[float, int] | None = None  # time and step of the first update
@@ -62,7 +61,7 @@ class ProgressBar:
             expand=True,
             disable=not is_live,
         )
-        self._task = self._progress.add_task(label, total=total, completed=start, status="")
+        self._task = self._progress.add_task("train", total=total, completed=start, status="")
 
     def __enter__(self) -> "ProgressBar":
         self._progress.start()
@@ -81,7 +80,7 @@ class ProgressBar:
         self._drawn = now
         status = self._status(step, now)
         if self._progress.disable:
-            self.print(f"{self._label} {step}/{self._total}  {status}")
+            self.print(f"train {step}/{self._total}  {status}")
         self._progress.update(self._task, completed=step, status=status, refresh=True)
 
     def print(self, text: str) -> None:

@@ -32,7 +32,7 @@ def make_job(run: Run[Config], training: Training) -> Job:
 
 
 def show(job: Job, target: str) -> NoReturn:
-    """Print what a job would need on a target, and end the program: nothing is trained."""
+    """Print the estimate of a job on a target, and end the program: nothing is trained."""
     estimate = make_estimate(job, parse(target))
     report.show(estimate)
     if not estimate.memory.fits:
@@ -46,7 +46,7 @@ def _remat_flag(job: Job) -> str | None:
 
 @contextlib.contextmanager
 def explained(mesh: Mesh, job: Job, programs: Callable[[], list[Any]]) -> Iterator[None]:
-    """Within, running out of device memory prints an estimate of the step, and what would fit.
+    """Within, running out of device memory prints an estimate of the step, and a change that fits.
 
     `programs` are those compiled for the step so far, the largest bucket's last.
 

@@ -18,7 +18,7 @@ class RunError(RuntimeError):
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed in this process, as XLA for CPU allocates all temporaries in each step.
+    """Keep freed memory in this process, as XLA for CPU allocates all temporaries in each step.
 
     Given back and faulted in again, they cost a small step over a quarter of its time.
     """
@@ -32,7 +32,7 @@ def join_processes() -> None:
     """Join the other processes of a run, by JAX's variables or as members of a cluster.
 
     Raises:
-        ValueError: variables that are missing, or no cluster that JAX knows.
+        RunError: variables that are missing, or no cluster that JAX knows.
     """
     variables = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [os.environ.get(name) for name in variables]

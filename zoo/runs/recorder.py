@@ -59,7 +59,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, k: int) -> Iterator[None]:
-        """Around the dispatch of step k."""
+        """A context around the dispatch of step k."""
         if self._run.config.profile and k == self._start + 10:
             folder = self._run.folder / "profile"
             self._trace.enter_context(monitor.profile(folder, say=self.bar.print))

@@ -21,7 +21,7 @@ import jax
 
 from zoo import sharding
 from zoo.base import checksums, configuration, files
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.data.plans import check_batch_size
 from zoo.nn.precision import Precision, native_precision
 from zoo.planning import targets
@@ -88,13 +88,12 @@ class Config:
             "checkpoint_every",
             "keep_checkpoints",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            require(value >= 1, f"{name}={value}: must be at least 1")
         files.local_path(self.run_dir, "run_dir")
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")
-        if self.clip_norm <= 0:
-            raise ValueError(f"clip_norm={self.clip_norm}: must be positive")
+        require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
 
     @property
     def batch_size(self) -> int | None:
@@ -108,8 +107,7 @@ ConfigT = TypeVar("ConfigT", bound=Config, covariant=True)
 def check_seed(seed: int) -> None:
     """Raise a ValueError where two seeds would give the same numbers."""
     # Of more bits JAX takes the lower 32, and of more than 64 none.
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed}: must be in 0 to {2**32 - 1}")
+    require(0 <= seed < 2**32, f"seed={seed}: must be in 0 to {2**32 - 1}")
 
 
 class Run(Generic[ConfigT]):

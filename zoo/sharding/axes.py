@@ -49,7 +49,7 @@ def _dim_str(hint: Any) -> str | None:
 def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
     """The logical axes of one leaf; leading axes that the annotation does not name are None.
 
-    But the first of them is what an enclosing module calls it by a static field `stacked_axis`.
+    But the first of them has the name that an enclosing module's field `stacked_axis` gives it.
     """
     names = annotated_axes(tree, path, leaf)
     stacked = next((x.stacked_axis for x in _nodes(tree, path) if hasattr(x, "stacked_axis")), None)

@@ -52,8 +52,8 @@ def abstract_mesh(spec: str | Mapping[str, int], num_devices: int) -> AbstractMe
     """The mesh of a text such as "fsdp=4,tensor=2" without devices: the size of each axis.
 
     Raises:
-        ShardingError: an unknown axis, a size that is no integer, or that does not divide
-            `num_devices` where another one is to be what is left.
+        ShardingError: an unknown axis, a size that is no integer, or sizes that do not divide
+            `num_devices` where one is -1.
     """
     sizes = dict.fromkeys(MESH_AXES, 1) | _parse_mesh(spec)
     unknown = [axis for axis, size in sizes.items() if size == -1]

@@ -1,4 +1,4 @@
-"""The one table of logical axes: the mesh axes that shard each, and what it is.
+"""The one table of logical axes: the mesh axes that shard each, and its kind.
 
 Its first column is `RULES`; a user's rules may take their place. No file outside of this room names
 a mesh axis.
@@ -29,7 +29,7 @@ Kind = Literal["dimension", "end", "minor", "major", "stack", "activation"]
 
 @dataclass(frozen=True)
 class Axis:
-    """A logical axis: the mesh axes that shard it, and what it is.
+    """A logical axis: the mesh axes that shard it, and its kind.
 
     Raises:
         ShardingError: a kind that there is not.

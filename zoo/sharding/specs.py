@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -52,7 +51,9 @@ def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> Parti
     return partition_spec(names, mesh, without=STORAGE_AXES.union(split_the_batch))
 
 
-def check_divides(field: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
+def check_divides(
+    field: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
     """Refuse a size that the mesh axes of its spec do not divide; `field` names the array."""
     for size, entry in zip(shape, spec, strict=True):
         parts = num_shards([entry], mesh)
@@ -64,6 +65,6 @@ def check_divides(field: str, shape: Sequence[int], spec: PartitionSpec, mesh: A
             )
 
 
-def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Any) -> int:
+def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Mesh | AbstractMesh) -> int:
     """Into how many parts a spec, or some entries of one, cuts an array."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(spec))

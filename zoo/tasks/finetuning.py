@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
@@ -79,8 +79,10 @@ class Config(RunConfig):
         super().__post_init__()
         local_path(self.model, "model")
         language.check_sample_tokens(self.sample_tokens)
-        if self.method == "lora" and self.freeze:
-            raise ValueError(f"freeze={self.freeze}: method='lora' trains nothing but adapters")
+        require(
+            self.method != "lora" or not self.freeze,
+            f"freeze={self.freeze}: method='lora' trains nothing but adapters",
+        )
 
     @property
     def batch_size(self) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.base.configuration import may_differ
+from zoo.base.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
@@ -44,8 +44,7 @@ class Config(RunConfig):
 
 def check_sample_tokens(count: int) -> None:
     """Raise a ValueError for a negative number."""
-    if count < 0:
-        raise ValueError(f"sample_tokens={count}: must not be negative; 0 is no sample")
+    require(count >= 0, f"sample_tokens={count}: must not be negative; 0 is no sample")
 
 
 def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:

@@ -27,7 +27,7 @@ class TrainState(eqx.Module):
     step: Int32[Array, ""]  # steps done, skipped ones included
     key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
     loss_scale: LossScale  # used in fp16
-    skipped: Int32[Array, ""]  # steps that came to what is not finite, and changed nothing
+    skipped: Int32[Array, ""]  # steps whose result was not finite, which changed nothing
 
 
 def init_state(
@@ -43,8 +43,8 @@ def init_state(
     """The state that training starts from, born sharded: no device ever holds a whole parameter.
 
     `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
-    what training makes of it. Initialisation and dropout take separate streams of `key`. What is
-    not `trainable` (see `make_train_step`) has no optimizer state.
+    adapts that. Initialisation and dropout take separate streams of `key`. Parameters that are not
+    `trainable` (see `make_train_step`) have no optimizer state.
 
     Raises:
         ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
@@ -92,7 +92,7 @@ def _blueprint(
     pretrained: PyTree,
     rules: sharding.Rules | None,
 ) -> tuple[Any, Any, Any, Any]:
-    """How to build a state, from what; the skeleton of its arrays, and what in it is no array."""
+    """The function that builds a state, its arguments, the skeleton of its arrays, and the rest."""
     sharding.check_rules(rules)
     check_optimizer(optimizer)
     has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))

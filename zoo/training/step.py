@@ -55,7 +55,7 @@ def make_train_step(
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
     trainable: Trainable | None = None,
-) -> "CompiledStep":
+) -> CompiledStep:
     """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
 
     Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
@@ -65,7 +65,7 @@ def make_train_step(
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit.
 
-    Metrics are float32 scalars on the device: `loss` (a unit of weight), `tokens` (the summed
+    Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
     update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
     the loss's own divided by the weight.
@@ -226,7 +226,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
     precision: Precision = "bf16",
-) -> "CompiledStep":
+) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss

@@ -20,9 +20,7 @@ from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
 from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, Rotary, residual_norm
-from zoo.transformer.config import Config as Config
-from zoo.transformer.config import LayerKind
-from zoo.transformer.config import num_flops_per_token as num_flops_per_token
+from zoo.transformer.config import Config, LayerKind
 
 
 class Transformer(CastsAtUse):
