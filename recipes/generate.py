@@ -53,6 +53,8 @@ class Config:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         configuration.check(self)
+        count = self.num_beams
+        configuration.require(count >= 1, f"num_beams={count}: must be at least 1")
 
 
 def main(config: Config) -> None:

@@ -19,7 +19,7 @@ import recipes.generate
 import recipes.lm
 import recipes.mlp
 import recipes.rnn
-from zoo import bert, lora, mlp, rnn, transformer
+from zoo import bert, lora, mlp, rnn, tabular, text, transformer
 from zoo.base import configuration
 from zoo.nn.layers import RopeScaling
 from zoo.wrappers.classifier import Classifier
@@ -355,3 +355,11 @@ def test_subclasses_keep_may_differ_marks():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'steps'"):
         Base()
     assert configuration.names_that_may_differ(dataclasses.replace(Last(), seed=2)) == {"steps"}
+
+
+@pytest.mark.parametrize("config", [text.Config(), tabular.Config()], ids=["text", "tabular"])
+def test_data_of_wrong_type_is_refused(config: Any):
+    with pytest.raises(ValueError, match=r"^data\.batch_size='x': must be an integer"):
+        changed(config, batch_size="x")
+    with pytest.raises(ValueError, match=r"^data\.held_out=nan: must be a finite number"):
+        changed(config, held_out=math.nan)

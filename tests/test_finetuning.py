@@ -186,6 +186,8 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
         tune(f"--model={tmp_path / 'small'}")
     with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
         tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
+    with pytest.raises(ValueError, match=r"model='mlp-digits' is a MLP that reads no tokens"):
+        tune("--model=mlp-digits")
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
     with pytest.raises(PublishError, match="is a run that has not finished"):
         tune(f"--model={tmp_path / 'unfinished'}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -541,3 +542,10 @@ def test_ensemble_round_trip(tmp_path, monkeypatch, mesh):
 def test_shelf_is_the_models_folder(monkeypatch):
     monkeypatch.undo()
     assert the_shelf._shelf() == Path(zoo.__file__).parents[1] / "models"
+
+
+def test_unknown_formats_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'hf'\]"):
+        zoo.save(tmp_path / "model", net(), format="gguf")
+    assert not list(tmp_path.iterdir())

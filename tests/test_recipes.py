@@ -310,6 +310,8 @@ def test_beams_are_printed_with_scores(model_folder, capsys):
 def test_invalid_generate_arguments_are_refused(model_folder, capsys, flags, message):
     with pytest.raises((ValueError, PublishError), match=re.escape(message)):
         continued(capsys, *(flag.format(folder=model_folder) for flag in flags))
+    with pytest.raises(ValueError, match="num_beams=0: must be at least 1"):
+        generate.Config(num_beams=0)
 
 
 # --- What goes wrong --------------------------------------------------------------------------

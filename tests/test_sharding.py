@@ -523,3 +523,8 @@ def test_mapped_axes_reserve_their_mesh_axes():
                 assert axes == taken
                 assert sharding.partition_spec(names, mesh) == rest
             assert sharding.partition_spec(names, mesh) == P(("data", "fsdp"), None, "tensor")
+
+
+def test_mesh_axes_named_twice_are_refused():
+    with pytest.raises(ShardingError, match="'data=4,data=1': each axis is named once"):
+        make_mesh("data=4,data=1")

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float32
 
+from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data.documents import read_csv, unit_hash
@@ -31,6 +32,7 @@ class Config:
     """Share of the rows kept from training, to evaluate on."""
 
     def __post_init__(self) -> None:
+        configuration.check(self, "data.")
         require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
 
 

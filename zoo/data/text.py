@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
+from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data.corpus import Corpus, tokenize
@@ -54,6 +55,7 @@ class Source:
     """Folder that keeps tokenized corpora."""
 
     def __post_init__(self) -> None:
+        configuration.check(self, "data.")
         require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
         if self.cache is not None:
             local_path(self.cache, "data.cache")

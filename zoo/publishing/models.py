@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zoo.base import checksums
+from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
@@ -32,12 +33,14 @@ from zoo.publishing.folder import (
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
 
+Format = Literal["zoo", "hf"]
+
 
 def save(
     folder: Path | str,
     model: eqx.Module,
     *,
-    format: Literal["zoo", "hf"] = "zoo",
+    format: Format = "zoo",
     tokenizer: Any = None,
     card: str = "",
     metrics: dict | None = None,
@@ -48,8 +51,9 @@ def save(
     `format="hf"` too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown for the
     README, `metrics` is JSON, which is stored with the checksums of the measured files.
     All processes call it, and the first writes. Raises PublishError if `load` could not make the
-    model again, or no Hugging Face family has it.
+    model again, or no Hugging Face family has it, and ValueError for another format.
     """
+    check_value("format", format, Format)
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "

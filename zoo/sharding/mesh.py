@@ -86,6 +86,8 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
             raise ShardingError(
                 f"mesh {spec!r}: write it as axis=size, such as 'fsdp=4,tensor=2'"
             ) from None
+        if len(sizes) < len(items):
+            raise ShardingError(f"mesh {spec!r}: each axis is named once at most")
     else:
         sizes = dict(spec)
     for axis in sizes:

@@ -19,6 +19,7 @@ from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.nn.protocols import SequenceModel
 from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
 from zoo.publishing.folder import hugging_face_config
@@ -97,10 +98,14 @@ class Base:
         config = run.config
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
+        self.model = lora.merge(models.load(self.folder, mesh=run.mesh, dtype=jnp.float32))
+        size = self.model.config.vocab_size if isinstance(self.model, SequenceModel) else None
+        if size is None:
+            raise ValueError(
+                f"model={config.model!r} is a {type(self.model).__name__} that reads no tokens: "
+                "begin with a transformer, a BERT, or an RNN with a vocab_size"
+            )
         self.tokenizer = _load_tokenizer(run, self)
-        model = models.load(self.folder, mesh=run.mesh, dtype=jnp.float32)
-        self.model = lora.merge(model)
-        size = self.model.config.vocab_size
         if self.tokenizer.vocab_size > size:
             raise ValueError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
