@@ -24,8 +24,10 @@ from test_hf import CASES, GOLDEN, tensors
 
 import zoo
 from zoo import hf, sharding, transformer
+from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.publishing.errors import PublishError
+from zoo.publishing.hf import hub
 
 
 @pytest.fixture
@@ -628,3 +630,8 @@ def test_hub_ids_are_told_from_paths():
     assert hf.is_hub_id("meta-llama/Llama-3.2-1B")
     for name in ("models", "a/b/c", "../model", "/tmp/model", "a/", "runs\\model", "a b/c"):
         assert not hf.is_hub_id(name), name
+
+
+def test_snapshots_hold_all_tokenizer_files():
+    names = {tokenizer.FILE_NAME, tokenizer.CONFIG_NAME, tokenizer.CHAT_TEMPLATE_NAME}
+    assert names <= set(hub.FILES)

@@ -245,6 +245,8 @@ def test_mismatched_adapters_are_refused(saved):
         zoo.load_adapters(folder / "adapters", drawn_transformer(d_ff=128))
     with pytest.raises(PublishError, match="holds no adapters"):
         zoo.load_adapters(folder / "base", drawn_transformer())
+    with pytest.raises(PublishError, match="nowhere is no folder"):
+        zoo.load_adapters(folder / "nowhere", drawn_transformer())
     with pytest.raises(ValueError, match="no adapters to save"):
         zoo.save_adapters(folder / "other", zoo.load(folder / "base"), base="base")
     data = bytearray((folder / "adapters" / "model.safetensors").read_bytes())

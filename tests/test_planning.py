@@ -442,7 +442,7 @@ def test_command_suggests_fitting_settings(tmp_path, capsys, monkeypatch):
 
 def test_command_errors_have_no_traceback():
     done = subprocess.run(
-        [sys.executable, "-m", "zoo", "plan", "llama9", "--target", "cpu:1"],
+        [sys.executable, "-m", "zoo", "plan", "llama9", "--target", "v5e:2x2"],
         capture_output=True,
         text=True,
         check=False,

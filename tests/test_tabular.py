@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,3 +92,8 @@ def test_classes_without_training_rows_are_refused(tmp_path):
 def test_holding_out_everything_is_refused():
     with pytest.raises(ValueError, match=r"data\.held_out=1"):
         tabular.Config(held_out=1.0)
+
+
+def test_missing_files_are_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"data\.file='.*rows\.csv': there is no such file"):
+        tabular.read_rows(tmp_path / "rows.csv", "kind")

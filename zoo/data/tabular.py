@@ -104,6 +104,8 @@ def digits() -> tuple[Float32[np.ndarray, "rows 64"], list[str]]:
 
 def read_rows(path: Path, label: str) -> tuple[Float32[np.ndarray, "rows features"], list[str]]:
     """The numbers of a CSV file in the order of its columns, and its labels."""
+    if not path.is_file():
+        raise FileNotFoundError(f"data.file='{path}': there is no such file in {Path.cwd()}")
     rows, labels = [], []
     for _, where, record in read_csv(path):
         if label not in record:

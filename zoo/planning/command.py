@@ -58,6 +58,7 @@ class Config:
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
     save = None if config.save is None else local_path(config.save, "save")
+    published.named(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
     estimate = make_estimate(make_job(config, target), target, quick=config.quick)
     report.show(estimate)

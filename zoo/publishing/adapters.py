@@ -65,6 +65,8 @@ def load_adapters(
     has to be on that mesh. Raises PublishError, which names the file, field or tensor at fault.
     """
     folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
+    if not folder.is_dir():
+        raise PublishError(f"{folder} is no folder: give one that save_adapters wrote")
     description, config = _read(folder)
     if (family := family_name(base)) != (stored := current_name(description.get("family"))):
         raise PublishError(

@@ -104,8 +104,9 @@ def load(
 
 
 def _readme(name: str, model: eqx.Module, card: str) -> str:
+    text = f"{card.strip()}\n\n" if card.strip() else ""
     return (
-        f"# {name}\n\n{card.strip()}\n\n"
+        f"# {name}\n\n{text}"
         f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n"
-        f'- Open it with `zoo.load("{name}")`, or the path of this folder\n'
+        "- Open it with `zoo.load`, given the path of this folder\n"
     )
