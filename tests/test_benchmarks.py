@@ -169,7 +169,7 @@ def test_gpu_suite_runs_without_data_packages(tmp_path):
     decoder, parity, attention, lstm, profile = json.loads(record.read_text())["tables"]
     peers = ["zoo", "pytorch"] if importlib.util.find_spec("torch") else ["zoo"]
     assert [row["peer"] for row in decoder["rows"]] == peers
-    assert [row["of"] for row in parity["rows"]] == ["loss", "gradient"]
+    assert [row["quantity"] for row in parity["rows"]] == ["loss", "gradient"]
     assert [row["implementation"] for row in attention["rows"]] == ["chunked"]
     assert len(lstm["rows"]) == len(peers)
     assert sum(row["%"] for row in profile["rows"]) > 90
