@@ -171,7 +171,7 @@ class Sampling(eqx.Module):
     def checked(
         temperature: float, top_k: int | None, top_p: float | None, key: Key[Array, ""] | None
     ) -> "Sampling":
-        """That of the parameters, or a ValueError that names the one out of range."""
+        """The sampling of these parameters; a ValueError names the one out of range."""
         if not temperature >= 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
         if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
