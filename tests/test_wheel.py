@@ -126,6 +126,7 @@ def test_project_keeps_its_own_modules(installed, tmp_path):
     version, where = run(python, "main.py", cwd=tmp_path).split()[-2:]
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
     assert (Path(where) == ROOT / "zoo") == (kind == "editable")
+    assert f"zoo {version} in {where}" in run(python, "-m", "zoo", "report", cwd=tmp_path)
 
 
 @pytest.mark.slow
