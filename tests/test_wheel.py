@@ -70,7 +70,7 @@ def built(tmp_path_factory) -> Path:
 
 
 def make_venv(folder: Path, *install: str | Path) -> Path:
-    """The Python of a new venv that has the packages of this one, but for the zoo, and `install`."""
+    """The Python of a new venv: the packages of this one without the zoo, and `install`."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
@@ -109,7 +109,8 @@ def test_wheel_has_zoo_alone(built):
 @pytest.mark.slow
 def test_sdist_has_what_builds_and_tests(built):
     [sdist] = built.glob("*.tar.gz")
-    names = {member.name.partition("/")[2] for member in tarfile.open(sdist).getmembers()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     expected = set().union(*map(files, ("zoo", "recipes", "models", "tests")))
     assert expected | {"pyproject.toml", "README.md", "LICENSE", "constraints.txt"} <= names
     tops = {name.partition("/")[0] for name in names}

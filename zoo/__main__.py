@@ -97,6 +97,6 @@ if __name__ == "__main__":
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="python -m zoo",
-            description="The published models: list, describe, verify them; plan a training; report versions.",
+            description="List, describe and verify models, plan a training, report versions.",
             args=sys.argv[1:] or ["list"],
         )

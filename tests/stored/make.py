@@ -2,7 +2,7 @@
 
     cp -r tests/stored /tmp && PYTHONPATH=$PWD python /tmp/stored/make.py
 
-Elsewhere, as checkpoints hold their own path.
+The copy is needed because checkpoints hold their own path.
 
 What lies here was written by version 0.1.0 of 2026-11-22, before the modules of the zoo moved.
 Each run has two of its four steps behind it; `expected.json` has what that version came to.

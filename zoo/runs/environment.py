@@ -47,7 +47,7 @@ def _commit() -> str:
     """The commit of the checkout, with -dirty after changes; empty outside of one."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
-    command = ["git", "-C", PACKAGE.parent, "describe", "--always", "--dirty", "--match="]
+    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty", "--match="]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -103,7 +103,7 @@ def _caches() -> Iterator[str]:
         "--data.cache": TextConfig.cache,
     }
     for flag, default in defaults.items():
-        folder = Path(default).expanduser()
+        folder = Path(str(default)).expanduser()
         files = [path for path in folder.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         yield f"{flag} {folder}: {len(files):,} files, {size / 1e6:,.0f} MB"
