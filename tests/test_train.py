@@ -394,6 +394,7 @@ class Line(eqx.Module):
         self.weight = 1.5 + 0.5 * jax.random.uniform(key, (8, 8))
 
 
+@losses.keeps_dtype("factor")
 def line_loss(model: Line, batch: Any, key: Array | None) -> tuple[Array, Array, dict]:
     x = batch["x"].astype(model.weight.dtype)
     noise = jnp.float32(0) if key is None else jax.random.uniform(key)
@@ -518,6 +519,7 @@ def assert_refused(call: Any, error: type[Exception], message: str) -> None:
 def changed(change: Any) -> Any:
     """`line_loss` with another result."""
 
+    @losses.keeps_dtype("factor")
     def my_loss(model: Any, batch: Any, key: Any) -> Any:
         return change(*line_loss(model, batch, key))
 
