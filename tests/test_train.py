@@ -27,7 +27,8 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses, sharding
-from zoo.nn.precision import LossScale, cast
+from zoo.nn.parameters import cast
+from zoo.nn.precision import LossScale
 from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike
 
@@ -45,8 +46,13 @@ def resolve(tree: Tree) -> Tree:
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest as it is."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is."""
+
+    def visit(x: Any) -> Any:
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float else x
+
+    return jax.tree.map(visit, tree)
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)

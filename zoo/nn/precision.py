@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from zoo.nn import stateful
-from zoo.nn.parameters import cast, casts_at_use, casts_inputs, computing_in, resolve
+from zoo.nn.parameters import casts_at_use, casts_inputs, computing_in, resolve
 from zoo.sharding.axes import keystr
 
 Tree = TypeVar("Tree")

@@ -39,21 +39,32 @@ def _copied(state: eqx.nn.State) -> eqx.nn.State:
     return jax.tree.map(lambda x: x, state)
 
 
-class _InFloat32:
-    """A layer whose statistics are of its input: both are fp32, and its output as its input."""
+class _BatchNorm(eqx.nn.BatchNorm):
+    """A batch norm in fp32 between activations of another dtype."""
 
     def __call__(self, x: Array, state: eqx.nn.State, **options: Any) -> tuple[Array, eqx.nn.State]:
-        call: Any = super().__call__  # type: ignore[misc]
-        y, state = call(x.astype(jnp.float32), state, **options)
+        y, state = super().__call__(x.astype(jnp.float32), state, **options)
         return y.astype(x.dtype), state
 
 
-class _BatchNorm(_InFloat32, eqx.nn.BatchNorm):
-    pass
+class _CastAtCall(eqx.Module):
+    """A layer that is cast to the dtype of its input."""
+
+    layer: Any
+
+    def __call__(self, x: Array) -> Array:
+        return cast(self.layer, x.dtype)(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "layer"), name)
 
 
-class _SpectralNorm(_InFloat32, eqx.nn.SpectralNorm):
-    pass
+class _SpectralNorm(eqx.nn.SpectralNorm):
+    """A spectral norm in fp32 of the weight of a layer in another dtype."""
+
+    def __call__(self, x: Array, state: eqx.nn.State, **options: Any) -> tuple[Array, eqx.nn.State]:
+        inner = eqx.tree_at(lambda norm: norm.layer, self, _CastAtCall(self.layer))
+        return eqx.nn.SpectralNorm.__call__(inner, x, state, **options)
 
 
 _IN_FLOAT32: dict[type, type] = {
@@ -63,9 +74,9 @@ _IN_FLOAT32: dict[type, type] = {
 
 
 def cast_around(model: Tree, dtype: DTypeLike) -> Tree:
-    """A model cast to a dtype, but for its States, and for the layers of Equinox that have one.
+    """A model cast to a dtype, but for its States, and for the norms of Equinox that have one.
 
-    Those stay in fp32 and compute in it: a running mean in bf16 would not move by 1%.
+    Those compute in fp32: a running mean in bf16 would not move by 1%.
     """
 
     def is_node(x: Any) -> bool:
@@ -81,7 +92,7 @@ def cast_around(model: Tree, dtype: DTypeLike) -> Tree:
 
 def _as(cls: type, module: eqx.Module) -> eqx.Module:
     """A module as one of a subclass that adds no field."""
-    new = object.__new__(cls)
+    new: Any = object.__new__(cls)
     for field in dataclasses.fields(module):
         object.__setattr__(new, field.name, getattr(module, field.name))
     return new

@@ -29,12 +29,13 @@ class PrecisionWarning(UserWarning):
 class _Origin(NamedTuple):
     """The narrowest dtype that a value had, and the argument that it is."""
 
-    dtype: Any
+    dtype: Any  # None of what is no array
     name: str = ""
 
     @property
     def is_low(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4
+        is_float = self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
+        return is_float and self.dtype.itemsize < 4
 
 
 class _Finding(NamedTuple):
@@ -81,7 +82,8 @@ def _findings(loss: Callable[..., Any], arguments: dict[str, PyTree]) -> list[_F
                 f"the loss's {what} is a sum in {origin.dtype}: sum in float32, or keep an entry "
                 "of the batch as it is by zoo.losses.keeps_dtype"
             )
-            found.append(_Finding(*_place(made_by.get(x)), text))
+            is_constant = isinstance(x, core.Literal)
+            found.append(_Finding(*_place(None if is_constant else made_by.get(x)), text))
     return found
 
 
@@ -124,14 +126,18 @@ def _mixed(equation: Any, operands: list[_Origin]) -> str | None:
         f"{operand.name} {operand.dtype}{list(x.aval.shape)}".strip()
         for operand, x in zip(operands, equation.invars, strict=False)
     )
-    return f"a product of {first} and {second} is computed in {computed}: cast one of them"
+    return f"a product of {first} and {second} is computed in {computed}: cast one of the two"
 
 
 def _jaxprs(equation: Any) -> Iterator[Any]:
-    is_jaxpr = lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-    for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
-        if is_jaxpr(parameter):
+    """The programs within an equation: of a loop, of branches or of a function."""
+    for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+        if _is_jaxpr(parameter):
             yield getattr(parameter, "jaxpr", parameter)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _place(equation: Any) -> tuple[str, int]:

@@ -9,7 +9,6 @@ it returns the new State as a fourth value.
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,7 +38,6 @@ from zoo.training.state import (
     trained_leaves,
 )
 
-
 States = list[eqx.nn.State]
 
 
@@ -63,6 +61,17 @@ def make_train_step(
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit.
 
+    For a model that is none of the zoo's, the floating-point entries of the batch are cast to
+    `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
+    loss names by `zoo.losses.keeps_dtype`. A PrecisionWarning, once per step, names the lines of
+    the loss and the model that compute a product of two dtypes in fp32.
+
+    An `eqx.nn.State` anywhere in the model is not trained, and keeps its own dtypes: the loss gets
+    it (`model, state = pair` where `make_model` returned the pair of `eqx.nn.make_with_state`), and
+    returns the new one as a fourth value, or a list of several in the model's order. Microbatches
+    pass it on in their order, and a skipped step leaves it as it was. Batch and spectral norms of
+    Equinox have their statistics in fp32.
+
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
     update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
@@ -70,9 +79,10 @@ def make_train_step(
 
     Raises:
         TypeError: a loss function or an optimizer that is none; at the first call, a loss function
-            that returns something else.
+            that returns something else, or no new State.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
-            not divide; at the first call, a metric whose name is taken, or a total that is no sum.
+            not divide; at the first call, a metric whose name is taken, a total that is no sum, a
+            State of other shapes or dtypes, or a batch without an entry that the loss names.
         ShardingError: a rule for a mesh axis that there is not.
     """
     settings = _Settings(
@@ -155,7 +165,7 @@ def _gradient(
     key: Array,
     scale: Array,
 ) -> tuple[PyTree, Array, dict[str, Array], States]:
-    """The gradient of the mean loss times `scale`, the weight of that mean, the sums, the States."""
+    """The gradient of the mean loss times `scale`, the weight of that mean, sums and States."""
 
     def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
         model = with_states(eqx.combine(params, static), old_states)
@@ -255,7 +265,9 @@ def make_eval_step(
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
-    function's own; add them over the batches, then divide. Errors are `make_train_step`'s.
+    function's own; add them over the batches, then divide. The loss gets no key, by which it tells
+    an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which is
+    ignored. Errors and warnings are `make_train_step`'s.
     """
     compute_dtype(precision)
     check_loss(loss_fn)
