@@ -22,8 +22,9 @@ from zoo.runs.run import Config, Run
 from zoo.sharding.placement import on_host
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
+from zoo.training.loss_values import LossFunction
 from zoo.training.state import TrainState
-from zoo.training.step import LossFunction, make_eval_step
+from zoo.training.step import make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15
