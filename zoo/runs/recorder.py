@@ -1,28 +1,30 @@
 """The record of a training loop: progress, metrics.jsonl, curves, a trace."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
+from zoo.runs.callbacks.hooks import Hooks, Snapshot
 from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves
 from zoo.runs.processes import RunError
 from zoo.runs.run import Config, Run
-from zoo.training.description import Evaluate, Training
+from zoo.training.description import Training
 from zoo.training.state import TrainState
 
 
 class Recorder:
     """The metrics of steps, checked one step late; the logs, pictures and checkpoints of a run."""
 
-    def __init__(self, run: Run[Config], training: Training, start: int):
-        self._run, self._start, self._unit = run, start, training.data.unit
-        self._pending: list[tuple[int, dict[str, Any]]] = []
+    def __init__(self, run: Run[Config], training: Training, hooks: Hooks, written: int = 0):
+        """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
+        self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
+        self._evaluate, self._hooks, self._written = training.evaluate, hooks, written
+        self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._logs: list[MetricsLog | TensorBoard] = []
         self._stack = contextlib.ExitStack()
         self._throughput = monitor.Throughput(
@@ -34,7 +36,8 @@ class Recorder:
         self._learning_rates = training.schedule and np.asarray(
             jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
         )
-        self.bar = monitor.ProgressBar(run.config.steps, start=start)
+        self.bar = monitor.ProgressBar(run.config.steps, start=self._start)
+        hooks.loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
 
     def __enter__(self) -> "Recorder":
@@ -66,7 +69,7 @@ class Recorder:
         with monitor.step_annotation(k):
             yield
 
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a step under way; they are read when the next one is under way."""
         if self._pending:
             before, result = self._pending[-1]
@@ -100,7 +103,8 @@ class Recorder:
 
     def _is_due(self, step: int) -> bool:
         config = self._run.config
-        return step == 1 or step % config.log_every == 0 or step == config.steps
+        last = step == config.steps or bool(self._hooks.loop.stopped)
+        return step == 1 or step % config.log_every == 0 or last
 
     def _show(self, step: int, values: dict[str, float]) -> None:
         values[self._unit] = values.pop("tokens")
@@ -135,13 +139,12 @@ class Recorder:
             "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
         )
 
-    def evaluation(
-        self, step: int, evaluate: Evaluate, model: PyTree, whole: bool
-    ) -> dict[str, float]:
+    def evaluation(self, step: int, state: TrainState, whole: bool) -> dict[str, float]:
         """Evaluate, and write, show and return the result."""
-        self.flush()
-        with self.pause():
-            values = evaluate(model, whole)
+        self._hooks.loop.whole = whole
+        with self._paused():
+            values = self._evaluate(state.model, whole)
+            values = self._hooks.on_evaluation(step, state, values)
             self._write(step, **values)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.bar.print(f"step {step}: {shown}")
@@ -149,15 +152,19 @@ class Recorder:
                 self.plot()
         return values
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Save a checkpoint, once all steps are checked."""
-        self.flush()
-        with self.pause():
-            self._run.checkpointer.save(step, state, meta | {"data_position": step})
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], snapshot: Snapshot) -> None:
+        """Save a checkpoint, once all steps are checked, with the callbacks' state."""
+        with self._paused():
+            meta = meta | snapshot.meta | {"data_position": step}
+            self._run.checkpointer.save(step, state, meta, snapshot.arrays)
+        self._hooks.on_checkpoint(step, state)
 
-    def pause(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
         """Leave the time within out of the tokens per second."""
-        return self._throughput.pause()
+        self.flush()
+        with self._throughput.pause():
+            yield
 
     def plot(self) -> None:
         """Draw curves.png."""
@@ -165,5 +172,9 @@ class Recorder:
             plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
 
     def _write(self, step: int, **values: Any) -> None:
-        for log in self._logs:
+        is_written = self._written > 0 and step == self._start
+        self._written -= is_written
+        for log in () if is_written else self._logs:
             log.write(step, **values)
+        if jax.process_index() == 0:
+            self._hooks.on_log(step, values)
