@@ -16,6 +16,7 @@ from zoo.data.loader import batches
 from zoo.data.plans import Plan, check_batch_size
 from zoo.runs import monitor, planned
 from zoo.runs.callbacks.callback import Callback
+from zoo.runs.callbacks.flags import of_flags
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -35,7 +36,7 @@ def fit(
     Returns the state and the metrics of the evaluation at the end, which is of the whole held-out
     part. Where a save and an evaluation fall on one step, the save is first; an evaluation that
     was cut short is repeated at the next start. `callbacks` are called at the moments that
-    `zoo.callbacks.Callback` lists.
+    `zoo.callbacks.Callback` lists, and those that the configuration asks for after them.
 
     Raises:
         RunError: a loss, gradient or update that is not finite, other data than the checkpoint's,
@@ -45,7 +46,7 @@ def fit(
     """
     config = run.config
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
-    hooks = Hooks(run, training, callbacks)
+    hooks = Hooks(run, training, [*callbacks, *of_flags(config)])
     job = planned.make_job(run, training)
     if config.plan:
         planned.show(job, config.plan)

@@ -10,7 +10,7 @@ import numpy as np
 from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
-from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves
+from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
 from zoo.runs.run import Config, Run
 from zoo.training.description import Training
@@ -25,7 +25,7 @@ class Recorder:
         self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
         self._evaluate, self._hooks, self._written = training.evaluate, hooks, written
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
-        self._logs: list[MetricsLog | TensorBoard] = []
+        self._log: MetricsLog | None = None  # of process 0
         self._stack = contextlib.ExitStack()
         self._throughput = monitor.Throughput(
             flops_per_token=training.flops_per_token,
@@ -44,12 +44,8 @@ class Recorder:
         run = self._run
         if jax.process_index() == 0:
             path = run.folder / "metrics.jsonl"
-            self._logs.append(MetricsLog(path, resume_step=self._start))
-            if run.config.tensorboard:
-                folder = run.folder / "tensorboard"
-                self._logs.append(TensorBoard(folder, resume_step=self._start))
-        for log in self._logs:
-            self._stack.callback(log.close)
+            self._log = MetricsLog(path, resume_step=self._start)
+            self._stack.callback(self._log.close)
         self._stack.enter_context(self.bar)
         return self
 
@@ -174,7 +170,7 @@ class Recorder:
     def _write(self, step: int, **values: Any) -> None:
         is_written = self._written > 0 and step == self._start
         self._written -= is_written
-        for log in () if is_written else self._logs:
-            log.write(step, **values)
-        if jax.process_index() == 0:
+        if self._log is not None:
+            if not is_written:
+                self._log.write(step, **values)
             self._hooks.on_log(step, values)

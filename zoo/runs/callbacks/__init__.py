@@ -2,3 +2,9 @@
 
 from zoo.runs.callbacks.callback import Callback as Callback
 from zoo.runs.callbacks.callback import Loop as Loop
+from zoo.runs.callbacks.norms import Norms as Norms
+from zoo.runs.callbacks.tracker import Tracker as Tracker
+from zoo.runs.callbacks.trackers import MLflow as MLflow
+from zoo.runs.callbacks.trackers import TensorBoard as TensorBoard
+from zoo.runs.callbacks.trackers import Trackio as Trackio
+from zoo.runs.callbacks.trackers import Wandb as Wandb

@@ -17,6 +17,8 @@ class Loop:
 
     run: Run[Config]
     training: Training
+    callbacks: tuple["Callback", ...]
+    """All of them, in their order."""
     start: int
     """Steps that the run had behind it when it was started, 0 unless it resumes."""
     stopped: str
@@ -26,6 +28,7 @@ class Loop:
 
     def __init__(self, run: Run[Config], training: Training):
         self.run, self.training = run, training
+        self.callbacks = ()
         self.start, self.stopped, self.whole = 0, "", False
         self.stopped_by = ""
         self.caller = ("", "")  # the callback and the moment under way

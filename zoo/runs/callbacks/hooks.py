@@ -56,6 +56,7 @@ class Hooks:
                     "them: set the attribute `name` of one"
                 )
             self.callbacks[callback.name] = callback
+        self.loop.callbacks = tuple(self.callbacks.values())
 
     def __bool__(self) -> bool:
         return bool(self.callbacks)
