@@ -19,7 +19,7 @@ from zoo.base.configuration import require
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.callbacks.tracker import Tracker
 from zoo.runs.metrics import MetricsLog, read_metrics
-from zoo.sharding.axes import annotated_axes, keystr
+from zoo.sharding.axes import annotated_axes, is_parameter, keystr
 from zoo.training.state import TrainState, trained_leaves
 
 NORMS, UPDATES = "norms/", "updates/"  # before the names of parameters
@@ -138,7 +138,7 @@ def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], l
     index follows the path of the outermost module that is stacked: `blocks.0.attention.wq`.
     """
     counts: dict[tuple, int] = {}  # of stacked axes: of each array, and the least below each node
-    for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_array)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, is_parameter)):
         count = _num_stacked(model, path, leaf)
         for length in range(len(path) + 1):
             node = path[:length]
@@ -161,7 +161,7 @@ def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], l
     return found
 
 
-def _num_stacked(model: PyTree, path: tuple, leaf: Array) -> int:
+def _num_stacked(model: PyTree, path: tuple, leaf: Any) -> int:
     try:
         names = annotated_axes(model, path, leaf)
     except sharding.ShardingError:  # nothing says so

@@ -139,10 +139,12 @@ class TensorBoard(Tracker):
     def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
         """Open another file of events."""
         folder = run.folder / "tensorboard"
-        is_empty = not any(
-            folder.glob("events.*")
-        )  # or of a version without trackers.json
-        self._writer = self._module.SummaryWriter(str(folder), purge_step=start + 1)
+        is_empty = not any(folder.glob("events.*"))  # or of a version without trackers.json
+        self._writer = self._module.SummaryWriter(
+            str(folder),
+            purge_step=start + 1,
+            filename_suffix=f".{start:09d}",  # its own names are those of seconds
+        )
         text = json.dumps(_configuration(run), indent=2)
         self._writer.add_text("configuration", f"```\n{text}\n```", start)
         return all_up_to(-1 if is_empty else start)
