@@ -90,7 +90,7 @@ def _train(
                 state, metrics = step_fn(state, batch)
             step = k + 1
             recorder.add(step, hooks.on_step(step, state, metrics))
-            last = step == config.steps or bool(loop.stopped)
+            last = hooks.is_last(step)
             evaluates = last or step % config.eval_every == 0
             interrupted = run.signals.agreed(now=evaluates)
             saves = interrupted or last or step % config.checkpoint_every == 0
