@@ -16,7 +16,7 @@ from zoo.data.loader import batches
 from zoo.data.plans import Plan, check_batch_size
 from zoo.runs import monitor, planned
 from zoo.runs.callbacks.callback import Callback
-from zoo.runs.callbacks.flags import of_flags
+from zoo.runs.callbacks.flags import observers
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -46,7 +46,7 @@ def fit(
     """
     config = run.config
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
-    hooks = Hooks(run, training, [*callbacks, *of_flags(config)])
+    hooks = Hooks(run, training, [*callbacks, *observers(config)])
     job = planned.make_job(run, training)
     if config.plan:
         planned.show(job, config.plan)
@@ -91,7 +91,7 @@ def _train(
                 state, metrics = step_fn(state, batch)
             step = k + 1
             recorder.add(step, hooks.on_step(step, state, metrics))
-            last = step == config.steps or bool(loop.stopped)
+            last = hooks.is_last(step)
             evaluates = last or step % config.eval_every == 0
             interrupted = run.signals.agreed(now=evaluates)
             saves = interrupted or last or step % config.checkpoint_every == 0

@@ -99,8 +99,7 @@ class Recorder:
 
     def _is_due(self, step: int) -> bool:
         config = self._run.config
-        last = step == config.steps or bool(self._hooks.loop.stopped)
-        return step == 1 or step % config.log_every == 0 or last
+        return step == 1 or step % config.log_every == 0 or self._hooks.is_last(step)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
         values[self._unit] = values.pop("tokens")

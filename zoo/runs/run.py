@@ -55,6 +55,16 @@ class Config:
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
     """On a loss, gradient or update that is not finite: stop the run, or skip the step."""
+    average: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: it is evaluated beside the model,
+    as average/eval_loss, and is what is published."""
+    patience: int | None = may_differ(None)
+    """Evaluations in a row without a better eval_loss, of the average if there is one, after which
+    the run ends."""
+    keep_best: str | None = may_differ(None)
+    """Metric of the evaluations, such as eval_loss or average/eval_loss, by which the best model so
+    far is kept as best/ in the run's folder; the highest accuracy is best, and the lowest of
+    others."""
     log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
     eval_every: int = may_differ(100)
@@ -101,6 +111,16 @@ class Config:
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
         require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
+        if self.average is not None:
+            require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")
+        require(
+            self.patience is None or self.patience >= 1,
+            f"patience={self.patience}: must be at least 1",
+        )
+        require(
+            self.average is not None or not (self.keep_best or "").startswith("average/"),
+            f"keep_best={self.keep_best!r}: without --average there is none",
+        )
         files.local_path(self.run_dir, "run_dir")
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")

@@ -61,6 +61,11 @@ class Hooks:
     def __bool__(self) -> bool:
         return bool(self.callbacks)
 
+    def is_last(self, step: int) -> bool:
+        """Whether the run ends after this step, by what is known so far."""
+        ends = bool(self.loop.stopped) and step == self._last[0]
+        return ends or step == self.loop.run.config.steps
+
     # --- Moments ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
