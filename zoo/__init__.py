@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.publishing.models import load as load
     from zoo.publishing.models import save as save
     from zoo.publishing.shelf import published as published
+    from zoo.runs import callbacks as callbacks
     from zoo.runs.evaluation import evaluator as evaluator
     from zoo.runs.loop import fit as fit
     from zoo.runs.run import Run as Run
