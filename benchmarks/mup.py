@@ -44,7 +44,7 @@ class Config:
     """Widths of the coordinate check."""
     coordinate_steps: int = 8
     """Its steps, at a constant rate."""
-    coordinate_rate: float = 2**-8
+    coordinate_rate: float = 2**-9
     """Its learning rate."""
     coordinate_seeds: int = 3
     """Models that its scales are averaged over."""

@@ -13,18 +13,21 @@ base_width, the standard parametrization's initial values and rates are multipli
 | output matrix: a width to a vocabulary or classes          | 0       | 1/m  |             |
 | gain before an output head that is the embedding           | 1/m     | 1/m  |             |
 
-An output head drawn at random has a scale of 1/√m, and logits that are large in narrow models
-alone; one of zeros, as appendix D.2 there advises, is the same at all widths.
+Muon leaves the others to adamw. An output head drawn at random has a scale of 1/√m, and logits that
+are large in narrow models alone; one of zeros, as appendix D.2 there advises, is the same at all
+widths.
 
 All of it follows from the logical axes: kinds tell inputs and outputs of the model from its widths,
 and the first dimension of a matrix is its fan-in. The width is the size of "hidden" (a recurrent
 network's units), or else of "embed".
 
 What is assumed: every width grows in proportion (d_ff, embed_size, heads, and with grouped queries
-kv_heads), and the size of a head, the depth and the number of experts do not, so that attention
-stays scaled by the root of the size of a head. Initial weights have a variance of 1/fan-in, and
-embeddings one of their own, as those of all families. The rules normalise their updates, as all of
-`optimizers.Config.name` do.
+kv_heads), and the size of a head, the depth, the number of experts, inputs and outputs do not (of
+a BERT take pooler=False, whose outputs do). Attention stays scaled by the root of the size of a
+head. Initial weights have a variance of 1/fan-in, and embeddings one of their own, as those of all
+families. The rules normalise their updates, as all of `optimizers.Config.name` do. A model of one's
+own whose embedding is its output head has `hidden` and `readout`, `config.tie_embeddings`, and
+`final_norm`, as a transformer has.
 """
 
 from collections.abc import Sequence
