@@ -425,6 +425,29 @@ def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
         assert (config.in_size, config.out_size) == (4, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("mlp", lambda model: model.members.head),
+        ("rnn", lambda model: model.head),
+    ],
+    ids=["mlp", "rnn"],
+)
+def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):
+    def fit(run, training):
+        model = eqx.filter_jit(training.make_model)(jax.random.key(0))
+        raise LookupError(bool(head(model).weight.any()))
+
+    monkeypatch.setattr(loop, "fit", fit)
+    for flags, is_drawn in (
+        ([], True),
+        (["--optimizer.parametrization=mup", "--optimizer.base-width=8"], False),
+    ):
+        with pytest.raises(LookupError) as made:
+            train(name, tmp_path / "run" / str(is_drawn), *flags)
+        assert made.value.args == (is_drawn,)
+
+
 # What would come to light only after the training, at the sample, or never.
 UNFIT = {
     "not causal": ("lm", ["--model.no-causal"], "causal=False: this is an encoder"),
