@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import cast, casts_at_use, computing_in, resolve
 
 Tree = TypeVar("Tree")
@@ -98,7 +99,7 @@ def product(
 
 
 # A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _matmul(
     x: Float[Array, "b m k"], w: Float[Array, "k n"], dtype: DTypeLike
 ) -> Float[Array, "b m n"]:

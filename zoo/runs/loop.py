@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.data.loader import batches
-from zoo.data.plans import Plan, check_batch_size
+from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_plan
 from zoo.runs import monitor, planned
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -39,6 +39,7 @@ def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, flo
             once `config.plan` is printed.
     """
     config = run.config
+    check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     job = planned.make_job(run, training)
     if config.plan:
@@ -105,7 +106,7 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
     began = time.monotonic()
     compiles = []
     with monitor.CompileCounter() as counter:
-        for shapes in plan.shapes(run.mesh).values():
+        for shapes in batch_shapes(plan, run.mesh).values():
             before = counter.compiles
             step_fn.compile(state, shapes)
             compiles.append(counter.compiles - before)

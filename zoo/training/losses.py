@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
@@ -17,7 +18,7 @@ from zoo.training.chunked_loss import chunked
 LOGITS_BYTES = 2**29
 
 
-@jax.custom_vjp
+@custom_vjp
 def _token_losses(logits: Array, targets: Array) -> Array:
     return _token_losses_forward(logits, targets)[0]
 
