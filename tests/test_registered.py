@@ -16,8 +16,8 @@ from helpers import VOCAB, as_subclass, drawn_transformer
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import lora, mlp, rnn, sharding, transformer
 from zoo import __main__ as main
+from zoo import lora, mlp, rnn, sharding, transformer
 from zoo.base import checksums
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.precision import matmul

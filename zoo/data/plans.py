@@ -187,6 +187,7 @@ class ArrayPlan(SeededPlan):
         )
 
     def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         rows = {name: (array.shape[1:], array.dtype.type) for name, array in self.arrays.items()}
         return {**rows, "weights": ((), np.float32)}
 

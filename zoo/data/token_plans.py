@@ -50,6 +50,7 @@ class TokenPlan(SeededPlan):
         """The pieces in one row of batch k, from left to right; none in a row of padding."""
 
     def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         return {name: ((bucket,), dtype) for name, dtype in TOKEN_BATCH.items()}
 
     def _build(self, k: int, rows: range) -> HostBatch:
@@ -256,6 +257,7 @@ class LabelledPlan(BucketPlan):
         self.labels = labels
 
     def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         return {
             "inputs": ((bucket,), np.int32),
             "mask": ((bucket,), np.bool_),

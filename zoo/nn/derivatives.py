@@ -32,7 +32,7 @@ def in_forward_mode() -> bool:
     return bool(_forward_mode.value)
 
 
-class custom_vjp:  # noqa: N801
+class custom_vjp:
     """`jax.custom_vjp`, for a function whose own operations can be differentiated too."""
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):

@@ -79,6 +79,7 @@ class TokenRows(SeededPlan):
         self.batches_per_epoch = 1
 
     def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
         return {name: ((bucket,), dtype) for name, dtype in dtypes.items()}
 
