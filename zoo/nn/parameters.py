@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike
 
+from zoo.nn.derivatives import custom_vjp
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import keystr, map_parameters
 
@@ -132,7 +133,7 @@ def gather(tree: Tree) -> Tree:
 
 
 # A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
     """The identity: sharded as `used`, and its gradient as `stored`."""
     # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from zoo.nn import stateful
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import casts_at_use, casts_inputs, computing_in, resolve
 from zoo.sharding.axes import keystr
 
@@ -137,7 +138,7 @@ def product(
 
 
 # A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _matmul(
     x: Float[Array, "b m k"], w: Float[Array, "k n"], dtype: DTypeLike
 ) -> Float[Array, "b m n"]:

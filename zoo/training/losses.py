@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
@@ -35,7 +36,7 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
     return decorate
 
 
-@jax.custom_vjp
+@custom_vjp
 def _token_losses(logits: Array, targets: Array) -> Array:
     return _token_losses_forward(logits, targets)[0]
 
