@@ -1,3 +1,4 @@
+import importlib.metadata
 import subprocess
 import sys
 
@@ -56,3 +57,28 @@ def test_command_line_help_and_errors():
         assert done.returncode == (1 if text == "error" else 0)
         assert text in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_report_names_versions_devices_and_settings(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    main.report()
+    output = capsys.readouterr().out
+    lines = [line.strip() for line in output.splitlines()]
+    assert lines[0].startswith(f"zoo {zoo.__version__} in ")
+    for name in ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"):
+        assert f"{name} {importlib.metadata.version(name)}" in lines
+    assert "backend cpu, process 0 of 1" in lines
+    assert "7: cpu" in lines
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in lines
+    assert any(line.startswith("--data.cache ") for line in lines)
+    assert "a secret" not in output
+
+
+def test_report_says_that_devices_are_missing(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    main.report()
+    assert "none: no driver" in capsys.readouterr().out

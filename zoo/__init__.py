@@ -61,6 +61,8 @@ def _homes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("zoo.publishing.folder").version()
     if (home := _homes().get(name)) is None:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     if home == "zoo":

@@ -1,4 +1,4 @@
-"""The zoo on the command line: `python -m zoo`, `… describe lm-python`, `… verify`, `… plan`."""
+"""The zoo on the command line: `python -m zoo`, `… describe`, `… verify`, `… plan`, `… report`."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,7 @@ from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
+from zoo.runs import environment
 from zoo.runs.command_line import cli_errors
 
 
@@ -78,11 +79,17 @@ def plan(config: tyro.conf.OmitArgPrefixes[planning.Config]) -> None:
     planning.main(config)
 
 
+def report() -> None:
+    """Print versions, devices and settings, to paste into a bug report."""
+    print(environment.report())
+
+
 COMMANDS: dict[str, Any] = {
     "list": list_models,
     "describe": describe,
     "verify": verify,
     "plan": plan,
+    "report": report,
 }
 
 if __name__ == "__main__":
@@ -90,6 +97,6 @@ if __name__ == "__main__":
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="python -m zoo",
-            description="The published models: list, describe, verify them; and plan a training.",
+            description="List, describe and verify models, plan a training, report versions.",
             args=sys.argv[1:] or ["list"],
         )

@@ -1,6 +1,8 @@
 """Makes the models and runs of this folder, which later versions of the zoo have to open.
 
-    cp -r tests/stored /tmp && python /tmp/stored/make.py    # checkpoints hold their own path
+    cp -r tests/stored /tmp && PYTHONPATH=$PWD python /tmp/stored/make.py
+
+The copy is needed because checkpoints hold their own path.
 
 What lies here was written by version 0.1.0 of 2026-11-22, before the modules of the zoo moved.
 Each run has two of its four steps behind it; `expected.json` has what that version came to.

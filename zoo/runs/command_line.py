@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 def cli(config_class: type[T], main: Callable[[T], object], module: str) -> None:
     """Parse the command line of `python -m module` into a configuration, and run `main` with it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec and spec.name == f"zoo.{module}":  # the wheel has the recipes there
+        module = spec.name
     with cli_errors():
         main(tyro.cli(config_class, prog=f"python -m {module}"))
 

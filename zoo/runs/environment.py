@@ -1,0 +1,109 @@
+"""The environment for a bug report: versions, machine, devices, variables and cache folders."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from zoo.data.text import Config as TextConfig
+from zoo.publishing.folder import version
+from zoo.runs.run import Config as RunConfig
+
+PACKAGE = Path(__file__).parents[1]
+# Variables by their beginnings; none of these holds a password or a token.
+VARIABLES = ("JAX_", "XLA_", "ZOO_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_", "OMP_")
+
+
+def report() -> str:
+    """The environment as text to paste into a bug report."""
+    sections = {
+        "": _machine(),
+        "packages": _packages(),
+        "devices": _devices(),
+        "variables": _variables(),
+        "caches": _caches(),
+    }
+    lines = []
+    for title, found in sections.items():
+        texts = [*found] or ["none"]
+        lines += [title, *(f"  {text}" for text in texts)] if title else texts
+    return "\n".join(lines)
+
+
+def _machine() -> Iterator[str]:
+    commit = f", commit {found}" if (found := _commit()) else ""
+    yield f"zoo {version()} in {PACKAGE}{commit}"
+    yield f"Python {platform.python_version()} on {platform.platform()}"
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    yield f"{os.cpu_count()} CPUs, {pages * page / 2**30:.1f} GiB of memory"
+
+
+def _commit() -> str:
+    """The commit of the checkout, with -dirty after changes; empty outside of one."""
+    if not (PACKAGE.parent / ".git").exists():
+        return ""
+    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty", "--match="]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (git failed)"
+
+
+def _packages() -> Iterator[str]:
+    """What the zoo requires, and what of its extras and of JAX's plugins is installed."""
+    installed = {
+        re.sub(r"[-_.]+", "-", package.name).lower(): package.version
+        for package in importlib.metadata.distributions()
+    }
+    try:
+        requirements = importlib.metadata.requires("zoo") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    names = {re.split(r"[^\w.-]", line)[0].lower(): "extra ==" in line for line in requirements}
+    names |= {name: True for name in installed if re.match("jax|libtpu", name)} | {"jax": False}
+    for name, is_optional in sorted(names.items()):
+        name = re.sub(r"[-_.]+", "-", name)
+        if name != "zoo" and (name in installed or not is_optional):
+            yield f"{name} {installed.get(name, 'is missing')}"
+
+
+def _devices() -> Iterator[str]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a driver that is missing or broken: the report is about it
+        yield f"none: {error}"
+        return
+    processes = f"process {jax.process_index()} of {jax.process_count()}"
+    yield f"backend {jax.default_backend()}, {processes}"
+    for device in devices:
+        limit = (device.memory_stats() or {}).get("bytes_limit") if _is_local(device) else None
+        memory = f", {limit / 2**30:.1f} GiB for JAX" if limit else ""
+        yield f"{device.id}: {device.device_kind}{memory}"
+
+
+def _is_local(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _variables() -> Iterator[str]:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            yield f"{name}={value}"
+
+
+def _caches() -> Iterator[str]:
+    """The default cache folders, by the flag that moves each."""
+    defaults = {
+        "--compilation-cache": RunConfig.compilation_cache,
+        "--data.cache": TextConfig.cache,
+    }
+    for flag, default in defaults.items():
+        folder = Path(str(default)).expanduser()
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        yield f"{flag} {folder}: {len(files):,} files, {size / 1e6:,.0f} MB"
