@@ -37,10 +37,6 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python data-run="…".
 SLOW = {"docs/reference/wrappers.md", "docs/tutorials/finetune.md"}
-    "docs/reference/wrappers.md",
-    "docs/tutorials/eight-devices.md",
-    "docs/tutorials/finetune.md",
-}
 NOT_RUN = {"docs/guides/hugging-face.md": ["network"]}
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +data-run=\"([^\"]+)\")? *(.*)$")
@@ -235,8 +231,10 @@ def check_module(module: str, arguments: list[str]) -> None:
                     for name, function in COMMANDS.items()
                 }
                 tyro.extras.subcommand_cli_from_dict(parsers, args=arguments or ["list"])
-            elif module.startswith("recipes."):
-                tyro.cli(importlib.import_module(module).Config, args=arguments)
+            elif module.removeprefix("zoo.").startswith("recipes."):  # a wheel has them in zoo
+                tyro.cli(
+                    importlib.import_module(module.removeprefix("zoo.")).Config, args=arguments
+                )
             elif importlib.util.find_spec(module) is None:
                 raise ValueError(f"no module {module}")
     except (SystemExit, ImportError) as error:
