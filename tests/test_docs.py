@@ -73,9 +73,9 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def is_checked(block: Block) -> bool:
-    """Whether a block runs: not one that cannot here, nor one of what zoo does not have yet."""
+    """Whether a block is checked: not one that cannot run here, nor of what zoo has not yet."""
     if not block.mark.startswith("needs zoo."):
-        return not block.mark
+        return block.mark in ("", "printed")
     found: Any = zoo
     for name in block.mark.removeprefix("needs zoo.").split("."):
         found = getattr(found, name, None)
@@ -122,7 +122,8 @@ def run_python(page: Path, folder: Path) -> None:
     finally:
         del sys.modules[module.__name__]
     for block in found:
-        if block.mark == "printed" and "\n".join(block.lines) not in printed.getvalue():
+        is_output = block.language == "text" and block.mark != "" and is_checked(block)
+        if is_output and "\n".join(block.lines) not in printed.getvalue():
             text = printed.getvalue()
             raise AssertionError(f"{block.page}:{block.line}: this was not printed, but:\n{text}")
 
