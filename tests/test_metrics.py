@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -110,25 +108,6 @@ def test_failed_rewrite_keeps_the_old_file(tmp_path: Path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         metrics.MetricsLog(path, resume_step=1)
     assert path.read_bytes() == whole
-
-
-# TensorBoard
-
-
-def test_missing_tensorboard_package_is_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'zoo[tensorboard]'")):
-        metrics.TensorBoard(tmp_path)
-
-
-def test_tensorboard_writes_only_numbers(tmp_path: Path):
-    pytest.importorskip("tensorboardX")
-    board = metrics.TensorBoard(tmp_path, resume_step=2)
-    board.write(3, loss=1.5, note="text", mfu=None)
-    board.close()
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    assert b"loss" in events.read_bytes()
-    assert b"note" not in events.read_bytes()
 
 
 # curves.png

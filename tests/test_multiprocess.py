@@ -42,7 +42,7 @@ def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_process_run_resumes_on_one(mesh, shared, tmp_path):
     recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
-    flags = (f"--mesh={mesh}", "--steps=12")
+    flags = (f"--mesh={mesh}", "--steps=12", "--norms-every=5", "--track=tensorboard")
     first, second = (finish(p) for p in start_processes(recipe, run_dir, *flags))
     assert "step 12: eval_loss" in first
     assert "a sample of it" in first

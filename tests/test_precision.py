@@ -1,5 +1,6 @@
 """zoo.nn.precision: products keep the compute dtype both ways, the loss scale settles."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import equations, value_and_gradients
+from helpers import FAMILIES, equations, value_and_gradients
 from jaxtyping import Array
 
+import zoo
+from zoo import ensemble, losses
 from zoo.nn import parameters, precision
 from zoo.nn.precision import LossScale, matmul
+from zoo.training import loss_values
+
+KEY = jax.random.key(0)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -131,6 +138,7 @@ def test_cast_changes_only_float_arrays():
     assert got["ids"] is tree["ids"]
     assert got["key"] is tree["key"]
     assert got["rate"] == 0.5
+    assert parameters.cast([jnp.ones(1, jnp.complex64)], jnp.bfloat16)[0].dtype == jnp.complex64
 
 
 def test_an_unknown_precision_is_an_error():
@@ -183,3 +191,88 @@ def test_bf16_needs_hardware_support(
     monkeypatch.setattr(Path, "exists", lambda path: flags is not None)
     monkeypatch.setattr(Path, "read_text", lambda path: flags)
     assert precision.native_precision() == expected
+
+
+# Models that are not the zoo's
+
+
+def conv_net(key: Array) -> Any:
+    first, second = jax.random.split(key)
+    layers = [eqx.nn.Conv2d(1, 4, 3, key=first), eqx.nn.Lambda(lambda x: jax.nn.relu(x[:, 0, 0]))]
+    return eqx.nn.Sequential([*layers, eqx.nn.Linear(4, 3, key=second)])
+
+
+IMAGES = {
+    "images": np.linspace(-1, 1, 4 * 25, dtype=np.float32).reshape(4, 1, 5, 5),
+    "depth": np.full(4, 1 + 2**-20, np.float32),
+    "labels": np.arange(4, dtype=np.int32) % 3,
+    "weights": np.full(4, 1 + 2**-20, np.float32),
+}
+
+
+@losses.keeps_dtype("depth")
+def image_loss(model: Any, batch: Any, key: Any) -> tuple[Array, Array, dict]:
+    logits = jax.vmap(model)(batch["images"])
+    total, weight = losses.cross_entropy(logits, batch["labels"], batch["weights"])
+    bits = {name: batch[name].dtype.itemsize * 8 * weight for name in ("images", "depth")}
+    return total, weight, {**bits, "logits": logits.dtype.itemsize * 8 * weight}
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_convolutions_train_in_every_precision(name: Any):
+    optimizer = optax.sgd(0.1)
+    state = zoo.init_state(conv_net, optimizer, key=KEY)
+    _, sums = zoo.make_eval_step(image_loss, precision=name)(state.model, IMAGES)
+    state, metrics = zoo.make_train_step(image_loss, optimizer, precision=name)(state, IMAGES)
+    bits = 32 if name == "fp32" else 16
+    for seen, weight in ((sums, 4 * (1 + 2**-20)), (metrics, 1.0)):
+        assert float(seen["tokens"]) == 4 * (1 + 2**-20)
+        got = [float(seen[x]) / weight for x in ("images", "depth", "logits")]
+        np.testing.assert_allclose(got, [bits, 32, bits], rtol=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(float(sums["loss"]) / 4, rel=1e-2)
+    assert float(metrics["grad_norm"]) > 0
+    assert {x.dtype.name for x in jax.tree.leaves(eqx.filter(state.model, eqx.is_array))} == {
+        "float32"
+    }
+
+
+def dtypes_in_bf16(batch: Any, kept: Any = (), model: Any = None) -> list[str]:
+    cast = precision.cast_inputs(model, jax.tree.map(jnp.asarray, batch), "bf16", kept)
+    return [x.dtype.name for x in jax.tree.leaves(cast)]
+
+
+def test_what_outputs_are_compared_with_stays_in_fp32():
+    x = np.ones(2, np.float32)
+    kept = ["label", "labels", "target", "targets", "weight", "weights"]
+    assert dtypes_in_bf16(dict.fromkeys(kept, x)) == ["float32"] * 6
+    assert dtypes_in_bf16({"teacher": {"targets": x, "image": x}}) == ["bfloat16", "float32"]
+    assert dtypes_in_bf16({"ids": np.arange(2), "mask": x > 0}) == ["int32", "bool"]
+    assert dtypes_in_bf16((x, x), kept=[1]) == ["bfloat16", "float32"]
+    assert dtypes_in_bf16(Weight(x), kept=["w"]) == ["float32"]
+    assert dtypes_in_bf16({"a": x, "b": {"c": x}}, kept=["b"]) == ["bfloat16", "float32"]
+
+
+def test_an_entry_that_a_batch_lacks_is_an_error():
+    with pytest.raises(ValueError, match=r"keeps_dtype\('depht'\): the batch has \['depth'\]"):
+        dtypes_in_bf16({"depth": np.ones(2, np.float32)}, kept=["depht"])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_the_families_cast_their_own_inputs(family: Any):
+    model = eqx.filter_eval_shape(family.make_model(0.0), KEY)
+    for given in (model, ensemble.Ensemble(lambda key: model, 1, key=KEY)):
+        assert dtypes_in_bf16({"x": np.ones(2, np.float32)}, model=given) == ["float32"]
+    if family.is_sequence:
+        make = lambda key: zoo.Classifier(family.make_model(0.0)(key), 2, key=key)
+        classifier = eqx.filter_eval_shape(make, KEY)
+        assert dtypes_in_bf16({"x": np.ones(2, np.float32)}, model=classifier) == ["float32"]
+    foreign = ensemble.Ensemble(conv_net, 1, key=KEY)
+    assert dtypes_in_bf16({"x": np.ones(2, np.float32)}, model=foreign) == ["bfloat16"]
+
+
+def test_what_a_loss_keeps_is_found_inside_of_wrappers():
+    partial = functools.partial(image_loss, key=None)
+    wrapped = functools.wraps(partial)(lambda *arguments: partial(*arguments))
+    for loss in (image_loss, partial, wrapped, ensemble.member_loss(image_loss)):
+        assert loss_values.kept_by(loss) == {"depth"}
+    assert loss_values.kept_by(losses.classification) == set()

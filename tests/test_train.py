@@ -27,7 +27,8 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses, sharding
-from zoo.nn.precision import LossScale, cast
+from zoo.nn.parameters import cast
+from zoo.nn.precision import LossScale
 from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train
@@ -394,6 +395,7 @@ class Line(eqx.Module):
         self.weight = 1.5 + 0.5 * jax.random.uniform(key, (8, 8))
 
 
+@losses.keeps_dtype("factor")
 def line_loss(model: Line, batch: Any, key: Array | None) -> tuple[Array, Array, dict]:
     x = batch["x"].astype(model.weight.dtype)
     noise = jnp.float32(0) if key is None else jax.random.uniform(key)
@@ -518,6 +520,7 @@ def assert_refused(call: Any, error: type[Exception], message: str) -> None:
 def changed(change: Any) -> Any:
     """`line_loss` with another result."""
 
+    @losses.keeps_dtype("factor")
     def my_loss(model: Any, batch: Any, key: Any) -> Any:
         return change(*line_loss(model, batch, key))
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.publishing.models import load as load
     from zoo.publishing.models import save as save
     from zoo.publishing.shelf import published as published
+    from zoo.runs import callbacks as callbacks
     from zoo.runs.evaluation import evaluator as evaluator
     from zoo.runs.loop import fit as fit
     from zoo.runs.run import Run as Run
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.training import optimizers as optimizers
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
+    from zoo.training.mixed_products import PrecisionWarning as PrecisionWarning
     from zoo.training.state import TrainState as TrainState
     from zoo.training.state import init_state as init_state
     from zoo.training.step import make_eval_step as make_eval_step

@@ -25,7 +25,7 @@ from zoo.nn.layers import (
     make_norm,
     normal,
 )
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsInputs, gather
 from zoo.nn.precision import matmul
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
@@ -139,7 +139,7 @@ class ResidualBlock(eqx.Module):
         return x_BE + dropout(added_BE, self.config.dropout, key)
 
 
-class MLP(eqx.Module):
+class MLP(CastsInputs):
     """A multi-layer perceptron: float[batch, in_size] to float32[batch, out_size]."""
 
     first: Layer

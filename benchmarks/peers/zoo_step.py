@@ -12,7 +12,7 @@ from jax import Array
 import zoo
 from benchmarks.peers import jax_step
 from benchmarks.peers.common import CLIP_NORM, Batch, Built, Precision
-from zoo.training.step import LossFunction
+from zoo.training.loss_values import LossFunction
 
 
 def build(

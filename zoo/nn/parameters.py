@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike
 
@@ -45,8 +46,13 @@ def resolve(tree: Tree) -> Tree:
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest as it is."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is."""
+
+    def visit(x: Any) -> Any:
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float else x
+
+    return jax.tree.map(visit, tree)
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
@@ -68,7 +74,25 @@ def cast_for_use(tree: Tree) -> Tree:
     return tree if dtype is None else cast(tree, dtype)
 
 
-class CastsAtUse(eqx.Module):
+class CastsInputs(eqx.Module):
+    """A model that casts its inputs to the dtype that it computes in, as the families do.
+
+    A step then hands it a batch as it is; any other model gets a batch in the compute dtype. A
+    model around another one may say by `casts_inputs` that the other does.
+    """
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether the model casts all of its inputs itself."""
+        return True
+
+
+def casts_inputs(model: Any) -> bool:
+    """Whether a model casts its own inputs; if not, a step casts the batch before."""
+    return isinstance(model, CastsInputs) and model.casts_inputs
+
+
+class CastsAtUse(CastsInputs):
     """A model that casts its parameters where it uses them, a layer at a time, by `gather`.
 
     A step then hands it its parameters as they are, and no copy of the whole model in the compute

@@ -7,22 +7,28 @@ those of experts, through `jax.lax.ragged_dot`, are the exception.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from zoo.nn.parameters import cast, casts_at_use, computing_in, resolve
+from zoo.nn import stateful
+from zoo.nn.parameters import casts_at_use, casts_inputs, computing_in, resolve
+from zoo.sharding.axes import keystr
 
 Tree = TypeVar("Tree")
 Precision = Literal["bf16", "fp16", "fp32"]
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+# Entries of a batch that are compared with outputs or weigh them, and so are never cast.
+KEPT = frozenset({"weights", "weight", "labels", "label", "targets", "target"})
 
 
 def compute_dtype(precision: Precision) -> Any:
@@ -52,11 +58,44 @@ def native_precision() -> Precision:
 def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
 
-    It enters `exact_products`, which a gradient also needs around the function that it is of.
+    An `eqx.nn.State` keeps its dtypes, and the layers that have one compute in fp32. It enters
+    `exact_products`, which a gradient also needs around the function that it is of.
     """
     dtype = compute_dtype(precision)
     with computing_in(dtype), exact_products(precision):
-        yield model if casts_at_use(model) else cast(resolve(model), dtype)
+        yield model if casts_at_use(model) else stateful.cast_around(resolve(model), dtype)
+
+
+def cast_inputs(
+    model: Any, batch: Tree, precision: Precision, kept: Collection[str | int] = ()
+) -> Tree:
+    """The batch as a model in a precision gets it: floating-point entries in that dtype.
+
+    `KEPT` entries and `kept` ones stay: keys of a dict, fields or indices, at any depth. All stay
+    for a model that casts its inputs itself (`CastsInputs`).
+
+    Raises:
+        ValueError: a `kept` one that the batch does not have.
+    """
+    if casts_inputs(model):
+        return batch
+    dtype, paths = compute_dtype(precision), []
+
+    def visit(path: tuple, x: Any) -> Any:
+        names = {getattr(entry, "name", getattr(entry, "key", entry)) for entry in path}
+        names |= {entry.idx for entry in path if isinstance(entry, jtu.SequenceKey)}
+        paths.append(names)
+        stays = names & KEPT or not names.isdisjoint(kept)
+        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_float and not stays else x
+
+    cast_batch = jtu.tree_map_with_path(visit, batch)
+    if missing := [name for name in kept if not any(name in names for names in paths)]:
+        raise ValueError(
+            f"keeps_dtype({missing[0]!r}): the batch has "
+            f"{[keystr(path) for path, _ in jtu.tree_leaves_with_path(batch)]}"
+        )
+    return cast_batch
 
 
 def exact_products(precision: Precision) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import CastsInputs, gather
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
@@ -84,7 +84,7 @@ class State(eqx.Module):
         return jax.tree.map(lambda x: x[rows], self)
 
 
-class RNN(eqx.Module):
+class RNN(CastsInputs):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
     Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].

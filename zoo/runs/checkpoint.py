@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Checkpointer:
         self.folder = files.local_path(folder, "folder").absolute()
         self._keep = keep
         self._newest: int | None = None
+        self.extras: dict[str, str] = {}
+        """Name -> dtype and shape of the extras of the step that was restored."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future | None = None
         # Replica-parallel writing slices every replicated array, at 2 to 6 compiles each.
@@ -61,17 +63,19 @@ class Checkpointer:
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
 
-    def save(self, step: int, state: PyTree, meta: dict) -> None:
+    def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
 
-        It returns once the arrays are safe from donation; the rest happens in the background, and
-        what fails there is raised by the next call. A step just saved or restored is left alone.
+        The arrays in `extras`, whose names must be others, are for `restore_extras`. It returns
+        once the arrays are safe from donation; the rest happens in the background, and what fails
+        there is raised by the next call. A step just saved or restored is left alone.
         """
         self.wait()
         if step == self._newest:
             return
-        arrays = _arrays(state)
+        arrays, more = _arrays(state), _arrays(extras)
         record = {"step": step, "meta": meta, "arrays": _describe(arrays)}
+        record |= {"extras": _describe(more)} if more else {}
         text = json.dumps(record, indent=1)
         partial = self.folder / f"{step}.tmp"
         if jax.process_index() == 0:
@@ -84,7 +88,7 @@ class Checkpointer:
                 files.remove(partial)
                 partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
-        stored = {name: _data(leaf) for name, leaf in arrays.items()}
+        stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
         with self._explained(step):
             self._orbax.save(partial / "arrays", args=ocp.args.PyTreeSave(stored))
         self._newest = step
@@ -111,14 +115,28 @@ class Checkpointer:
             )
         folder = self.folder / str(step)
         record = json.loads((folder / "meta.json").read_text())
-        arrays = _arrays(like)
-        _check_same(folder, record["arrays"], _describe(arrays))
-        target = {name: _struct(leaf) for name, leaf in arrays.items()}
-        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-        args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
-        restored = self._orbax.restore(folder / "arrays", args=args)
-        self._newest = step
-        return _replace_arrays(like, restored), step, record["meta"]
+        _check_same(folder, record["arrays"], _describe(_arrays(like)))
+        state = self._read(folder, like)
+        self._newest, self.extras = step, record.get("extras", {})
+        return state, step, record["meta"]
+
+    def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
+        """The extras of these names of the step that `restore` has returned, for those of `like`.
+
+        Raises CheckpointError where the arrays differ in name, shape or dtype.
+        """
+        folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
+        _check_same(folder, {name: self.extras[name] for name in names}, wanted)
+        return self._read(folder, like) if wanted else like
+
+    def _read(self, folder: Path, like: PyTree) -> PyTree:
+        target = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
+        args = ocp.args.PyTreeRestore(
+            target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,  # of the state, or of the extras
+        )
+        return _replace_arrays(like, self._orbax.restore(folder / "arrays", args=args))
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""

@@ -12,7 +12,8 @@ from zoo.data.plans import Plan
 from zoo.runs.run import Config, Run
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Evaluate
-from zoo.training.step import LossFunction, make_eval_step
+from zoo.training.loss_values import LossFunction
+from zoo.training.step import make_eval_step
 
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluate:

@@ -3,18 +3,21 @@
 import contextlib
 import signal
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, check_batch_size
 from zoo.runs import monitor, planned
+from zoo.runs.callbacks.callback import Callback
+from zoo.runs.callbacks.flags import observers
+from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.recorder import Recorder
@@ -25,12 +28,15 @@ from zoo.training.description import Training
 from zoo.training.state import TrainState
 
 
-def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, float]]:
+def fit(
+    run: Run[Config], training: Training, callbacks: Sequence[Callback] = ()
+) -> tuple[TrainState, dict[str, float]]:
     """Train up to `config.steps`, from the newest good checkpoint if there is one.
 
     Returns the state and the metrics of the evaluation at the end, which is of the whole held-out
     part. Where a save and an evaluation fall on one step, the save is first; an evaluation that
-    was cut short is repeated at the next start.
+    was cut short is repeated at the next start. `callbacks` are called at the moments that
+    `zoo.callbacks.Callback` lists, and those that the configuration asks for after them.
 
     Raises:
         RunError: a loss, gradient or update that is not finite, other data than the checkpoint's,
@@ -40,60 +46,74 @@ def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, flo
     """
     config = run.config
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
+    hooks = Hooks(run, training, [*callbacks, *observers(config)])
     job = planned.make_job(run, training)
     if config.plan:
         planned.show(job, config.plan)
-    state, start = _restore_or_init(run, training)
-    if start >= config.steps:
-        return state, _finished(run, training, state, start)
-    if run.mesh.size > 1:
-        run.say(sharding.placement_table(state.model, run.mesh, run.rules))
-    step_fn = training.step(
-        mesh=run.mesh,
-        rules=run.rules,
-        precision=run.precision,
-        accumulate=config.accumulate,
-        clip_norm=config.clip_norm,
-    )
-    with planned.explained(run.mesh, job, lambda: step_fn.programs):
-        _compile(run, step_fn, state, training.data)
-        return _train(run, training, step_fn, state, start)
+    state, start = _restore_or_init(run, training, hooks)
+    with hooks.running(start, state):
+        if start >= config.steps or hooks.loop.stopped:
+            return state, _finished(run, training, hooks, state)
+        if run.mesh.size > 1:
+            run.say(sharding.placement_table(state.model, run.mesh, run.rules))
+        step_fn = training.step(
+            mesh=run.mesh,
+            rules=run.rules,
+            precision=run.precision,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm,
+        )
+        with planned.explained(run.mesh, job, lambda: step_fn.programs):
+            _compile(run, step_fn, state, training.data)
+            return _train(run, training, hooks, step_fn, state)
 
 
 def _train(
-    run: Run[Config], training: Training, step_fn: CompiledStep, state: TrainState, start: int
+    run: Run[Config], training: Training, hooks: Hooks, step_fn: CompiledStep, state: TrainState
 ) -> tuple[TrainState, dict[str, float]]:
-    """The steps from `start` to the last one."""
-    config, evaluate = run.config, training.evaluate
+    """The steps from the first to the last one."""
+    config, loop, start = run.config, hooks.loop, hooks.loop.start
     meta = {"fingerprint": training.fingerprint, "config": as_json(config), "versions": versions()}
+    written = _count_evaluations(run, start)
     with (
         run.signals,
-        Recorder(run, training, start) as recorder,
+        Recorder(run, training, hooks, written) as recorder,
         contextlib.closing(
             batches(training.data, run.mesh, start=start, stop=config.steps)
         ) as stream,
     ):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
-        if is_due and not _is_evaluated(run, start):
-            _evaluate_first(run, training, recorder, start, state.model)
-        for k, batch in stream:
+        step, result = start, {}
+        if is_due and (hooks or not written):  # callbacks' state is that of before it
+            result = _evaluate(run, recorder, start, state, whole=start == 0)
+        for k, batch in () if loop.stopped else stream:
             with recorder.step(k):
                 state, metrics = step_fn(state, batch)
-            step, last = k + 1, k + 1 == config.steps
-            recorder.add(step, metrics)
+            step = k + 1
+            recorder.add(step, hooks.on_step(step, state, metrics))
+            last = hooks.is_last(step)
             evaluates = last or step % config.eval_every == 0
-            stopped = run.signals.agreed(now=evaluates)
-            saves = stopped or last or step % config.checkpoint_every == 0
+            interrupted = run.signals.agreed(now=evaluates)
+            saves = interrupted or last or step % config.checkpoint_every == 0
+            if saves or evaluates:
+                recorder.flush()
+                snapshot = hooks.snapshot()
             if saves:
-                recorder.save(step, state, meta)
-            if evaluates and not stopped:  # after the save: a kill within loses nothing
+                recorder.save(step, state, meta, snapshot)
+            if evaluates and not interrupted:  # after the save: a kill within loses nothing
                 with contextlib.suppress(Stopped):
-                    result = recorder.evaluation(step, evaluate, state.model, last)
-                stopped = run.signals.agreed(now=True)
-                if stopped and not saves:
-                    recorder.save(step, state, meta)
-            if stopped:
+                    result = recorder.evaluation(step, state, last)
+                interrupted = run.signals.agreed(now=True)
+                if (interrupted or loop.stopped) and not saves:
+                    recorder.save(step, state, meta, snapshot)
+            if interrupted:
                 _leave(run, step)
+            if loop.stopped:
+                break
+        if loop.stopped and step < config.steps:
+            loop.say(loop.why_stopped(step))
+            if not loop.whole:
+                result = _evaluate(run, recorder, step, state, whole=True)
         run.checkpointer.wait()
         if run.signals.agreed(now=True):
             _leave(run, step)
@@ -116,13 +136,15 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
     )
 
 
-def _restore_or_init(run: Run[Config], training: Training) -> tuple[TrainState, int]:
-    """The state to begin with, and the steps that it has behind it."""
+def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tuple[TrainState, int]:
+    """The state to begin with, the callbacks' too, and the steps that it has behind it."""
     key = jax.random.key(run.config.seed)
     skeleton = training.skeleton(key, mesh=run.mesh, rules=run.rules)
     restored = run.checkpointer.restore(skeleton)
     if restored is None:
-        return training.init(key, mesh=run.mesh, rules=run.rules), 0
+        state = training.init(key, mesh=run.mesh, rules=run.rules)
+        hooks.begin(state, 0, {})
+        return state, 0
     state, step, meta = restored
     if meta["fingerprint"] != training.fingerprint:
         raise RunError(
@@ -130,6 +152,7 @@ def _restore_or_init(run: Run[Config], training: Training) -> tuple[TrainState, 
             "be made again. Put the files back, or start anew with another --run-dir."
         )
     run.say(f"resumed {run.folder} at step {step}")
+    hooks.begin(state, step, meta)
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:
         run.say(
@@ -147,33 +170,35 @@ def _learning_rate_at(schedule: optax.Schedule | None, updates: int) -> str:
 
 
 def _finished(
-    run: Run[Config], training: Training, state: TrainState, start: int
+    run: Run[Config], training: Training, hooks: Hooks, state: TrainState
 ) -> dict[str, float]:
     """The last evaluation of a run that has no step left."""
-    run.say(f"{run.folder} has finished {start} steps; more --steps would continue it")
-    if _is_evaluated(run, start):
+    step, loop = hooks.loop.start, hooks.loop
+    done = f"{run.folder} has finished {step} steps; more --steps would continue it"
+    run.say(loop.why_stopped(step) if loop.stopped else done)
+    written = _count_evaluations(run, step)
+    if written and not hooks:
         return training.evaluate(state.model, True)
-    with run.signals, Recorder(run, training, start) as recorder:
-        return _evaluate_first(run, training, recorder, start, state.model)
+    with run.signals, Recorder(run, training, hooks, written) as recorder:
+        return _evaluate(run, recorder, step, state, whole=True)
 
 
-def _is_evaluated(run: Run[Config], step: int) -> bool:
-    """Whether metrics.jsonl has a line of the evaluation of a step: process 0 tells the others."""
-    found, path = False, run.folder / "metrics.jsonl"
+def _count_evaluations(run: Run[Config], step: int) -> int:
+    """The lines of evaluations of a step in metrics.jsonl: process 0 tells the others."""
+    found, path = 0, run.folder / "metrics.jsonl"
     if run.is_main and path.exists():
         lines = read_metrics(path)
-        found = any(line["step"] == step and "grad_norm" not in line for line in lines)
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(found)))
+        found = sum(line["step"] == step and "grad_norm" not in line for line in lines)
+    return int(multihost_utils.broadcast_one_to_all(np.int32(found)))
 
 
-def _evaluate_first(
-    run: Run[Config], training: Training, recorder: Recorder, step: int, model: PyTree
+def _evaluate(
+    run: Run[Config], recorder: Recorder, step: int, state: TrainState, *, whole: bool
 ) -> dict[str, float]:
-    """The evaluation before any further step: of a pretrained model, or one that was cut short."""
+    """An evaluation beside the steps: of a pretrained model, one cut short, or the last one."""
     result: dict[str, float] = {}
     with contextlib.suppress(Stopped):
-        whole = step == 0 or step >= run.config.steps
-        result = recorder.evaluation(step, training.evaluate, model, whole)
+        result = recorder.evaluation(step, state, whole)
     if run.signals.agreed(now=True):
         _leave(run, step)
     return result

@@ -1,4 +1,4 @@
-"""The numbers of a run as files: metrics.jsonl, TensorBoard's, and the curves drawn from them."""
+"""The numbers of a run as files: metrics.jsonl, and the curves drawn from it."""
 
 import json
 import math
@@ -73,30 +73,6 @@ class MetricsLog:
         """Close the file."""
         with files.named(Path(self._file.name)):  # it retries a write that a full disk refused
             self._file.close()
-
-
-class TensorBoard:
-    """Numbers as TensorBoard scalars, with `MetricsLog`'s `write` and `close`."""
-
-    def __init__(self, folder: Path, *, resume_step: int = 0):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            message = "TensorBoard needs the package tensorboardX: pip install 'zoo[tensorboard]'"
-            raise ImportError(message) from error
-        # purge_step hides the points of a killed run after its last checkpoint.
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-
-    def write(self, step: int, **values: Value) -> None:
-        """Add a scalar for each number; strings and None have no place on a chart."""
-        for name, value in values.items():
-            if isinstance(value, float | int):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
 
 
 def _series(records: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

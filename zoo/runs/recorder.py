@@ -1,29 +1,31 @@
 """The record of a training loop: progress, metrics.jsonl, curves, a trace."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
-from zoo.runs.metrics import MetricsLog, TensorBoard, plot_curves
+from zoo.runs.callbacks.hooks import Hooks, Snapshot
+from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
 from zoo.runs.run import Config, Run
-from zoo.training.description import Evaluate, Training
+from zoo.training.description import Training
 from zoo.training.state import TrainState
 
 
 class Recorder:
     """The metrics of steps, checked one step late; the logs, pictures and checkpoints of a run."""
 
-    def __init__(self, run: Run[Config], training: Training, start: int):
-        self._run, self._start, self._unit = run, start, training.data.unit
-        self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._logs: list[MetricsLog | TensorBoard] = []
+    def __init__(self, run: Run[Config], training: Training, hooks: Hooks, written: int = 0):
+        """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
+        self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
+        self._evaluate, self._hooks, self._written = training.evaluate, hooks, written
+        self._pending: list[tuple[int, Mapping[str, Any]]] = []
+        self._log: MetricsLog | None = None  # of process 0
         self._stack = contextlib.ExitStack()
         self._throughput = monitor.Throughput(
             flops_per_token=training.flops_per_token,
@@ -34,19 +36,16 @@ class Recorder:
         self._learning_rates = training.schedule and np.asarray(
             jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
         )
-        self.bar = monitor.ProgressBar(run.config.steps, start=start)
+        self.bar = monitor.ProgressBar(run.config.steps, start=self._start)
+        hooks.loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
 
     def __enter__(self) -> "Recorder":
         run = self._run
         if jax.process_index() == 0:
             path = run.folder / "metrics.jsonl"
-            self._logs.append(MetricsLog(path, resume_step=self._start))
-            if run.config.tensorboard:
-                folder = run.folder / "tensorboard"
-                self._logs.append(TensorBoard(folder, resume_step=self._start))
-        for log in self._logs:
-            self._stack.callback(log.close)
+            self._log = MetricsLog(path, resume_step=self._start)
+            self._stack.callback(self._log.close)
         self._stack.enter_context(self.bar)
         return self
 
@@ -66,7 +65,7 @@ class Recorder:
         with monitor.step_annotation(k):
             yield
 
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a step under way; they are read when the next one is under way."""
         if self._pending:
             before, result = self._pending[-1]
@@ -100,7 +99,7 @@ class Recorder:
 
     def _is_due(self, step: int) -> bool:
         config = self._run.config
-        return step == 1 or step % config.log_every == 0 or step == config.steps
+        return step == 1 or step % config.log_every == 0 or self._hooks.is_last(step)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
         values[self._unit] = values.pop("tokens")
@@ -135,13 +134,12 @@ class Recorder:
             "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
         )
 
-    def evaluation(
-        self, step: int, evaluate: Evaluate, model: PyTree, whole: bool
-    ) -> dict[str, float]:
+    def evaluation(self, step: int, state: TrainState, whole: bool) -> dict[str, float]:
         """Evaluate, and write, show and return the result."""
-        self.flush()
-        with self.pause():
-            values = evaluate(model, whole)
+        self._hooks.loop.whole = whole
+        with self._paused():
+            values = self._evaluate(state.model, whole)
+            values = self._hooks.on_evaluation(step, state, values)
             self._write(step, **values)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.bar.print(f"step {step}: {shown}")
@@ -149,15 +147,19 @@ class Recorder:
                 self.plot()
         return values
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Save a checkpoint, once all steps are checked."""
-        self.flush()
-        with self.pause():
-            self._run.checkpointer.save(step, state, meta | {"data_position": step})
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], snapshot: Snapshot) -> None:
+        """Save a checkpoint, once all steps are checked, with the callbacks' state."""
+        with self._paused():
+            meta = meta | snapshot.meta | {"data_position": step}
+            self._run.checkpointer.save(step, state, meta, snapshot.arrays)
+        self._hooks.on_checkpoint(step, state)
 
-    def pause(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
         """Leave the time within out of the tokens per second."""
-        return self._throughput.pause()
+        self.flush()
+        with self._throughput.pause():
+            yield
 
     def plot(self) -> None:
         """Draw curves.png."""
@@ -165,5 +167,9 @@ class Recorder:
             plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
 
     def _write(self, step: int, **values: Any) -> None:
-        for log in self._logs:
-            log.write(step, **values)
+        is_written = self._written > 0 and step == self._start
+        self._written -= is_written
+        if self._log is not None:
+            if not is_written:
+                self._log.write(step, **values)
+            self._hooks.on_log(step, values)

@@ -30,6 +30,9 @@ from zoo.runs.checkpoint import Checkpointer, read_meta
 from zoo.runs.processes import RunError
 from zoo.runs.signals import Signals
 
+TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
+TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -52,6 +55,16 @@ class Config:
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
     """On a loss, gradient or update that is not finite: stop the run, or skip the step."""
+    average: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: it is evaluated beside the model,
+    as average/eval_loss, and is what is published."""
+    patience: int | None = may_differ(None)
+    """Evaluations in a row without a better eval_loss, of the average if there is one, after which
+    the run ends."""
+    keep_best: str | None = may_differ(None)
+    """Metric of the evaluations, such as eval_loss or average/eval_loss, by which the best model so
+    far is kept as best/ in the run's folder; the highest accuracy is best, and the lowest of
+    others."""
     log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
     eval_every: int = may_differ(100)
@@ -69,8 +82,15 @@ class Config:
     plan: str = may_differ("")
     """Train nothing: print the memory and the speed of a step on devices such as v5e:4x4,
     v5p:4x4x4, h200:8 or cpu:8. An empty --mesh is then fsdp=-1."""
+    track: str = may_differ("")
+    """Trackers to give the metrics to, with commas between them: wandb, mlflow, tensorboard,
+    trackio (an extra each). They write local files, unless WANDB_MODE, MLFLOW_TRACKING_URI and
+    such variables of theirs say otherwise."""
     tensorboard: bool = may_differ(False)
-    """Also write TensorBoard events (extra: tensorboard)."""
+    """The same as tensorboard in --track."""
+    norms_every: int = may_differ(0)
+    """Steps between norms of each layer's parameters and updates, in norms.jsonl and norms.png;
+    0: none."""
     profile: bool = may_differ(False)
     """Trace steps 10 to 15 of this start into the run folder."""
     compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
@@ -90,10 +110,31 @@ class Config:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
+        require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
+        if self.average is not None:
+            require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")
+        require(
+            self.patience is None or self.patience >= 1,
+            f"patience={self.patience}: must be at least 1",
+        )
+        require(
+            self.average is not None or not (self.keep_best or "").startswith("average/"),
+            f"keep_best={self.keep_best!r}: without --average there is none",
+        )
         files.local_path(self.run_dir, "run_dir")
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")
         require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
+        unknown = [name for name in self.trackers if name not in TRACKER_NAMES]
+        require(
+            not unknown, f"track={self.track!r}: no tracker {unknown}; known are {[*TRACKER_NAMES]}"
+        )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names of the trackers, each of them once."""
+        names = [name.strip() for name in self.track.split(",") if name.strip()]
+        return tuple(dict.fromkeys(names + ["tensorboard"] * self.tensorboard))
 
     @property
     def batch_size(self) -> int | None:
@@ -123,7 +164,7 @@ class Run(Generic[ConfigT]):
         # A plan leaves nothing behind.
         folder = tempfile.mkdtemp() if config.plan else config.run_dir
         self.folder = files.local_path(folder, "run_dir")
-        self._written_once = [self.folder / "config.json"]
+        self._written_once = [self.folder / "config.json", self.folder / TRACKED]
         self._is_new = False  # to process 0: nothing says that there was one in the folder
         self.signals = Signals()  # heeded in `zoo.fit`
 
@@ -229,6 +270,8 @@ class Run(Generic[ConfigT]):
         copies = (_read_config(path), (read_meta(checkpoints) or {}).get("config"))
         stored = [copy for copy in copies if copy is not None]
         self._is_new = not stored
+        if self._is_new:  # ids of another run
+            files.remove(self.folder / TRACKED)
         for found in stored:
             if differing := _difference(found, self.config):
                 raise RunError(
@@ -243,7 +286,7 @@ class Run(Generic[ConfigT]):
 def _difference(found: dict[str, Any], config: Config) -> list[str]:
     """The fields of a stored configuration that forbid a run to resume with this one."""
     found = configuration.current(type(config), found)
-    old, new = _flatten(found), _flatten(as_json(config))
+    old, new = flatten(found), flatten(as_json(config))
     differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
     return [
         f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
@@ -284,11 +327,12 @@ def as_json(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration as JSON has it, with dotted names and no configurations in it."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= (
-            _flatten(value, f"{prefix}{name}.")
+            flatten(value, f"{prefix}{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )

@@ -67,6 +67,8 @@ def annotated_axes(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ..
     """The logical axes of one leaf by its own annotation: None for what stacks it from outside."""
     dims, owner, field = None, None, ""
     for node, entry in zip(_nodes(tree, path), path, strict=False):
+        if isinstance(node, eqx.nn.State):
+            return (None,) * leaf.ndim
         if isinstance(entry, jtu.GetAttrKey):
             owner, field = node, entry.name
     if owner is not None:
@@ -92,6 +94,8 @@ def _nodes(tree: PyTree, path: tuple) -> Iterator[Any]:
     """The nodes of a tree along a path, from the root to the leaf."""
     yield tree
     for entry in path:
+        if isinstance(tree, eqx.nn.State):  # replicated, and not subscriptable
+            return
         if isinstance(entry, jtu.GetAttrKey):
             tree = getattr(tree, entry.name)
         else:

@@ -18,12 +18,14 @@ from zoo.data.plans import Plan
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
+from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.run import Config, Run
 from zoo.sharding.placement import on_host
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
-from zoo.training.state import TrainState
-from zoo.training.step import LossFunction, make_eval_step
+from zoo.training.loss_values import LossFunction
+from zoo.training.step import make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15
@@ -104,20 +106,30 @@ def training(
     )
 
 
-def train(run: Run[Config], training: Classification, tokenizer: Tokenizer | None = None) -> None:
-    """`fit` a classifier, or an ensemble of more than one, and save it."""
-    state, metrics = fit(run, training)
-    save(run, state.model, metrics, tokenizer)
+def train(
+    run: Run[Config],
+    training: Classification,
+    tokenizer: Tokenizer | None = None,
+    *,
+    save: Save | None = None,
+) -> None:
+    """`fit` a classifier, or an ensemble of more than one, and save it: by `save` if given."""
+    save = save or saver(tokenizer)
+    model, metrics = fit(run, training, save=save)
+    save(run.folder / "model", model, metrics)
+    run.say(f"the model is in {run.folder / 'model'}")
 
 
-def fit(run: Run[Config], training: Classification) -> tuple[TrainState, dict[str, Any]]:
+def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTree, dict[str, Any]]:
     """Train a classifier, or an ensemble of more than one; judge and draw it.
 
-    The run's folder gets `confusion.png` and `calibration.png`. Returns the state, and the metrics
-    of the model to be saved.
+    The run's folder gets `confusion.png` and `calibration.png`, and `best/`, by `save`, if the
+    flags ask for it. Returns the model to be saved and its metrics.
     """
-    state, result = loop.fit(run, training)
-    predictions = training.evaluate.predictions  # the last evaluation was of all that is held out
+    chosen = Chosen(run, save=save)
+    state, result = loop.fit(run, training, chosen.callbacks)
+    # The last evaluation, of the average if there is one, was of all that is held out.
+    result, predictions = chosen.metrics(result), training.evaluate.predictions
     run.say(report(predictions, result))
     if run.is_main:
         plot_confusion(run.folder / "confusion.png", predictions, training.classes)
@@ -126,15 +138,15 @@ def fit(run: Run[Config], training: Classification) -> tuple[TrainState, dict[st
         "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
         f"in {run.folder}"
     )
-    return state, {**result, "steps": int(state.step), "classes": list(training.classes)}
+    metrics = {**result, "steps": int(state.step), "classes": list(training.classes)}
+    return chosen.published(state), metrics
 
 
-def save(
-    run: Run[Config], model: PyTree, metrics: dict[str, Any], tokenizer: Tokenizer | None = None
-) -> None:
-    """Save a classifier as the run's model."""
-    save_model(run.folder / "model", model, tokenizer=tokenizer, metrics=metrics)
-    run.say(f"the model is in {run.folder / 'model'}")
+def saver(tokenizer: Tokenizer | None = None) -> Save:
+    """A function that saves a classifier, with its metrics."""
+    return lambda folder, model, metrics: save_model(
+        folder, model, tokenizer=tokenizer, metrics=metrics
+    )
 
 
 class Judge:

@@ -25,6 +25,9 @@ from zoo.publishing.adapters import save_adapters
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
 from zoo.runs import loop
+from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
@@ -72,6 +75,8 @@ class Config(RunConfig):
     decoder, which has seen the others, and the mean of an encoder."""
     sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
+    sample_every: int | None = may_differ(None)
+    """Steps between samples during training, which samples.jsonl keeps."""
     lora: LoraConfig = LoraConfig()
     data: Data = Data()
     optimizer: optimizers.Config = optimizers.Config()
@@ -80,6 +85,7 @@ class Config(RunConfig):
         super().__post_init__()
         local_path(self.model, "model")
         language.check_sample_tokens(self.sample_tokens)
+        language.check_sample_every(self.sample_every, label=self.label)
         require(
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",
@@ -214,21 +220,26 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
         base,
     )
     language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
-    state, after = loop.fit(run, training)
-    model = save(run, base, state.model, {**after, "steps": int(state.step)})
-    del state  # and its optimizer's, whose room the model of before takes
+    sample_of = lambda model: language.sample(  # noqa: E731
+        model,
+        data.tokenizer,
+        num_tokens=config.sample_tokens,
+        seed=config.seed,
+        prompt=prompt,
+    )
+    chosen = Chosen(run, save=saver(run, base))
+    more = []
+    if config.sample_every is not None:
+        more.append(Samples(lambda x: sample_of(_merged(run, x)), every=config.sample_every))
+    state, after = loop.fit(run, training, [*chosen.callbacks, *more])
+    model, after = chosen.published(state), chosen.metrics(after)
+    model = save(run, base, model, {**after, "steps": int(state.step)})
+    del state, chosen, more  # and the optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
     published = _merged(run, models.load(base.folder, mesh=run.mesh))
     for when, shown in (("before", published), ("after", model)):
-        sample = language.sample(
-            shown,
-            data.tokenizer,
-            num_tokens=config.sample_tokens,
-            seed=config.seed,
-            prompt=prompt,
-        )
-        run.say(f"\n--- a sample {when} ---\n{sample}")
+        run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
 
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
@@ -257,9 +268,10 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
     config = run.config
     make_model = lambda key, model: prepare(config, model, key, len(data.classes))  # noqa: E731
     training = classification.training(run, config.optimizer, data, make_model)
-    state, metrics = classification.fit(run, _from_base(training, config, base))
     # No format but the zoo's has this head, and without it adapters are of no use.
-    classification.save(run, _merged(run, state.model), metrics, base.tokenizer)
+    plain = classification.saver(base.tokenizer)
+    save = lambda folder, model, metrics: plain(folder, _merged(run, model), metrics)  # noqa: E731
+    classification.train(run, _from_base(training, config, base), save=save)
 
 
 def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
@@ -268,15 +280,20 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
         save_adapters(run.folder / "adapters", model, base=run.config.model)
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
     merged = _merged(run, model)
-    models.save(
-        run.folder / "model",
-        merged,
+    saver(run, base)(run.folder / "model", merged, metrics)
+    run.say(f"the model is in {run.folder / 'model'}")
+    return merged
+
+
+def saver(run: Run[Config], base: Base) -> Save:
+    """A function that saves a model, merged, in its base's format with its metrics."""
+    return lambda folder, model, metrics: models.save(
+        folder,
+        _merged(run, model),
         format="hf" if base.is_hugging_face else "zoo",
         tokenizer=base.tokenizer,
         metrics=metrics,
     )
-    run.say(f"the model is in {run.folder / 'model'}")
-    return merged
 
 
 def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:

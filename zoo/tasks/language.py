@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,6 +19,9 @@ from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
+from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.training import losses, optimizers
@@ -29,12 +34,15 @@ class Config(RunConfig):
 
     sample_tokens: int = may_differ(256)
     """Tokens of the sample at the end."""
+    sample_every: int | None = may_differ(None)
+    """Steps between samples during training, which samples.jsonl keeps."""
     data: text.Config = text.Config(tokenizer="bpe")
     optimizer: optimizers.Config = optimizers.Config()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sample_tokens(self.sample_tokens)
+        check_sample_every(self.sample_every)
 
     @property
     def batch_size(self) -> int:
@@ -47,9 +55,19 @@ def check_sample_tokens(count: int) -> None:
     require(count >= 0, f"sample_tokens={count}: must not be negative; 0 is no sample")
 
 
+def check_sample_every(steps: int | None, *, label: str | None = None) -> None:
+    """Raise a ValueError for a number below 1, and for samples of a classifier."""
+    require(steps is None or steps >= 1, f"sample_every={steps}: must be at least 1")
+    require(
+        steps is None or label is None,
+        f"sample_every={steps}: a classifier (label={label!r}) writes no text; leave it out",
+    )
+
+
 def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
     """The run's text, with a tokenizer that the run keeps; says how much text there is."""
     config = run.config
+    check_sample_every(config.sample_every, label=label)
     data = text.read_text(
         config.data,
         seed=config.seed,
@@ -103,17 +121,28 @@ def train(run: Run[Config], data: text.Text, training: Training) -> None:
     """Train a language model, compare it with compressors, save it, and show a sample of it."""
     config = run.config
     check(training, data, sample_tokens=config.sample_tokens)
-    state, result = loop.fit(run, training)
+    chosen = Chosen(run, save=saver(data))
+    sample_of = lambda model: sample(  # noqa: E731
+        model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
+    )
+    more = [] if config.sample_every is None else [Samples(sample_of, every=config.sample_every)]
+    state, result = loop.fit(run, training, [*chosen.callbacks, *more])
+    model, result = chosen.published(state), chosen.metrics(result)
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
     run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    save_model(
-        run.folder / "model",
-        state.model,
-        tokenizer=data.tokenizer,
-        metrics={**result, "steps": int(state.step), "compressors": data.compressors},
-    )
+    saver(data)(run.folder / "model", model, {**result, "steps": int(state.step)})
     run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
-    run.say(sample(state.model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed))
+    run.say(sample_of(model))
+
+
+def saver(data: text.Text) -> Save:
+    """A function that saves a language model of this text, with its metrics."""
+
+    def save(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:
+        metrics = {**metrics, "compressors": data.compressors}
+        save_model(folder, model, tokenizer=data.tokenizer, metrics=metrics)
+
+    return save
 
 
 def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: int = 0) -> None:

@@ -13,8 +13,9 @@ from zoo.data.plans import Plan
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.training.compiled import CompiledStep
+from zoo.training.loss_values import LossFunction
 from zoo.training.state import Trainable, TrainState, abstract_state, init_state
-from zoo.training.step import LossFunction, make_train_step
+from zoo.training.step import make_train_step
 
 Evaluate = Callable[[PyTree, bool], dict[str, float]]
 

@@ -4,6 +4,7 @@ Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,25 @@ from zoo import sharding
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 # Most bytes of a device's logits in fp32 that are in memory at once.
 LOGITS_BYTES = 2**29
+
+
+def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
+    """A decorator of a loss: its step leaves these entries of a batch in the dtype that they have.
+
+    They are keys of a dict, fields, or indices of a tuple. For a model that is none of the zoo's, a
+    step casts the other floating-point entries to its precision, but for `zoo.nn.precision.KEPT`:
+    weights, labels and targets, in the singular too.
+    """
+
+    def decorate(loss_fn: Function) -> Function:
+        setattr(loss_fn, "keeps_dtype", names)  # noqa: B010
+        return loss_fn
+
+    return decorate
 
 
 @jax.custom_vjp

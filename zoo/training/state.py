@@ -14,6 +14,7 @@ from jaxtyping import Array, Int32, Key, PyTree
 from zoo import sharding
 from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
+from zoo.nn.stateful import is_state
 from zoo.sharding.axes import is_parameter
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
@@ -121,9 +122,12 @@ def _blueprint(
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
-    """A tree of booleans: whether a leaf of a model is trained."""
+    """A tree of booleans: whether a leaf of a model is trained, which an `eqx.nn.State` is not."""
     chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
-    trained = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+    chosen = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+    trained = jax.tree.map(
+        lambda x: jax.tree.map(lambda _: False, x) if is_state(x) else x, chosen, is_leaf=is_state
+    )
     if not any(jax.tree.leaves(trained)):
         fix = "freeze less of it" if trainable else "a model has arrays of floats"
         raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")

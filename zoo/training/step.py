@@ -2,13 +2,13 @@
 
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
 loss, the summed weight, and further sums that are reported divided by the weight. So the gradient
-is the same whatever the microbatches, the padding and the mesh.
+is the same whatever the microbatches, the padding and the mesh. Of a model with an `eqx.nn.State`
+it returns the new State as a fourth value.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,14 +18,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
-from zoo.nn.precision import (
-    Precision,
-    compute_dtype,
-    exact_products,
-    in_precision,
-    platform,
-)
+from zoo.nn.precision import Precision, compute_dtype, exact_products, platform
+from zoo.nn.stateful import states, with_states
 from zoo.training.compiled import CompiledStep, Metrics
+from zoo.training.loss_values import (
+    EVAL_NAMES,
+    STEP_NAMES,
+    LossFunction,
+    check_loss,
+    loss_values,
+    watch_precision,
+)
 from zoo.training.state import (
     Trainable,
     TrainState,
@@ -35,14 +38,7 @@ from zoo.training.state import (
     trained_leaves,
 )
 
-LossFunction = Callable[[Any, Any, Any], tuple[Array, Array, Mapping[str, Array]]]
-
-# Names that a step's sums, a step's metrics and the training loop's lines use themselves.
-EVAL_NAMES = frozenset({"loss", "tokens"})
-STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
-STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
-STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
-SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
+States = list[eqx.nn.State]
 
 
 def make_train_step(
@@ -65,6 +61,17 @@ def make_train_step(
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit.
 
+    For a model that is none of the zoo's, the floating-point entries of the batch are cast to
+    `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
+    loss names by `zoo.losses.keeps_dtype`. A PrecisionWarning, once per step, names the lines of
+    the loss and the model that compute a product of two dtypes in fp32.
+
+    An `eqx.nn.State` anywhere in the model is not trained, and keeps its own dtypes: the loss gets
+    it (`model, state = pair` where `make_model` returned the pair of `eqx.nn.make_with_state`), and
+    returns the new one as a fourth value, or a list of several in the model's order. Microbatches
+    pass it on in their order, and a skipped step leaves it as it was. Batch and spectral norms of
+    Equinox have their statistics in fp32.
+
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
     update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
@@ -72,17 +79,22 @@ def make_train_step(
 
     Raises:
         TypeError: a loss function or an optimizer that is none; at the first call, a loss function
-            that returns something else.
+            that returns something else, or no new State.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
-            not divide; at the first call, a metric whose name is taken, or a total that is no sum.
+            not divide; at the first call, a metric whose name is taken, a total that is no sum, a
+            State of other shapes or dtypes, or a batch without an entry that the loss names.
         ShardingError: a rule for a mesh axis that there is not.
     """
     settings = _Settings(
         loss_fn, optimizer, mesh, rules, precision, accumulate, clip_norm, trainable
     )
 
+    watch = watch_precision(loss_fn, precision)
+
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
-        return _train_step(settings, batch, state)
+        outputs = _train_step(settings, batch, state)
+        watch(model=state.model, batch=batch, key=state.key)
+        return outputs
 
     return CompiledStep(train_step, mesh=mesh, rules=rules, accumulate=accumulate, donate=True)
 
@@ -102,7 +114,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         compute_dtype(self.precision)
-        _check_loss(self.loss_fn)
+        check_loss(self.loss_fn)
         check_optimizer(self.optimizer)
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: must be at least 1")
@@ -119,8 +131,11 @@ def _train_step(
     mesh, is_fp16 = settings.mesh, settings.precision == "fp16"
     params, static = eqx.partition(state.model, trained_leaves(state.model, settings.trainable))
     key = jax.random.fold_in(state.key, state.step)
+    old_states = states(state.model)
     scale = state.loss_scale.scale if is_fp16 else jnp.float32(1)
-    grads, sums = _accumulated_gradient(settings, params, static, batch, key, scale)
+    grads, sums, new_states = _accumulated_gradient(
+        settings, params, static, old_states, batch, key, scale
+    )
     grads = jax.tree.map(lambda g: g / scale, grads)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
@@ -128,7 +143,9 @@ def _train_step(
     changes, param_norm, (params, opt_state) = _updated(settings, grads, grad_norm, finite, trained)
     skipped = state.skipped + (~changes).astype(jnp.int32)
     loss_scale = state.loss_scale.update(finite) if is_fp16 else state.loss_scale
-    model = eqx.combine(params, static)
+    # Few and small: unlike the optimizer's state they are not worth a branch.
+    kept_states = jax.tree.map(partial(jnp.where, changes), new_states, old_states)
+    model = with_states(eqx.combine(params, static), kept_states)
     state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
     metrics = _means(sums) | {"grad_norm": grad_norm, "param_norm": param_norm, "skipped": skipped}
     metrics |= {"loss_scale": scale} if is_fp16 else {}
@@ -140,50 +157,68 @@ def _train_step(
 
 
 def _gradient(
-    settings: _Settings, params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array
-) -> tuple[PyTree, Array, dict[str, Array]]:
-    """The gradient of the mean loss times `scale`, the weight of that mean, and the sums."""
+    settings: _Settings,
+    params: PyTree,
+    static: PyTree,
+    old_states: States,
+    batch: PyTree,
+    key: Array,
+    scale: Array,
+) -> tuple[PyTree, Array, dict[str, Array], States]:
+    """The gradient of the mean loss times `scale`, the weight of that mean, sums and States."""
 
     def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
-        with in_precision(eqx.combine(params, static), settings.precision) as model:
-            total, weight, metrics = _sums(settings.loss_fn, STEP_NAMES, model, batch, key)
+        model = with_states(eqx.combine(params, static), old_states)
+        sums, new_states = loss_values(
+            settings.loss_fn, settings.precision, STEP_NAMES, model, batch, key
+        )
         # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
-        share = _nonzero(weight)
-        return total / share * scale, (share, {"loss": total, "tokens": weight, **metrics})
+        share = _nonzero(sums["tokens"])
+        return sums["loss"] / share * scale, (share, sums, new_states)
 
     with exact_products(settings.precision):
-        grads, (share, sums) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+        grads, (share, sums, new_states) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
     if settings.mesh is not None:  # reduced to the devices that keep them, not to all
         placed = sharding.shardings(params, settings.mesh, settings.rules)
         grads = eqx.filter_shard(grads, placed)
-    return grads, share, sums
+    return grads, share, sums, new_states
 
 
 def _accumulated_gradient(
-    settings: _Settings, params: PyTree, static: PyTree, batch: PyTree, key: Array, scale: Array
-) -> tuple[PyTree, dict[str, Array]]:
-    """The gradient of the mean loss times `scale`, and the sums, over all microbatches."""
+    settings: _Settings,
+    params: PyTree,
+    static: PyTree,
+    old_states: States,
+    batch: PyTree,
+    key: Array,
+    scale: Array,
+) -> tuple[PyTree, dict[str, Array], States]:
+    """The gradient of the mean loss times `scale`, the sums, and the States after the microbatches.
 
-    def one(index: Array, microbatch: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
+    A microbatch has the States that the one before it returned.
+    """
+
+    def one(old_states: States, index: Array, microbatch: PyTree) -> tuple:
         microbatch_key = jax.random.fold_in(key, index)
-        return _gradient(settings, params, static, microbatch, microbatch_key, scale)
+        return _gradient(settings, params, static, old_states, microbatch, microbatch_key, scale)
 
     if settings.accumulate == 1:
-        grads, _, sums = one(jnp.int32(0), batch)
-        return grads, sums
+        grads, _, sums, new_states = one(old_states, jnp.int32(0), batch)
+        return grads, sums, new_states
 
-    def add(carry: PyTree, inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
-        grads, share, sums = one(*inputs)
+    def add(carry: tuple[PyTree, States], inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
+        so_far, old_states = carry
+        grads, share, sums, new_states = one(old_states, *inputs)
         weighted = jax.tree.map(lambda g: g * share, grads)
-        return jax.tree.map(jnp.add, carry, (weighted, sums)), None
+        return (jax.tree.map(jnp.add, so_far, (weighted, sums)), new_states), None
 
     microbatches = jax.tree.map(lambda x: _microbatches(x, settings.accumulate), batch)
     inputs = (jnp.arange(settings.accumulate), microbatches)
-    grads, _, sums = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], inputs))
+    grads, _, sums, _ = jax.eval_shape(one, old_states, *jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-    (grads, sums), _ = jax.lax.scan(add, zeros, inputs)
+    ((grads, sums), new_states), _ = jax.lax.scan(add, (zeros, old_states), inputs)
     share = _nonzero(sums["tokens"])
-    return jax.tree.map(lambda g: g / share, grads), sums
+    return jax.tree.map(lambda g: g / share, grads), sums, new_states
 
 
 def _updated(
@@ -230,49 +265,22 @@ def make_eval_step(
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
     `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
-    function's own; add them over the batches, then divide. Errors are `make_train_step`'s.
+    function's own; add them over the batches, then divide. The loss gets no key, by which it tells
+    an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which is
+    ignored. Errors and warnings are `make_train_step`'s.
     """
     compute_dtype(precision)
-    _check_loss(loss_fn)
+    check_loss(loss_fn)
+    watch = watch_precision(loss_fn, precision)
 
     def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
         if isinstance(model, TrainState):
             raise TypeError("an evaluation step takes a model, not a state: step(state.model, …)")
-        with in_precision(model, precision) as model:
-            total, weight, metrics = _sums(loss_fn, EVAL_NAMES, model, batch, None)
-        return None, {"loss": total, "tokens": weight, **metrics}
+        sums, _ = loss_values(loss_fn, precision, EVAL_NAMES, model, batch, None)
+        watch(model=model, batch=batch, key=None)
+        return None, sums
 
     return CompiledStep(eval_step, mesh=mesh, rules=rules)
-
-
-def _check_loss(loss_fn: Any) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
-
-
-def _sums(loss_fn: LossFunction, taken: frozenset[str], *arguments: Any) -> tuple:
-    """A loss function's total, weight and metrics in float32, if it returns such."""
-    result, name = loss_fn(*arguments), getattr(loss_fn, "__name__", repr(loss_fn))
-    is_triple = isinstance(result, tuple | list) and len(result) == 3
-    if not is_triple or not isinstance(result[2], Mapping):
-        raise TypeError(f"loss_fn {name} returned {_described(result)}, and not {SUMS}")
-    total, weight, metrics = result
-    for what, x in (("total", total), ("weight", weight)):
-        if jnp.ndim(x) != 0:
-            raise ValueError(
-                f"loss_fn {name} returned a {what} {_described(x)}: sum it over the batch"
-            )
-    if both := sorted(taken & metrics.keys()):
-        raise ValueError(
-            f"loss_fn {name} has a metric {both[0]!r}, which the step has itself: rename it"
-        )
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, weight, dict(metrics)))
-
-
-def _described(x: Any) -> str:
-    if isinstance(x, tuple | list):
-        return f"({', '.join(map(_described, x))})"
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base import configuration
 from zoo.nn.layers import Linear, add_bias
-from zoo.nn.parameters import CastsAtUse, casts_at_use, gather
+from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, gather
 from zoo.nn.precision import matmul
 from zoo.nn.protocols import SequenceModel
 from zoo.sharding import constrain
@@ -65,6 +65,11 @@ class Classifier(CastsAtUse):
     def casts_at_use(self) -> bool:
         """Whether the model under the head casts its parameters itself."""
         return casts_at_use(self.body)
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether the model under the head casts its inputs itself."""
+        return casts_inputs(self.body)
 
     def __call__(
         self,

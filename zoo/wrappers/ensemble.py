@@ -1,5 +1,6 @@
 """Programs over a stacked leading axis: ensembles, dropout samples, gradients of each example."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from zoo import sharding
 from zoo.base.configuration import require
+from zoo.nn.parameters import CastsInputs, casts_inputs
 
 Losses = Float[Array, "batch"]
 
 
-class Ensemble(eqx.Module):
+class Ensemble(CastsInputs):
     """Members of one family, stacked along the first axis of each of their arrays.
 
     They run as one program. A mesh axis shards them by the rule of the logical axis "member".
@@ -36,6 +38,11 @@ class Ensemble(eqx.Module):
     def num_members(self) -> int:
         """Number of members."""
         return jax.tree.leaves(eqx.filter(self.members, eqx.is_array))[0].shape[0]
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether the members cast their inputs themselves."""
+        return casts_inputs(self.members)
 
     def __getitem__(self, index: int) -> PyTree:
         """One member, as a model of its family."""
@@ -67,14 +74,15 @@ def member_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     it would be alone, with `per_member(optimizer)` and without clipping by the norm of all.
     """
 
-    def loss(model: Ensemble, batch: PyTree, key: Array | None) -> tuple[Array, Array, dict]:
+    @functools.wraps(loss_fn)
+    def loss(model: Ensemble, batch: PyTree, key: Array | None) -> tuple[Any, ...]:
         def one(member: Any, index: Array) -> Any:
             return loss_fn(member, batch, None if key is None else jax.random.fold_in(key, index))
 
-        totals, weights, metrics = model.map(one)
+        totals, weights, metrics, *state = model.map(one)
         total, mean = totals.sum(), totals.mean()
         total = total - jax.lax.stop_gradient(total - mean)
-        return total, weights.mean(), {name: sums.mean() for name, sums in metrics.items()}
+        return total, weights.mean(), {name: x.mean() for name, x in metrics.items()}, *state
 
     return loss
 

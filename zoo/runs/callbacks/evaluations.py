@@ -1,0 +1,93 @@
+"""Further evaluations, and samples, during a training."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, PyTree
+
+from zoo.base.configuration import require
+from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.metrics import MetricsLog
+from zoo.training.description import Evaluate
+from zoo.training.state import TrainState
+
+
+class Evaluations(Callback):
+    """Several evaluations by name: `{"name": evaluate}` adds `name/eval_loss` to the lines.
+
+    An `evaluate` is as that of a `Training`, or what `zoo.evaluator` returns: from a model, and
+    whether to take the whole held-out part, to metrics; `loss` is called `eval_loss`. They run with
+    the run's own evaluation: at the end, and before it every `every` steps (None: each time).
+
+    Raises:
+        ValueError: at the start, an `every` that is no multiple of `--eval-every`.
+    """
+
+    name = "evaluations"
+
+    def __init__(self, evaluations: Mapping[str, Evaluate], *, every: int | None = None):
+        self._evaluations, self._every = dict(evaluations), every
+
+    def on_start(self, loop: Loop, state: TrainState) -> None:
+        """Check the cadence."""
+        between = loop.run.config.eval_every
+        self._every = self._every or between
+        require(
+            self._every > 0 and self._every % between == 0,
+            f"the callback {self.name!r}: every={self._every} must be a multiple of "
+            f"eval_every={between}",
+        )
+
+    def on_evaluation(
+        self, loop: Loop, step: int, state: TrainState, values: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The metrics of all of them."""
+        found: dict[str, float] = {}
+        if loop.whole or step % (self._every or 1) == 0:
+            for name, evaluate in self._evaluations.items():
+                for metric, value in evaluate(state.model, loop.whole).items():
+                    shown = "eval_loss" if metric == "loss" else metric
+                    found[f"{name}/{shown}"] = value
+        return found
+
+
+class Samples(Callback):
+    """Show a sample of the model every `every` steps, and keep it in `samples.jsonl`.
+
+    `make_text` is from the model to a text. All processes call it; process 0 prints and writes.
+
+    Raises:
+        ValueError: an `every` below 1.
+    """
+
+    name = "samples"
+
+    def __init__(self, make_text: Callable[[PyTree], str], *, every: int):
+        require(every >= 1, f"every={every}: must be at least 1")
+        self._make_text, self._every = make_text, every
+        self._log: MetricsLog | None = None
+
+    def on_start(self, loop: Loop, state: TrainState) -> None:
+        """Open the file; what a killed run wrote after its checkpoint is dropped."""
+        if loop.run.is_main:
+            path = loop.run.folder / "samples.jsonl"
+            self._log = MetricsLog(path, resume_step=loop.start)
+
+    def on_step(
+        self, loop: Loop, step: int, state: TrainState, metrics: Mapping[str, Array]
+    ) -> None:
+        """Sample where it is time to."""
+        if step % self._every:
+            return
+        jax.block_until_ready(metrics)  # the time of the step itself counts
+        with loop.pause():
+            text = self._make_text(state.model)
+        loop.say(f"--- a sample of step {step} ---\n{text}\n---")
+        if self._log is not None:
+            self._log.write(step, text=text)
+
+    def on_end(self, loop: Loop, step: int, state: Any) -> None:
+        """Close the file."""
+        if self._log is not None:
+            self._log.close()

@@ -1,0 +1,248 @@
+"""The callbacks of one run, called together: their moments, and their state in checkpoints."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, PyTree
+
+from zoo import sharding
+from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.processes import RunError
+from zoo.runs.run import Config, Run
+from zoo.runs.signals import Stopped
+from zoo.sharding.axes import keystr
+from zoo.training.description import Training
+from zoo.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of all callbacks, as a checkpoint has it."""
+
+    arrays: dict[str, PyTree]
+    meta: dict[str, Any]
+
+
+class Hooks:
+    """The callbacks of a run: each moment, for all of them in order.
+
+    Raises:
+        TypeError: something that is no callback.
+        ValueError: two of one name.
+    """
+
+    def __init__(self, run: Run[Config], training: Training, callbacks: Sequence[Callback]):
+        self.loop = Loop(run, training)
+        self.callbacks: dict[str, Callback] = {}
+        self._kept: dict[str, dict] = {}  # values of callbacks that are not there any more
+        self._started: list[Callback] = []
+        self._last: tuple[int, TrainState | None] = (0, None)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks: {callback!r} is no zoo.callbacks.Callback")
+            if not re.fullmatch(r"[\w-]+", callback.name):
+                raise ValueError(
+                    f"callbacks: the name {callback.name!r} may have letters, digits, _ and - only"
+                )
+            if callback.name in self.callbacks:
+                raise ValueError(
+                    f"callbacks: two have the name {callback.name!r}, by which checkpoints know "
+                    "them: set the attribute `name` of one"
+                )
+            self.callbacks[callback.name] = callback
+        self.loop.callbacks = tuple(self.callbacks.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.callbacks)
+
+    def is_last(self, step: int) -> bool:
+        """Whether the run ends after this step, by what is known so far."""
+        ends = bool(self.loop.stopped) and step == self._last[0]
+        return ends or step == self.loop.run.config.steps
+
+    # --- Moments ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self, start: int, state: TrainState) -> Iterator[None]:
+        """Within, the callbacks are started; then they are ended, whatever happened."""
+        self.loop.start, self._last = start, (start, state)
+        try:
+            for callback in self.callbacks.values():
+                self._call(callback, "on_start", state)
+                self._started.append(callback)
+            yield
+        except Exception:
+            self._end(None, raises=False)
+            raise
+        except BaseException:  # a signal
+            self._end(self._last[1], raises=False)
+            raise
+        self._end(self._last[1], raises=True)
+
+    def on_step(
+        self, step: int, state: TrainState, metrics: Mapping[str, Array]
+    ) -> Mapping[str, Any]:
+        """The metrics, and those that the callbacks add."""
+        self._last = (step, state)
+        return self._joined("on_step", step, state, metrics)
+
+    def on_evaluation(
+        self, step: int, state: TrainState, values: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The values, and those that the callbacks add."""
+        return dict(self._joined("on_evaluation", step, state, values))
+
+    def on_log(self, step: int, values: Mapping[str, Any]) -> None:
+        """To be called on process 0."""
+        for callback in self.callbacks.values():
+            self._call(callback, "on_log", step, values)
+
+    def on_checkpoint(self, step: int, state: TrainState) -> None:
+        """A checkpoint has been handed over."""
+        for callback in self.callbacks.values():
+            self._call(callback, "on_checkpoint", step, state)
+
+    def _joined(
+        self, moment: str, step: int, state: TrainState, metrics: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        for callback in self.callbacks.values():
+            added = self._call(callback, moment, step, state, metrics)
+            if added:
+                if both := sorted(added.keys() & {"step", *metrics}):
+                    raise ValueError(
+                        f"the callback {callback.name!r} returned a metric {both[0]!r}, which "
+                        "there is already: rename it"
+                    )
+                metrics = {**metrics, **added}
+        return metrics
+
+    def _call(self, callback: Callback, moment: str, *arguments: Any) -> Any:
+        self.loop.caller = (callback.name, moment)
+        try:
+            return getattr(callback, moment)(self.loop, *arguments)
+        except Stopped:  # an evaluation of its own, cut short by a signal
+            raise
+        except Exception as error:
+            error.add_note(f"in {moment} of the callback {callback.name!r}")
+            self._started = [other for other in self._started if other is not callback]
+            raise
+
+    def _end(self, state: TrainState | None, *, raises: bool) -> None:
+        failure = None
+        for callback in list(self._started):
+            try:
+                self._call(callback, "on_end", self._last[0], state)
+            except Exception as error:
+                failure = failure or error
+        if failure is None:
+            return
+        if raises:
+            raise failure
+        self.loop.run.say(f"{failure!r} {' '.join(failure.__notes__)}")
+
+    # --- State --------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The state of now: later changes of the callbacks do not change it."""
+        arrays, values = {}, {}
+        for name, callback in self.callbacks.items():
+            if callback.arrays is not None:
+                _check_arrays(callback)
+                arrays[name] = callback.arrays
+            try:
+                json.dumps(callback.values)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"the callback {name!r}: `values` has to be JSON, and is not: {error}"
+                ) from error
+            values[name] = copy.deepcopy(callback.values)
+        meta: dict[str, Any] = {}
+        if values or self._kept:
+            meta["callbacks"] = {**self._kept, **values}
+        if self.loop.stopped:
+            meta["stopped"] = {"callback": self.loop.stopped_by, "reason": self.loop.stopped}
+        return Snapshot({"callbacks": arrays} if arrays else {}, meta)
+
+    def begin(self, state: TrainState, step: int, meta: dict[str, Any]) -> None:
+        """Give each callback its initial state, or that which a restored checkpoint has of it.
+
+        Without a checkpoint, `step` is 0 and `meta` is empty.
+
+        Raises:
+            RunError: it has arrays of a callback that is not there.
+            CheckpointError: it has others of one that is.
+        """
+        for callback in self.callbacks.values():
+            initial = self._call(callback, "initial_arrays", state)
+            callback.arrays = jax.tree.map(self._placed, initial)
+            _check_arrays(callback)
+        if not meta:
+            return
+        loop, found = self.loop, meta.get("callbacks", {})
+        extras = loop.run.checkpointer.extras
+        of_checkpoint = f"the checkpoint of step {step} in {loop.run.folder}"
+        for name in found.keys() - self.callbacks.keys():
+            if any(_belongs(array, name) for array in extras):
+                raise RunError(
+                    f"{of_checkpoint} has arrays of the callback {name!r}, which would be lost: "
+                    "give it to zoo.fit again, or start anew with another --run-dir"
+                )
+            self._kept[name] = found[name]
+            loop.say(f"the callback {name!r} is not there any more; its state is kept as it is")
+        for name, callback in self.callbacks.items():
+            if name in found:
+                callback.values = found[name]
+                callback.arrays = self._restored(name, callback.arrays)
+            elif callback.values or callback.arrays is not None:
+                loop.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
+        self._restore_stop(step, meta.get("stopped"))
+
+    def _restored(self, name: str, arrays: PyTree) -> PyTree:
+        """The arrays of a callback, in place of its initial ones."""
+        checkpointer = self.loop.run.checkpointer
+        like = {"callbacks": {name: jax.tree.map(_struct, arrays)}}
+        self.callbacks[name].arrays = arrays = None  # the room of the initial ones
+        names = [each for each in checkpointer.extras if _belongs(each, name)]
+        return checkpointer.restore_extras(like, names)["callbacks"][name]
+
+    def _restore_stop(self, step: int, stopped: dict[str, str] | None) -> None:
+        if stopped is None:
+            return
+        name, reason = stopped["callback"], stopped["reason"]
+        if name in self.callbacks:
+            self.loop.stopped, self.loop.stopped_by = reason, name
+        else:
+            self.loop.say(
+                f"the callback {name!r}, which ended the run at step {step}, is not there any "
+                "more: it continues"
+            )
+
+    def _placed(self, x: Any) -> Any:
+        mesh = self.loop.run.mesh
+        if not hasattr(x, "dtype"):
+            return x  # `_check_arrays` names it
+        on_mesh = isinstance(x, jax.Array) and x.sharding.device_set == {*mesh.devices.flat}
+        return x if on_mesh else jax.device_put(x, sharding.replicated(mesh))
+
+
+def _check_arrays(callback: Callback) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(callback.arrays):
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"the callback {callback.name!r}: arrays{'.' * bool(path)}{keystr(path)} is a "
+                f"{type(leaf).__name__}, and no array: keep it in `values`"
+            )
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _belongs(array: str, name: str) -> bool:
+    return f"{array}.".startswith(f"callbacks.{name}.")

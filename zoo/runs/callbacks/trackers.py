@@ -1,0 +1,213 @@
+"""Weights & Biases, MLflow, TensorBoard and trackio as callbacks, and by name.
+
+Each is given the configuration once, every number of metrics.jsonl, and how the run ended. All of
+them write local files, unless their own settings, in the environment or here, say otherwise.
+"""
+
+import json
+import os
+import time
+from collections import defaultdict
+from typing import Any
+
+from zoo.runs.callbacks.tracker import Status, Tracker, all_up_to
+from zoo.runs.processes import RunError
+from zoo.runs.run import TRACKED, Config, Run, as_json, flatten
+
+
+class Wandb(Tracker):
+    """Weights & Biases; `options` are further ones of `wandb.init`.
+
+    `project` and `mode` default to WANDB_PROJECT and WANDB_MODE, then to "zoo" and "offline".
+    Offline, each start writes a folder of its own in `<run folder>/wandb`, all of one id, which
+    `wandb sync` sends in their order; the folder of a start at step k begins with step k, so that
+    steps done again are in two of them. Online, a step that the server has is not sent again.
+    """
+
+    name, package = "wandb", "wandb"
+
+    def __init__(self, project: str | None = None, *, mode: str | None = None, **options: Any):
+        self._project = project or os.environ.get("WANDB_PROJECT") or "zoo"
+        self._mode = mode or os.environ.get("WANDB_MODE") or "offline"
+        self._options = options
+        if self._mode == "offline":  # or it looks up a server to report its own errors to
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        super().__init__()
+
+    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+        """Begin or resume the run of this id."""
+        given = {
+            "project": self._project,
+            "mode": self._mode,
+            "id": id,
+            "resume": "allow",
+            "name": _title(run),
+            "dir": str(run.folder),
+            "config": _configuration(run),
+            "settings": self._module.Settings(console="off"),  # a progress bar is no log
+        }
+        self._run = self._module.init(**given | self._options)
+        return all_up_to((self._run.step if is_new or self._run.resumed else start) - 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add to the row of this step, which is stored once there is one of a later step."""
+        self._run.log(values, step=step)
+
+    def close(self, status: Status) -> None:
+        """Finish, as failed unless it is finished, with the status in the summary."""
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=int(status != "finished"))
+
+
+class MLflow(Tracker):
+    """MLflow: the parameters, metrics and status of a run.
+
+    `experiment` and `tracking_uri` default to MLFLOW_EXPERIMENT_NAME and MLFLOW_TRACKING_URI, then
+    to "zoo" and a database in the run folder, which this shows:
+    `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow.db`. MLflow changes no parameter
+    and takes no point back: parameters stay those of the first start, and of a step that is done
+    again the first value stays and is alone.
+    """
+
+    name, package = "mlflow", "mlflow"
+
+    def __init__(self, experiment: str | None = None, *, tracking_uri: str | None = None):
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "zoo"
+        self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        if not self._uri:  # or it reports over the network that it is used
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+            self._imported("sqlalchemy")
+        super().__init__()
+
+    def new_id(self, run: Run[Config]) -> str:
+        """The id that MLflow gives to a new run."""
+        client, name = self._connect(run), self._experiment
+        if found := client.get_experiment_by_name(name):
+            experiment = found.experiment_id
+        else:
+            place = None if self._uri else (run.folder / "mlflow").absolute().as_uri()
+            experiment = client.create_experiment(name, artifact_location=place)
+        return client.create_run(experiment, run_name=_title(run)).info.run_id
+
+    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+        """Give the run of this id the parameters that it lacks, and read what it has."""
+        self._id, self._client = id, self._connect(run)
+        try:
+            data = self._client.get_run(id).data
+        except self._module.MlflowException as error:
+            raise RunError(
+                f"{run.folder / TRACKED} has the MLflow run {id}, which can't be read there "
+                f"({error}): put it back, or remove the entry for a new one"
+            ) from error
+        self._client.update_run(id, status="RUNNING")
+        configuration = _configuration(run)
+        params = [
+            self._module.entities.Param(name, str(configuration[name])[:6000])
+            for name in configuration.keys() - data.params.keys()
+        ]
+        for first in range(0, len(params), 100):  # the most that MLflow takes
+            self._client.log_batch(id, params=params[first : first + 100])
+        last = all_up_to(-1)
+        for name in data.metrics:
+            last[name] = max(point.step for point in self._client.get_metric_history(id, name))
+        return last
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a point to each metric."""
+        now = int(time.time() * 1000)
+        points = [self._module.entities.Metric(k, float(x), now, step) for k, x in values.items()]
+        for first in range(0, len(points), 1000):  # the most that MLflow takes
+            self._client.log_batch(self._id, metrics=points[first : first + 1000])
+
+    def close(self, status: Status) -> None:
+        """Set the status."""
+        self._client.set_terminated(self._id, status.upper())
+
+    def _connect(self, run: Run[Config]) -> Any:
+        local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        return self._module.MlflowClient(tracking_uri=self._uri or local)
+
+
+class TensorBoard(Tracker):
+    """TensorBoard: scalars, in `<run folder>/tensorboard`, and the configuration as a text.
+
+    The points of steps that are done again are hidden by the new ones.
+    """
+
+    name, package = "tensorboard", "tensorboardX"
+
+    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+        """Open another file of events."""
+        folder = run.folder / "tensorboard"
+        is_empty = not any(folder.glob("events.*"))  # or of a version without trackers.json
+        self._writer = self._module.SummaryWriter(
+            str(folder),
+            purge_step=start + 1,
+            filename_suffix=f".{start:09d}",  # its own names are those of seconds
+        )
+        text = json.dumps(_configuration(run), indent=2)
+        self._writer.add_text("configuration", f"```\n{text}\n```", start)
+        return all_up_to(-1 if is_empty else start)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a scalar for each number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, status: Status) -> None:
+        """Close the file of events, which has no place for a status."""
+        self._writer.close()
+
+
+class Trackio(Tracker):
+    """trackio; `options` are further ones of `trackio.init`, such as `space_id`.
+
+    Its files are in its own folder, TRACKIO_DIR, where `trackio show` finds the runs of all
+    folders. The run's name is its id. Of a step that is done again the first value stays and is
+    alone; on a Space, which is not read, there are both.
+    """
+
+    name, package = "trackio", "trackio"
+
+    def __init__(self, project: str = "zoo", **options: Any):
+        self._project, self._options = project, options
+        super().__init__()
+
+    def new_id(self, run: Run[Config]) -> str:
+        """A name that tells runs of folders of one name apart."""
+        return f"{_title(run)}-{super().new_id(run)}"
+
+    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+        """Begin or resume the run of this name."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        points = SQLiteStorage.get_logs(self._project, id)
+        last = all_up_to(-1 if is_new or points else start - 1)
+        for point in points:
+            last.update(dict.fromkeys(point, point["step"]))
+        given = {"project": self._project, "name": id, "resume": "allow"}
+        self._run = self._module.init(**given, config=_configuration(run), **self._options)
+        return last
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a row."""
+        self._run.log(values, step=step)
+
+    def close(self, status: Status) -> None:
+        """Wait for what is under way; trackio has no place for a status."""
+        self._module.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    cls.name: cls for cls in (Wandb, MLflow, TensorBoard, Trackio)
+}
+
+
+def _title(run: Run[Config]) -> str:
+    return run.folder.absolute().name
+
+
+def _configuration(run: Run[Config]) -> dict[str, Any]:
+    """The run's configuration by dotted names."""
+    return flatten(as_json(run.config))

@@ -1,0 +1,141 @@
+"""A loss function called in a step's precision, and its values, checked."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from zoo.nn.precision import Precision, cast_inputs, in_precision
+from zoo.nn.stateful import is_state, states, with_states
+from zoo.sharding.axes import keystr
+from zoo.training.mixed_products import watch
+
+# Of a model with States it returns the new ones as a fourth value.
+LossFunction = Callable[[Any, Any, Any], tuple[Any, ...]]
+
+# Names that a step's sums, a step's metrics and the training loop's lines use themselves.
+EVAL_NAMES = frozenset({"loss", "tokens"})
+STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
+STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
+STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
+SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise a TypeError for something other than a function."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
+
+
+def call_loss(
+    loss_fn: LossFunction, precision: Precision, model: PyTree, batch: PyTree, key: Array | None
+) -> Any:
+    """What a loss function returns for a model and a batch, both in a precision."""
+    batch = cast_inputs(model, batch, precision, kept_by(loss_fn))
+    with in_precision(with_states(model, states(model)), precision) as given:
+        return loss_fn(given, batch, key)
+
+
+def watch_precision(loss_fn: LossFunction, precision: Precision) -> Callable[..., None]:
+    """A function of model, batch and key that says once what of a loss has another precision."""
+    if precision == "fp32":
+        return lambda **arguments: None
+    return watch(lambda **arguments: call_loss(loss_fn, precision, **arguments)[:2])
+
+
+def loss_values(
+    loss_fn: LossFunction,
+    precision: Precision,
+    taken: frozenset[str],
+    model: PyTree,
+    batch: PyTree,
+    key: Array | None,
+) -> tuple[dict[str, Array], list[eqx.nn.State]]:
+    """The sums in float32, `loss`, `tokens` and the function's own, and the model's new States.
+
+    `taken` are names that its own may not have. An evaluation, which has no key, needs no new
+    States, and gets none.
+    """
+    name = getattr(loss_fn, "__name__", repr(loss_fn))
+    old, values = states(model), call_loss(loss_fn, precision, model, batch, key)
+    if not isinstance(values, tuple | list) or len(values) not in (3, 4):
+        raise TypeError(f"loss_fn {name} returned {_described(values)}, and not {SUMS}")
+    total, weight, metrics, *fourth = values
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"loss_fn {name} returned {_described(values)}, and not {SUMS}")
+    for what, x in (("total", total), ("weight", weight)):
+        if jnp.ndim(x) != 0:
+            raise ValueError(
+                f"loss_fn {name} returned a {what} {_described(x)}: sum it over the batch"
+            )
+    if both := sorted(taken & metrics.keys()):
+        raise ValueError(
+            f"loss_fn {name} has a metric {both[0]!r}, which the step has itself: rename it"
+        )
+    new = [] if key is None and old else _new_states(name, fourth, old)
+    sums = {"loss": total, "tokens": weight, **metrics}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums), new
+
+
+def kept_by(loss_fn: Any) -> frozenset[str | int]:
+    """What a loss names by `keeps_dtype`, also inside of a partial or of a decorator."""
+    names: frozenset[str | int] = frozenset()
+    while loss_fn is not None:
+        names |= frozenset(getattr(loss_fn, "keeps_dtype", ()))
+        loss_fn = getattr(loss_fn, "func", None) or getattr(loss_fn, "__wrapped__", None)
+    return names
+
+
+def _new_states(name: str, fourth: list[Any], old: list[eqx.nn.State]) -> list[eqx.nn.State]:
+    """The States that a loss returned, in the model's order, if they are like the model's."""
+    if not old and not fourth:
+        return []
+    if not old:
+        raise TypeError(
+            f"loss_fn {name} returned a fourth value, {_described(fourth[0])}, and the model has "
+            "no eqx.nn.State: let make_model return the pair of eqx.nn.make_with_state(Net)(key)"
+        )
+    if not fourth:
+        raise TypeError(
+            f"loss_fn {name} returned three values, and the model has an eqx.nn.State: return the "
+            "new State as a fourth value, (total, weight, metrics, state)"
+        )
+    new = jax.tree.leaves(fourth[0], is_leaf=is_state)
+    if not all(map(is_state, new)) or len(new) != len(old):
+        raise TypeError(
+            f"loss_fn {name} returned a fourth value {_described(fourth[0])}: return the new State"
+            + (f", a list of {len(old)} in the model's order" if len(old) > 1 else "")
+        )
+    was, now = _arrays(old), _arrays(new)
+    if was != now:
+        paths = [path for path in {**was, **now} if was.get(path) != now.get(path)]
+        raise ValueError(
+            f"loss_fn {name} returned another State: {paths[0]} was {was.get(paths[0])}, is "
+            f"{now.get(paths[0])}; keep its structure, shapes and dtypes"
+        )
+    # A weak type would be another type in the next microbatch.
+    return [
+        jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), *pair)
+        for pair in zip(new, old, strict=True)
+    ]
+
+
+def _arrays(given: list[eqx.nn.State]) -> dict[str, str]:
+    """The dtype and shape of each array of States, by the path of its layer."""
+    found: dict[str, str] = {}
+    for state in given:
+        values, names = state.tree_flatten()
+        for name, value in zip(names, values, strict=True):
+            for path, x in jax.tree_util.tree_leaves_with_path(value):
+                key = ".".join(filter(None, (str(name), keystr(path))))
+                found[key] = f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    return found
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(_described, x))})"
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else type(x).__name__
