@@ -78,7 +78,7 @@ class Config:
     sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = may_differ(False)
-    """One of several processes: see the README for the environment variables."""
+    """One of several processes; docs/guides/launch.md lists the environment variables."""
     plan: str = may_differ("")
     """Train nothing: print the memory and the speed of a step on devices such as v5e:4x4,
     v5p:4x4x4, h200:8 or cpu:8. An empty --mesh is then fsdp=-1."""

@@ -1,0 +1,54 @@
+"""Links that MkDocs does not make by itself: from names to the reference, and out of docs/."""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+# Inline code such as `zoo.fit` or `zoo.losses.next_token`, in pages and in docstrings alike.
+NAME = re.compile(r"(?<!<pre>)<code>(\w+(?:\.\w+)*)(\(.*?\))?</code>(?!</a>)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(?:#[^)]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Name a file of the repository that is no page, in place of a link to it."""
+    root = Path(config.config_file_path).parent
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def replace(match: re.Match) -> str:
+        text, target = match.groups()
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("docs/"):
+            return match.group()
+        if not (root / path).exists():
+            raise PluginError(f"{page.file.src_uri}: no {path} in the repository")
+        return f"{text} (`{path}` in the repository)" if text.strip("`") != path else f"`{path}`"
+
+    return OUTSIDE.sub(replace, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Link the name of a public function or class to its place in the reference."""
+
+    def replace(match: re.Match) -> str:
+        name, call = match.groups(default="")
+        if name not in PUBLIC and not name.startswith("zoo."):
+            return match.group()
+        target = PUBLIC.get(name, name)
+        return f'<autoref identifier="{target}" optional><code>{name}{call}</code></autoref>'
+
+    return NAME.sub(replace, html)
+
+
+def _public() -> dict[str, str]:
+    """The public names that docstrings use without `zoo.`, and that are no plain words."""
+    path = Path(__file__).parent.parent / "zoo" / "__init__.py"
+    imports = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names if alias.asname}
+    return {name: f"zoo.{name}" for name in names if "_" in name or name[0].isupper()}
+
+
+PUBLIC = _public()

@@ -1,0 +1,372 @@
+"""Every block of code in the documentation runs, or is parsed by the program that it calls."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+import tyro
+import yaml
+from jax.experimental.compilation_cache import compilation_cache
+
+import zoo
+from zoo.__main__ import COMMANDS
+from zoo.runs import processes
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted(DOCS.rglob("*.md")) if "examples" not in path.parts),
+]
+LAUNCH = sorted((DOCS / "launch").iterdir())
+
+# Pages whose blocks take long, and the blocks that nothing here can run: ```python data-run="…".
+# Blocks with data-run="needs zoo.name" run once there is that name.
+SLOW = {"docs/reference/wrappers.md", "docs/tutorials/finetune.md"}
+NOT_RUN = {"docs/guides/hugging-face.md": ["network"]}
+
+FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +data-run=\"([^\"]+)\")? *(.*)$")
+OTHER_PROGRAMS = {"bash", "cd", "gcloud", "kubectl", "mkdocs", "mypy", "ruff", "sbatch", "tail"}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of its first line of code, from 1
+    language: str
+    mark: str  # why it cannot run here, or "printed" for output
+    lines: list[str]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+    opened: Block | None = None
+    indent = ""
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opened is None:
+            if fence:
+                indent, language, mark, rest = fence.groups(default="")
+                assert not rest, f"{name}:{number}: the block is opened by {line!r}"
+                opened = Block(name, number + 1, language, mark, [])
+        elif fence:
+            yield opened
+            opened = None
+        else:
+            opened.lines.append(line.removeprefix(indent))
+    assert opened is None, f"{name}:{opened and opened.line}: the block is not closed"
+
+
+def is_checked(block: Block) -> bool:
+    """Whether a block is checked: not one that cannot run here, nor of what zoo has not yet."""
+    if not block.mark.startswith("needs zoo."):
+        return block.mark in ("", "printed")
+    found: Any = zoo
+    for name in block.mark.removeprefix("needs zoo.").split("."):
+        found = getattr(found, name, None)
+    return found is not None
+
+
+# --- Python -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """An empty working folder, JAX as a user has it, and nothing of it left behind."""
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def run_python(page: Path, folder: Path) -> None:
+    """Run a page's Python as one program, and compare what it prints with blocks that say so."""
+    found = list(blocks(page))
+    lines = [""] * len(page.read_text().splitlines())
+    for block in found:
+        if block.language == "python" and is_checked(block):
+            lines[block.line - 1 : block.line - 1 + len(block.lines)] = block.lines
+    # A module in a file, for what reads the source of a class, as tyro does for docstrings. Its
+    # lines have the numbers of the page's.
+    path = folder / page.name
+    path.write_text("\n".join(lines))
+    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n".join(lines), str(path), "exec"), module.__dict__)
+    except BaseException as error:
+        frames = [f for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", 0)
+        message = f"{type(error).__name__}: {error}"[:500]
+        raise AssertionError(f"{found[0].page}:{line}: {message}") from error
+    finally:
+        del sys.modules[module.__name__]
+    for block in found:
+        is_output = block.language == "text" and block.mark != "" and is_checked(block)
+        if is_output and "\n".join(block.lines) not in printed.getvalue():
+            text = printed.getvalue()
+            raise AssertionError(f"{block.page}:{block.line}: this was not printed, but:\n{text}")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=[pytest.mark.slow] if str(page.relative_to(ROOT)) in SLOW else [],
+        )
+        for page in PAGES
+        if any(block.language == "python" and is_checked(block) for block in blocks(page))
+    ],
+)
+def test_python_blocks_run(page, elsewhere):
+    run_python(page, elsewhere)
+
+
+def test_blocks_that_cannot_run_are_few_and_known():
+    marked: dict[str, list[str]] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            if block.mark not in ("", "printed") and not block.mark.startswith("needs zoo."):
+                marked.setdefault(block.page, []).append(block.mark)
+            known = {"", "python", "sh", "text", "yaml", "json", "toml"}
+            assert block.language in known - {""}, f"{block.page}:{block.line}: no language"
+    assert marked == NOT_RUN
+
+
+BROKEN = """\
+# A page
+
+```python
+x = 1
+```
+
+Text.
+
+```python
+def f():
+    return x / 0
+f()
+```
+"""
+
+
+def test_a_broken_block_is_reported_by_page_and_line(elsewhere):
+    page = elsewhere / "page.md"
+    page.write_text(BROKEN)
+    (elsewhere / "run").mkdir()
+    with pytest.raises(AssertionError, match=r"^page\.md:11: ZeroDivisionError"):
+        run_python(page, elsewhere / "run")
+    page.write_text(BROKEN.replace("f()\n```", '```\n\n```text data-run="printed"\n2\n```'))
+    with pytest.raises(AssertionError, match=r"^page\.md:15: this was not printed"):
+        run_python(page, elsewhere / "run")
+    page.write_text(BROKEN.replace("x / 0", "x /"))
+    with pytest.raises(AssertionError, match=r"^page\.md:11: SyntaxError"):
+        run_python(page, elsewhere / "run")
+    page.write_text(BROKEN.replace("f()\n```\n", "f()\n"))
+    with pytest.raises(AssertionError, match=r"page\.md:10: the block is not closed"):
+        run_python(page, elsewhere / "run")
+
+
+# --- Commands ---------------------------------------------------------------------------------
+
+
+def commands(lines: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """(index of its first line, the words of each command) in some lines of a shell."""
+    text, start = "", 0
+    for index, line in enumerate(lines):
+        if not text:
+            start = index
+        if line.endswith("\\"):
+            text += f"{line[:-1]} "
+            continue
+        lexer = shlex.shlex(text + line, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words, text = list(lexer), ""
+        while words:
+            end = next((i for i, w in enumerate(words) if w in ("&&", "||", "|", ";")), len(words))
+            yield start, words[:end]
+            words = words[end + 1 :]
+
+
+def check_command(words: list[str]) -> None:
+    """Raise a ValueError for a command that there is not, or flags that it does not take."""
+    while words and re.match(r"^\w+=", words[0]):
+        words = words[1:]
+    program = words[0].removeprefix(".venv/bin/") if words else ""
+    if program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extra in re.findall(r"(?:zoo|\.)\[([^\]]+)\]", " ".join(words)):
+            if unknown := set(extra.split(",")) - extras["optional-dependencies"].keys():
+                raise ValueError(f"no extra {unknown}")
+    elif program in ("python", "python3") and words[1] == "-m":
+        check_module(words[2], words[3:])
+    elif program == "python":
+        if not (ROOT / words[1]).is_file():
+            raise ValueError(f"no file {words[1]}")
+    elif program and program not in OTHER_PROGRAMS:
+        raise ValueError(f"{program!r} is no program that the documentation uses")
+    for path in re.findall(r"docs/[\w./-]+", " ".join(words)):
+        if not (ROOT / path).exists():
+            raise ValueError(f"no file {path}")
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    """Raise a ValueError where `python -m module` does not take the arguments."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(errors):
+            if module == "zoo":
+                parsers = {
+                    name: functools.wraps(function)(lambda *_, **__: None)
+                    for name, function in COMMANDS.items()
+                }
+                tyro.extras.subcommand_cli_from_dict(parsers, args=arguments or ["list"])
+            elif module.removeprefix("zoo.").startswith("recipes."):  # a wheel has them in zoo
+                tyro.cli(
+                    importlib.import_module(module.removeprefix("zoo.")).Config, args=arguments
+                )
+            elif importlib.util.find_spec(module) is None:
+                raise ValueError(f"no module {module}")
+    except (SystemExit, ImportError) as error:
+        if not isinstance(error, SystemExit) or error.code:
+            raise ValueError(f"{module} {arguments}: {error} {errors.getvalue()}") from error
+
+
+def check_commands(where: str, first: int, lines: list[str]) -> int:
+    count = 0
+    for index, words in commands(lines):
+        try:
+            check_command(words)
+        except ValueError as error:
+            raise AssertionError(f"{where}:{first + index}: {error}") from error
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_take_their_flags(page):
+    for block in blocks(page):
+        if block.language == "sh" and is_checked(block):
+            assert check_commands(block.page, block.line, block.lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("python -m recipes.lm --model.no-such 3", "no-such"),
+        ("python -m recipes.nothing", "recipes.nothing"),
+        ("JAX_PLATFORMS=cpu .venv/bin/python -m recipes.lm --steps x", "steps"),
+        ("python -m zoo describe", "required"),
+        ("python -m zoo plan llama3-8b --targets v5e:4x4", "--target"),
+        ("python -m benchmarks.nothing", "benchmarks.nothing"),
+        ("pip install -e '.[nothing]'", "nothing"),
+        ("pip install -e . && pyton -m zoo", "pyton"),
+        ("sbatch docs/launch/nothing.sbatch", "no file docs/launch/nothing.sbatch"),
+    ],
+)
+def test_broken_commands_are_found(line, message):
+    with pytest.raises(AssertionError, match=r"^page\.md:8: ") as error:
+        check_commands("page.md", 6, ["cd x \\", "&& cd y", line])
+    assert message in str(error.value)
+
+
+# --- Files for launching ----------------------------------------------------------------------
+
+
+def launched(path: Path) -> list[list[str]]:
+    """The words of each command in a file for launching that starts a recipe."""
+    if path.suffix == ".yaml":
+        documents = yaml.safe_load_all(path.read_text())
+        jobs = [job for document in documents for job in document["spec"]["replicatedJobs"]]
+        pods = [job["template"]["spec"]["template"]["spec"] for job in jobs]
+        return [container["command"] for pod in pods for container in pod["containers"]]
+    text = re.sub(r"\\\n *", "", path.read_text())
+    found = re.findall(r"python (-m recipes\.[^\n\"]+)", text)
+    return [["python", *shlex.split(re.sub(r"\$\w+", "/mnt", line))] for line in found]
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.name)
+def test_launch_files_are_right(path):
+    if path.suffix == ".yaml":
+        documents = list(yaml.safe_load_all(path.read_text()))
+        assert all({"apiVersion", "kind", "metadata", "spec"} <= x.keys() for x in documents)
+    else:
+        subprocess.run(["bash", "-n", path], check=True)
+        assert path.read_text().startswith("#!/bin/bash\n")
+        assert path.stat().st_mode & 0o111 or path.suffix == ".sbatch"
+    [words] = launched(path)
+    check_command(words)
+    assert "--distributed" in words
+
+
+def test_kubernetes_sets_the_variables_that_a_run_reads():
+    read = set(re.findall(r"JAX_\w+", inspect.getsource(processes.join_processes)))
+    [document] = yaml.safe_load_all((DOCS / "launch" / "kubernetes.yaml").read_text())
+    job = document["spec"]["replicatedJobs"][0]
+    spec = job["template"]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry for entry in container["env"]}
+    assert read == {name for name in variables if name.startswith("JAX_")} != set()
+    assert spec["completions"] == spec["parallelism"]
+    assert variables["JAX_NUM_PROCESSES"]["value"] == str(spec["completions"])
+    name = document["metadata"]["name"]
+    host = f"{name}-{job['name']}-0-0.{name}"
+    assert variables["JAX_COORDINATOR_ADDRESS"]["value"].split(":")[0] == host
+    index = variables["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+# --- The site ---------------------------------------------------------------------------------
+
+
+def test_the_reference_has_each_public_name_once():
+    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert sorted(re.findall(r"^::: zoo\.(\w+)$", text, re.M)) == sorted(dir(zoo))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text()):
+            assert not re.search(r"(?:src|href)=\"?(?:https?:)?//", tag), f"{page.name}: {tag}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(\"?(?:https?:)?//|@import", sheet.read_text()), sheet.name
+
+
+def test_names_in_the_pages_lead_to_the_reference(site):
+    start = (site / "index.html").read_text()
+    assert re.search(r'href="reference/decoding\.html#zoo\.generate"[^>]*><code>zoo\.gen', start)
+    reference = (site / "reference" / "training.html").read_text()
+    assert re.search(r'href="#zoo\.make_train_step"[^>]*><code>make_train_step<', reference)
