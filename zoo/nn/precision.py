@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from zoo.nn.parameters import cast, casts_at_use, computing_in, resolve
+from zoo.nn.parameters import cast, casts_at_use, computing_in, gather_foreign, resolve
 
 Tree = TypeVar("Tree")
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -56,7 +56,7 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """
     dtype = compute_dtype(precision)
     with computing_in(dtype), exact_products(precision):
-        yield model if casts_at_use(model) else cast(resolve(model), dtype)
+        yield gather_foreign(model if casts_at_use(model) else cast(resolve(model), dtype))
 
 
 def exact_products(precision: Precision) -> contextlib.AbstractContextManager[Any]:

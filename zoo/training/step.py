@@ -25,6 +25,7 @@ from zoo.nn.precision import (
     in_precision,
     platform,
 )
+from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
 from zoo.training.state import (
     Trainable,
@@ -51,6 +52,8 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
+    strict: bool = False,
     precision: Precision = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
@@ -63,7 +66,7 @@ def make_train_step(
     loss, gradient or new parameters are not finite leaves parameters and optimizer state as they
     were, and counts as skipped.
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
-    it has no gradient, and stays as it is bit for bit.
+    it has no gradient, and stays as it is bit for bit. `axes` and `strict` are `init_state`'s.
 
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
@@ -75,16 +78,19 @@ def make_train_step(
             that returns something else.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
             not divide; at the first call, a metric whose name is taken, or a total that is no sum.
-        ShardingError: a rule for a mesh axis that there is not.
+        ShardingError: a rule for a mesh axis that there is not; at the first call, a pattern of
+            `axes` that names nothing.
     """
     settings = _Settings(
         loss_fn, optimizer, mesh, rules, precision, accumulate, clip_norm, trainable
     )
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
+        check_model(state.model, axes, strict=strict)
         return _train_step(settings, batch, state)
 
-    return CompiledStep(train_step, mesh=mesh, rules=rules, accumulate=accumulate, donate=True)
+    names: Any = {"rules": rules, "axes": axes, "strict": strict}
+    return CompiledStep(train_step, mesh=mesh, **names, accumulate=accumulate, donate=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +231,7 @@ def make_eval_step(
     *,
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
     precision: Precision = "bf16",
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
@@ -242,7 +249,7 @@ def make_eval_step(
             total, weight, metrics = _sums(loss_fn, EVAL_NAMES, model, batch, None)
         return None, {"loss": total, "tokens": weight, **metrics}
 
-    return CompiledStep(eval_step, mesh=mesh, rules=rules)
+    return CompiledStep(eval_step, mesh=mesh, rules=rules, axes=axes)
 
 
 def _check_loss(loss_fn: Any) -> None:
