@@ -47,7 +47,7 @@ def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, flo
     if start >= config.steps:
         return state, _finished(run, training, state, start)
     if run.mesh.size > 1:
-        run.say(sharding.placement_table(state.model, run.mesh, run.rules))
+        run.say(sharding.placement_table(state.model, run.mesh, run.rules, training.axes))
     step_fn = training.step(
         mesh=run.mesh,
         rules=run.rules,
@@ -55,7 +55,8 @@ def fit(run: Run[Config], training: Training) -> tuple[TrainState, dict[str, flo
         accumulate=config.accumulate,
         clip_norm=config.clip_norm,
     )
-    with planned.explained(run.mesh, job, lambda: step_fn.programs):
+    explained = planned.explained(run.mesh, job, lambda: step_fn.programs)
+    with explained, sharding.use(None, axes=training.axes):  # for evaluations
         _compile(run, step_fn, state, training.data)
         return _train(run, training, step_fn, state, start)
 
