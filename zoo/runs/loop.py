@@ -56,7 +56,7 @@ def fit(
         if start >= config.steps or hooks.loop.stopped:
             return state, _finished(run, training, hooks, state)
         if run.mesh.size > 1:
-            run.say(sharding.placement_table(state.model, run.mesh, run.rules))
+            run.say(sharding.placement_table(state.model, run.mesh, run.rules, training.axes))
         step_fn = training.step(
             mesh=run.mesh,
             rules=run.rules,
@@ -64,7 +64,8 @@ def fit(
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
         )
-        with planned.explained(run.mesh, job, lambda: step_fn.programs):
+        explained = planned.explained(run.mesh, job, lambda: step_fn.programs)
+        with explained, sharding.use(None, axes=training.axes):  # for evaluations
             _compile(run, step_fn, state, training.data)
             return _train(run, training, hooks, step_fn, state)
 
