@@ -91,7 +91,7 @@ def test_forward_mode_agrees_with_the_written_gradients(name, monkeypatch):
     if name == "moe":  # JAX has no reverse over reverse of its ragged products
         gradient, step, close = jax.jit(jax.grad(f)), 1e-3, 3e-3
         ahead, back = (
-            gradient(jax.tree.map(lambda x, d: x + s * d, params, v)) for s in (step, -step)
+            gradient(jax.tree.map(lambda x, d, s=s: x + s * d, params, v)) for s in (step, -step)
         )
         want = jax.jit(along_v)(params)
         want_product = jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, back)
