@@ -88,7 +88,16 @@ def test_forward_mode_agrees_with_the_written_gradients(name, monkeypatch):
         _, slope = jax.jvp(f, (params,), (v,))
         return slope, jax.jvp(jax.grad(f), (params,), (v,))[1]
 
-    want, want_product = jax.jit(jax.value_and_grad(along_v))(params)
+    if name == "moe":  # JAX has no reverse over reverse of its ragged products
+        gradient, step, close = jax.jit(jax.grad(f)), 1e-3, 3e-3
+        ahead, back = (
+            gradient(jax.tree.map(lambda x, d, s=s: x + s * d, params, v)) for s in (step, -step)
+        )
+        want = jax.jit(along_v)(params)
+        want_product = jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, back)
+    else:
+        close = 1e-4
+        want, want_product = jax.jit(jax.value_and_grad(along_v))(params)
     with pytest.raises(TypeError, match="forward-mode"):
         forward(params)
     with zoo.forward_mode():
@@ -97,7 +106,7 @@ def test_forward_mode_agrees_with_the_written_gradients(name, monkeypatch):
     scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(want_product))
     assert scale > 1e-2
     for got, expected in zip(jax.tree.leaves(product), jax.tree.leaves(want_product), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4 * scale)
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=close * scale)
 
 
 def test_compiled_functions_know_the_mode():

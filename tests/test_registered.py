@@ -411,9 +411,9 @@ def test_hostile_parts_are_refused(tmp_path, new, message):
 
 
 def test_names_are_of_one_class():
-    with pytest.raises(ValueError, match="'project/own-mlp' is taken, by .*:OwnMLP"):
+    with pytest.raises(ValueError, match=r"'project/own-mlp' is taken, by .*:OwnMLP"):
         zoo.register("project/own-mlp")(Plain)
-    with pytest.raises(ValueError, match="name 'jax.nn.relu' is taken"):
+    with pytest.raises(ValueError, match=r"name 'jax\.nn\.relu' is taken"):
         zoo.register("jax.nn.relu")(sharpened)
     with pytest.raises(ValueError, match="must be a class"):
         zoo.register(3)

@@ -147,7 +147,7 @@ def _instance(name: str, cls: Any, fields: dict[str, Any]) -> Any:
 
 def with_fields(cls: type, fields: Mapping[str, Any]) -> Any:
     """A module of some fields, without a call of its constructor."""
-    new = object.__new__(cls)
+    new: Any = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(new, name, value)
     return new
