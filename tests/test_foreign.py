@@ -546,8 +546,10 @@ def trained(optimizer: Any, mesh: Any, names: set[str]) -> tuple[list, dict[str,
 
 
 def check_meshes(name: str, specs: list[str], names: set[str]) -> None:
-    config = optimizers.Config(name=name, learning_rate=1e-2, warmup_steps=0)
-    optimizer = optax.sgd(0.3) if name == "sgd" else optimizers.make_optimizer(config, 10)
+    options: dict = {"learning_rate": 1e-2, "warmup_steps": 0}
+    optimizer = optax.sgd(0.3)
+    if name != "sgd":
+        optimizer = optimizers.make_optimizer(optimizers.Config(name=name, **options), 10)
     expected, parameters = trained(optimizer, None, names)
     start = {path: np.asarray(x) for path, x in arrays(nets(KEY)).items()}
     for spec in specs:
