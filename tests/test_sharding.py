@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import optimizers, sharding, transformer
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import gather, gather_foreign
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
 from zoo.sharding.kinds import is_matrix, matrix_axes
@@ -150,10 +150,6 @@ def test_a_mesh_axis_shards_one_dimension_only():
     )
 
 
-class Bare(eqx.Module):
-    table: jax.Array
-
-
 class Unknown(eqx.Module):
     table: Float[Array, "embed colour"]
 
@@ -161,8 +157,6 @@ class Unknown(eqx.Module):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (Bare(jnp.zeros((8, 8))), r"table of shape \(8, 8\) has no jaxtyping annotation"),
-        ([jnp.zeros(8)], "0 of shape .* has no jaxtyping annotation"),
         (Unknown(jnp.zeros((8, 8))), "table: the logical axis 'colour' is not in the .* rules"),
         ({"a": part((8, 3))}, r"a\.weight of shape \(8, 3\): the size 3 .* tensor=2 of the mesh"),
         (
@@ -170,7 +164,7 @@ class Unknown(eqx.Module):
             r"weight has the shape \(8,\), of lower rank than its axes \('embed', 'mlp'\)",
         ),
     ],
-    ids=["no annotation", "no owner", "unknown axis", "does not divide", "lower rank"],
+    ids=["unknown axis", "does not divide", "lower rank"],
 )
 def test_unplaceable_parameters_are_named(tree: Any, message: str):
     mesh = make_mesh(CUBE)
@@ -470,9 +464,38 @@ def test_gathered_gradients_are_sharded_as_stored():
     assert found.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tensor")), 2)
 
 
+def test_arrays_without_annotations_are_gathered_as_a_whole_model():
+    mesh, tree = make_mesh(CUBE), {"part": part(), "table": jnp.zeros((8, 4))}
+    stored = sharding.shardings(tree, mesh, axes={"table": "embed mlp"})
+    tree = eqx.filter_shard(tree, stored)
+
+    def uses(gather: Any) -> list[P]:
+        with sharding.use(None, axes={"table": "embed mlp"}):
+            found = [
+                inside(mesh, lambda tree, get=get: get(gather(tree)) * 1, tree)
+                for get in (lambda tree: tree["table"], lambda tree: tree["part"].weight)
+            ]
+        return [sharding.canonical(each) for each in found]
+
+    whole, in_parts = (("fsdp",), ("tensor",)), ((), ("tensor",))
+    assert uses(lambda tree: tree) == [whole, whole]
+    assert uses(gather) == [whole, in_parts]
+    assert uses(gather_foreign) == [in_parts, whole]
+
+    def gradient(tree: Any) -> jax.Array:
+        loss = lambda table: gather_foreign({**tree, "table": table})["table"].sum()
+        return jax.grad(loss)(tree["table"])
+
+    with sharding.use(None, axes={"table": "embed mlp"}):
+        assert inside(mesh, gradient, tree).is_equivalent_to(
+            NamedSharding(mesh, P("fsdp", "tensor")), 2
+        )
+
+
 def test_gather_without_mesh_is_identity():
     tree = part()
     assert gather(tree) is tree
+    assert gather_foreign(tree) is tree
 
 
 def test_rules_and_mesh_are_scoped():

@@ -163,7 +163,7 @@ def check_rules(rules: Rules | None) -> None:
                 )
 
 
-def check_axes(axes: Axes | None) -> None:
+def check_axes(axes: Any) -> None:
     """Refuse names from outside that are neither a mapping between texts nor a function.
 
     Raises:

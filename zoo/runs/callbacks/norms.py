@@ -19,7 +19,7 @@ from zoo.base.configuration import require
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.callbacks.tracker import Tracker
 from zoo.runs.metrics import MetricsLog, read_metrics
-from zoo.sharding.axes import annotated_axes, is_parameter, keystr
+from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.training.state import TrainState, trained_leaves
 
 NORMS, UPDATES = "norms/", "updates/"  # before the names of parameters
@@ -163,7 +163,7 @@ def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], l
 
 def _num_stacked(model: PyTree, path: tuple, leaf: Any) -> int:
     try:
-        names = annotated_axes(model, path, leaf)
+        names = named_alone(model, path, leaf).names
     except sharding.ShardingError:  # nothing says so
         return 0
     leading = len(list(itertools.takewhile(lambda name: name is None, names)))
