@@ -52,7 +52,8 @@ def fit(
     if config.plan:
         planned.show(job, config.plan)
     state, start = _restore_or_init(run, training, hooks)
-    with hooks.running(start, state):
+    # The names of axes are for evaluations: a step has its own.
+    with hooks.running(start, state), sharding.use(None, axes=training.axes):
         if start >= config.steps or hooks.loop.stopped:
             return state, _finished(run, training, hooks, state)
         if run.mesh.size > 1:
@@ -64,8 +65,7 @@ def fit(
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
         )
-        explained = planned.explained(run.mesh, job, lambda: step_fn.programs)
-        with explained, sharding.use(None, axes=training.axes):  # for evaluations
+        with planned.explained(run.mesh, job, lambda: step_fn.programs):
             _compile(run, step_fn, state, training.data)
             return _train(run, training, hooks, step_fn, state)
 
