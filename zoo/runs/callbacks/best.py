@@ -56,8 +56,6 @@ class EarlyStopping(Callback):
         self, loop: Loop, step: int, state: TrainState, values: Mapping[str, float]
     ) -> None:
         """Count the evaluations since the best one."""
-        if loop.stopped:  # this one is that of the end
-            return
         value, best = _metric(self, self.metric, values), self.values["best"]
         if _is_better(value, best, self.mode, self.minimum_improvement):
             self.values = {"best": value, "step": step, "since": 0}
