@@ -36,7 +36,12 @@ def with_states(model: Tree, new: list[eqx.nn.State]) -> Tree:
 
 
 def _copied(state: eqx.nn.State) -> eqx.nn.State:
-    return jax.tree.map(lambda x: x, state)
+    """The same arrays, none weakly typed: a restored one is not, and Equinox tells them apart."""
+    return jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, state)
+
+
+def _is_weak(x: Any) -> bool:
+    return eqx.is_array(x) and getattr(x, "weak_type", False)
 
 
 class _BatchNorm(eqx.nn.BatchNorm):

@@ -116,11 +116,7 @@ def _new_states(name: str, fourth: list[Any], old: list[eqx.nn.State]) -> list[e
             f"loss_fn {name} returned another State: {paths[0]} was {was.get(paths[0])}, is "
             f"{now.get(paths[0])}; keep its structure, shapes and dtypes"
         )
-    # A weak type would be another type in the next microbatch.
-    return [
-        jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), *pair)
-        for pair in zip(new, old, strict=True)
-    ]
+    return new
 
 
 def _arrays(given: list[eqx.nn.State]) -> dict[str, str]:
