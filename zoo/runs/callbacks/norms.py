@@ -171,7 +171,7 @@ def _num_stacked(model: PyTree, path: tuple, leaf: Any) -> int:
 
 
 def plot_norms(folder: Path) -> None:
-    """Draw norms.jsonl as norms.png: a row per layer, a column per line; nothing of one line."""
+    """Draw norms.jsonl as norms.png: a row per layer, a column per line, of two lines at least."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -183,24 +183,26 @@ def plot_norms(folder: Path) -> None:
         (label, len(list(rows)))
         for label, rows in itertools.groupby(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", x) for x in names)
     ]
-    height = min(max(3.0, 1.2 + 0.05 * len(names) + 0.13 * len(groups)), 40.0)
-    figure = Figure(figsize=(13, height), layout="constrained")
+    figure = Figure(figsize=(13, 1.2 + 0.28 * len(groups)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    ends = np.cumsum([count for _, count in groups])
+    # A band of one height for each array, cut into its layers.
+    rows = [g + i / count for g, (_, count) in enumerate(groups) for i in range(count)]
+    steps = np.array([record["step"] for record in records], np.float64)
+    middles = (steps[1:] + steps[:-1]) / 2
+    columns = [2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]]
     titles = {UPDATES: "norm of the update / norm", NORMS: "norm"}
     for axes, (prefix, title) in zip(panels, titles.items(), strict=True):
-        steps = [record["step"] for record in records]
         values = np.array([[r.get(prefix + n, math.nan) for r in records] for n in names])
         seen = values[np.isfinite(values) & (values > 0)]
         scale = LogNorm(seen.min(), seen.max()) if seen.size else None
         mesh = axes.pcolormesh(
-            steps, np.arange(len(names)), np.ma.masked_invalid(values), norm=scale, rasterized=True
+            columns, [*rows, len(groups)], np.ma.masked_invalid(values), norm=scale, rasterized=True
         )
-        axes.hlines(ends[:-1] - 0.5, *axes.get_xlim(), color="white", linewidth=0.8)
+        axes.hlines(range(1, len(groups)), columns[0], columns[-1], color="white", linewidth=0.8)
         axes.set(title=title, xlabel="step")
         figure.colorbar(mesh, ax=axes, pad=0.01)
-    panels[0].set_yticks(ends - (np.diff(ends, prepend=0) + 1) / 2, [label for label, _ in groups])
-    panels[0].tick_params(axis="y", labelsize=7)
+    panels[0].set_yticks(np.arange(len(groups)) + 0.5, [label for label, _ in groups])
+    panels[0].tick_params(axis="y", labelsize=8)
     panels[0].invert_yaxis()
     files.replace(
         folder / "norms.png", lambda temporary: figure.savefig(temporary, format="png", dpi=130)
