@@ -50,15 +50,15 @@ class Config:
     """Models that its scales are averaged over."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the sweep over learning rates."""
-    steps: int = 120
+    steps: int = 100
     """Its steps, with warm-up and cosine decay."""
     first: int = -12
     """Where the search begins: rates are powers of √2, and this is the first one's exponent."""
-    margin: int = 3
+    margin: int = 2
     """Rates to try on each side of the best one."""
     seeds: int = 1
     """Runs per rate, whose held-out losses are averaged."""
-    eval_batches: int = 16
+    eval_batches: int = 12
     """Batches that the held-out loss is over."""
     num_layers: int = 2
     head_dim: int = 32
@@ -90,9 +90,13 @@ class Log:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.path, self.found = path, {}
-        for line in map(json.loads, lines):
+        found = path.read_text() if path.exists() else ""
+        whole = found[: found.rfind("\n") + 1]
+        if whole != found:  # a kill cut the last line off
+            path.write_text(whole)
+        self.path = path
+        self.found: dict[str, Any] = {}
+        for line in map(json.loads, whole.splitlines()):
             self.found[json.dumps(line["run"], sort_keys=True)] = line["result"]
 
     def get(self, label: str, run: dict[str, Any], measure: Callable[[], Any]) -> Any:

@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import benchmarks.run
-from benchmarks import ensemble, memory, mlp, programs, rnn, transformer
+from benchmarks import ensemble, memory, mlp, mup, programs, rnn, transformer
 from benchmarks.compare import TOLERANCE, disagreements
 from benchmarks.peers.common import Precision
 from benchmarks.peers.ensemble.given import Shape as EnsembleShape
@@ -185,3 +186,40 @@ def test_failed_and_overdue_parts_are_reported():
         Clock(minutes=0).run("parity", "gradients", {}, seconds=60)
     with pytest.raises(PartError, match=r"TypeError.*unexpected keyword"):
         clock.run("text", "write", {"wrong": 1}, seconds=60)
+
+
+# Rates over widths
+
+
+def test_rates_are_searched_around_the_best_and_measured_once(tmp_path, monkeypatch):
+    """Planted: the best exponent falls by two from each width to the next one, or stays in muP."""
+    config = mup.Config(first=-3, margin=2, seeds=2, log=tmp_path / "runs" / "mup.jsonl")
+    measured = []
+
+    def held_out_loss(config, model, rule, data, seed):
+        exponent = 2 * math.log2(rule.learning_rate)
+        widening = 0 if rule.base_width else math.log2(model.d_model / config.base_width)
+        measured.append(exponent)
+        return (exponent + 6 + 2 * widening) ** 2 + 0.1 * seed
+
+    monkeypatch.setattr(mup, "held_out_loss", held_out_loss)
+    data = SimpleNamespace(vocab_size=lambda: 64, fingerprint="")
+    curves = mup.search(config, data, mup.Log(config.log))
+    found = {key: mup.best(curve) for key, curve in curves.items()}
+    widths = config.widths
+    assert [found["mup", width] for width in widths] == [-6] * 4
+    assert [found["standard", width] for width in widths] == [-6, -8, -10, -12]
+    assert all(
+        curve.keys() >= {found[key] + i for i in range(-2, 3)} for key, curve in curves.items()
+    )
+    assert curves["mup", 64][-6] == pytest.approx(0.05)
+    assert mup.vertex(curves["standard", 512]) == pytest.approx(-12)
+    before = len(measured)
+    # What a kill cut off in the middle of a line is measured again.
+    config.log.write_text(config.log.read_text()[:-9])
+    assert mup.search(config, data, mup.Log(config.log)) == curves
+    assert len(measured) == before + 1
+    table = mup.rate_table(config, curves)
+    assert [row["standard: steps of √2"] for row in table.rows] == [0, -2, -4, -6]
+    mup.plot_rates(config, curves, tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
