@@ -16,7 +16,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Name a file of the repository that is no page, in place of a link to it; drop tests' marks."""
+    """Drop the marks, and name a file of the repository that is no page instead of a link to it."""
     root = Path(config.config_file_path).parent
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
