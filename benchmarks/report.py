@@ -54,8 +54,8 @@ def _format(value: Value) -> str:
     return str(value)
 
 
-def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> None:
-    """Write <date>-<name>-<hardware>.json and .md."""
+def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -> Path:
+    """Write <date>-<name>-<hardware>.json and .md; returns that path without a suffix."""
     hardware = re.sub(r"\W+", "-", re.sub(r"\(.*?\)", "", source["hardware"])).strip("-").lower()
     stem = folder / f"{source['date']}-{name}-{hardware}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,7 @@ def save(name: str, tables: list[Table], source: dict[str, str], folder: Path) -
     header = "\n".join(f"- {key}: {value}" for key, value in source.items())
     body = "\n".join(table.markdown() for table in tables)
     stem.with_name(stem.name + ".md").write_text(f"# {name}\n\n{header}\n\n{body}")
+    return stem
 
 
 def provenance() -> dict[str, str]:

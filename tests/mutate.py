@@ -53,7 +53,8 @@ TESTS = {
     "sharding/specs": "tests/test_sharding.py",
     "training/chunked_loss": "tests/test_losses.py | tests/test_train.py -k logits_in_chunks",
     "training/losses": "tests/test_losses.py | tests/test_moe.py -k balanc",
-    "training/optimizers": "tests/test_optimizers.py",
+    "training/optimizers": "tests/test_optimizers.py | tests/test_parametrization.py",
+    "training/parametrization": "tests/test_parametrization.py",
     "training/state": "tests/test_train.py -k 'not mesh' | tests/test_sharding.py -k rules",
     "training/step": "tests/test_train.py "
     "-k 'not transformer and not rnn and not mlp and not mesh' "

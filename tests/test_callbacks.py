@@ -404,7 +404,7 @@ def test_early_stopping_counts_evaluations_without_improvement(tmp_path, capsys)
 
     run = config(tmp_path, eval_every=2)
     state, _ = fit(run, by_step(LOSSES), stopping(3))
-    reason = "'scripted' has not improved since step 4 (1), in 3 evaluations".replace("'", "")
+    reason = "scripted has not improved since step 4 (1), in 3 evaluation(s)"
     assert f"the callback 'early-stopping' has ended the run at step 10: {reason}" in (
         capsys.readouterr().out
     )

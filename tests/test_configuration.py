@@ -138,12 +138,20 @@ def from_percent(value: Any) -> Any:
 class Inner:
     rate: float = 0.0
     places: int = configuration.formerly("slots", default=1)
+    kind: str = configuration.added("plain")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     size: int
     inner: Inner = configuration.formerly("percent", default=Inner(), convert=from_percent)
+
+
+def test_added_fields_have_their_defaults_in_files_without_them():
+    found = configuration.current(Outer, {"size": 1, "percent": 50})
+    assert found == {"size": 1, "inner": {"rate": 0.5, "kind": "plain"}}
+    given = {"size": 1, "inner": {"rate": 0.5, "kind": "other"}}
+    assert configuration.current(Outer, given) == given
 
 
 @pytest.mark.parametrize(

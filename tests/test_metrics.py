@@ -160,6 +160,24 @@ def test_curves_show_every_metric(tmp_path: Path, figure_spy: mock.Mock):
     assert [path.name for path in tmp_path.glob("curves*")] == ["curves.png"]
 
 
+def test_curves_show_each_named_evaluation(tmp_path: Path, figure_spy: mock.Mock):
+    path = tmp_path / "metrics.jsonl"
+    write_curves(path, 20)
+    with path.open("a") as file:
+        for step, loss in ((10, 3.0), (20, 2.0)):
+            values = {"average/eval_loss": loss, "web/eval_loss": loss + 1, "web/accuracy": 0.5}
+            file.write(json.dumps({"step": step, **values}) + "\n")
+    metrics.plot_curves(path, tmp_path / "curves.png")
+    losses = axes_of(figure_spy)["loss"]
+    *_, held_out, average, web = losses.lines
+    assert list(held_out.get_xdata()) == [10, 20]
+    assert list(average.get_ydata()) == [3.0, 2.0]
+    assert list(web.get_ydata()) == [4.0, 3.0]
+    labels = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert labels[-2:] == ["average (last 2.000)", "web (last 3.000)"]
+    assert len({line.get_color() for line in (held_out, average, web)}) == 3
+
+
 @pytest.mark.parametrize(
     ("drop", "labels"),
     [

@@ -85,6 +85,7 @@ ALIKE = {
     "both cast": lambda w, x, f: x.astype(jnp.float32) @ w.astype(jnp.float32),
     "one cast": lambda w, x, f: f.astype(jnp.bfloat16) @ w,
     "fp32": lambda w, x, f: f @ jnp.ones((4, 4)),
+    "bf16 by way of fp8": lambda w, x, f: x.astype(jnp.float8_e5m2).astype(x.dtype) @ w,
     "no product": lambda w, x, f: f * w[:2],
     "integers": lambda w, x, f: f.astype(jnp.int32) @ jnp.ones((4, 4), jnp.int32),
 }

@@ -63,6 +63,14 @@ def test_progress_keeps_last_metric_values():
     assert out.getvalue().splitlines()[1].startswith("train 2/2  loss 3.0000  MFU 34.5%")
 
 
+def test_lines_wait_for_the_first_metrics():
+    out = io.StringIO()
+    with monitor.ProgressBar(9, start=4, console=Console(file=out)) as bar:
+        bar.update(5)
+        bar.update(6, loss=2.0)
+    assert out.getvalue().split() == ["train", "6/9", "loss", "2.0000", "ETA", "0:00:00"]
+
+
 def test_progress_is_silent_on_other_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     out = io.StringIO()

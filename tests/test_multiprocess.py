@@ -68,6 +68,25 @@ def test_two_processes_finetune_and_sample(shared, tmp_path):
     assert (run_dir / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_two_processes_average_and_keep_the_best(shared, tmp_path):
+    recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
+    flags = ("--eval-every=6", "--average=0.9", "--keep-best=average/eval_loss", "--patience=9")
+    flags = (*flags, "--sample-every=6")
+    for steps in (6, 12):  # the second one resumes
+        processes = start_processes(recipe, run_dir, "--mesh=fsdp=4", *flags, f"--steps={steps}")
+        first, second = (finish(process) for process in processes)
+        assert "--- a sample of step" in first
+        assert "--- a sample of step" not in second
+    recipe.run(alone, *FLAGS, *flags, "--steps=12")
+    found, wanted = (
+        [line["average/eval_loss"] for line in metrics(folder) if "eval_loss" in line]
+        for folder in (run_dir, alone)
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert (run_dir / "best" / "model.safetensors").is_file()
+
+
 def test_one_signal_stops_both_processes(shared, tmp_path):
     recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")

@@ -23,6 +23,7 @@ from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
 from zoo.publishing.errors import PublishError
 from zoo.runs import loop
+from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.run import as_json
 from zoo.training.compiled import CompiledStep
@@ -156,6 +157,53 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
     if name != "mlp":
         tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
         assert tokenizer.decode(tokenizer.encode("def")) == "def"
+
+
+BEST = ("--average=0.9", "--keep-best=average/eval_loss", "--patience=1")
+
+
+@pytest.mark.parametrize("name", ["lm", pytest.param("finetune", marks=pytest.mark.slow)])
+def test_language_recipes_average_stop_and_sample(name, train, tmp_path, capsys):
+    run_dir, flags = tmp_path / "run", (*BEST, "--steps=12", "--eval-every=4", "--sample-every=6")
+    if name == "lm":  # which learns nothing, and so is ended
+        flags = (*flags, "--optimizer.learning-rate=0.0")
+    train(name, run_dir, *flags)
+    output = capsys.readouterr().out
+    assert "what is published is the average of the weights (0.9)" in output
+    last = 8 if name == "lm" else 12
+    ended = "'early-stopping' has ended the run at step 8: average/eval_loss has not improved"
+    assert (ended in output) == (name == "lm")
+    evaluations = [line for line in metrics(run_dir) if "eval_loss" in line]
+    assert evaluations[-1]["step"] == last
+    found = json.loads((run_dir / "model" / "metrics.json").read_text())
+    assert found["eval_loss"] == evaluations[-1]["average/eval_loss"]
+    assert "average/eval_loss" not in found
+    best = json.loads((run_dir / "best" / "metrics.json").read_text())
+    assert best["average/eval_loss"] == min(line["average/eval_loss"] for line in evaluations)
+    samples = read_metrics(run_dir / "samples.jsonl")
+    assert [line["step"] for line in samples] == list(range(6, last + 1, 6))
+    for folder in ("best", "model"):
+        assert zoo.load(run_dir / folder)(TOKENS).shape[:2] == TOKENS.shape
+        assert zoo.tokenizer.load_tokenizer(run_dir / folder).vocab_size
+    with pytest.raises(RunError, match=r"average: was 0.9, is 0.99"):
+        train(name, run_dir, *flags, "--average=0.99")
+
+
+def test_classifiers_publish_and_judge_their_average(train, tmp_path, capsys):
+    run_dir, flags = tmp_path / "run", (*BEST[:1], "--keep-best=eval_accuracy", "--steps=4")
+    train("mlp", run_dir, *flags, "--ensemble=1", "--eval-every=2")
+    line = metrics(run_dir)[-1]
+    assert f"held out: accuracy {line['average/eval_accuracy']:.2%}" in capsys.readouterr().out
+    found = json.loads((run_dir / "model" / "metrics.json").read_text())
+    assert found["eval_loss"] == line["average/eval_loss"] != line["eval_loss"]
+    assert zoo.load(run_dir / "best")(POINTS).shape == (2, 3)
+
+
+def test_classifiers_refuse_samples():
+    with pytest.raises(ValueError, match="sample_every=5: a classifier"):
+        finetune.Config(label="kind", sample_every=5)
+    with pytest.raises(ValueError, match="sample_every=0: must be at least 1"):
+        lm.Config(sample_every=0)
 
 
 @pytest.mark.slow
@@ -364,7 +412,7 @@ def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path
 
 
 def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
-    def fit(run, training):
+    def fit(run, training, *_):
         model = eqx.filter_eval_shape(training.make_model, jax.random.key(0))
         raise LookupError(model.members.config)
 
@@ -375,6 +423,29 @@ def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
         [config] = made.value.args
         assert type(config) is mlp.Config
         assert (config.in_size, config.out_size) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("mlp", lambda model: model.members.head),
+        ("rnn", lambda model: model.head),
+    ],
+    ids=["mlp", "rnn"],
+)
+def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):
+    def fit(run, training):
+        model = eqx.filter_jit(training.make_model)(jax.random.key(0))
+        raise LookupError(bool(head(model).weight.any()))
+
+    monkeypatch.setattr(loop, "fit", fit)
+    for flags, is_drawn in (
+        ([], True),
+        (["--optimizer.parametrization=mup", "--optimizer.base-width=8"], False),
+    ):
+        with pytest.raises(LookupError) as made:
+            train(name, tmp_path / "run" / str(is_drawn), *flags)
+        assert made.value.args == (is_drawn,)
 
 
 # What would come to light only after the training, at the sample, or never.

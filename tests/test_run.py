@@ -408,6 +408,17 @@ def test_user_errors_print_a_message(error, monkeypatch, capsys):
         call(main, monkeypatch)
 
 
+def test_notes_of_an_error_are_printed(monkeypatch, capsys):
+    def main(config):
+        error = ValueError("this is how")
+        error.add_note("and where")
+        raise error
+
+    with pytest.raises(SystemExit):
+        call(main, monkeypatch)
+    assert capsys.readouterr().err.startswith("error: this is how\nand where\n")
+
+
 def test_internal_errors_keep_their_traceback(monkeypatch):
     def main(config):
         raise ZeroDivisionError

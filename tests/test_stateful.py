@@ -318,6 +318,15 @@ def test_norms_of_equinox_train_in_low_precision(norm: str, precision: Any):
     assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {np.dtype("float32")}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_mesh_does_not_change_batch_norm(mesh: str, precision: Any):
+    """Statistics are of the whole batch, not of a device's rows."""
+    (values, state), (expected, one) = (trained_net("batch", precision, m) for m in (mesh, ""))
+    np.testing.assert_allclose(values, expected, rtol=1e-5 if precision == "fp32" else 1e-3)
+    assert_trees_close(state, one, rtol=1e-5 if precision == "fp32" else 1e-3)
+
+
 def test_small_updates_of_statistics_are_not_lost():
     net, state = make_net("batch")(KEY)
     net = stateful.cast_around(net, jnp.bfloat16)

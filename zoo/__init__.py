@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
     from zoo.data.plans import ArrayPlan as ArrayPlan
+    from zoo.data.plans import Plan as Plan
     from zoo.data.token_plans import BucketPlan as BucketPlan
     from zoo.data.token_plans import LabelledPlan as LabelledPlan
     from zoo.data.token_plans import PackedPlan as PackedPlan
@@ -26,11 +27,13 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.decoding.beam_search import beam_search as beam_search
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
+    from zoo.nn.derivatives import forward_mode as forward_mode
     from zoo.publishing import hf as hf
     from zoo.publishing.adapters import load_adapters as load_adapters
     from zoo.publishing.adapters import save_adapters as save_adapters
     from zoo.publishing.models import load as load
     from zoo.publishing.models import save as save
+    from zoo.publishing.registry import register as register
     from zoo.publishing.shelf import published as published
     from zoo.runs import callbacks as callbacks
     from zoo.runs.evaluation import evaluator as evaluator

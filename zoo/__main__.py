@@ -32,20 +32,24 @@ def list_models() -> None:
     Console().print(table if cards else "The shelf is empty.")
 
 
-def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
+def describe(
+    model: tyro.conf.Positional[str], mesh: str = "", allow_import: tuple[str, ...] = ()
+) -> None:
     """Show a model's card, and where each of its parameters goes.
 
     Args:
         model: Name on the shelf, folder of a model, or id on the Hugging Face hub.
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
+        allow_import: Modules that may be imported for classes that the model needs.
     """
     devices = sharding.make_mesh(mesh)
     folder = find(model)
-    loaded = load(folder, mesh=devices)
+    loaded = load(folder, mesh=devices, allow_import=allow_import)
     readme = folder / README
     if readme.is_file():
         print(readme.read_text(encoding="utf-8"))
-    print(body_of(loaded).config, end="\n\n")
+    if (config := getattr(body_of(loaded), "config", None)) is not None:
+        print(config, end="\n\n")
     print(sharding.placement_table(loaded, devices))
 
 

@@ -25,7 +25,7 @@ _TEXTS = {
 }
 
 
-_MAY_DIFFER, _FORMERLY = "may differ", "formerly"  # in the metadata of fields
+_MAY_DIFFER, _FORMERLY, _ADDED = "may differ", "formerly", "added"  # in the metadata of fields
 
 
 def may_differ(default: Any = dataclasses.MISSING) -> Any:
@@ -69,6 +69,11 @@ def formerly(
     return dataclasses.field(default=default, metadata={_FORMERLY: _Former(name, convert)})
 
 
+def added(default: Any) -> Any:
+    """A field that files of earlier versions lack; they have its default, a plain JSON value."""
+    return dataclasses.field(default=default, metadata={_ADDED: True})
+
+
 def require(condition: bool, message: str) -> None:
     """Raise a ValueError unless the condition holds."""
     if not condition:
@@ -109,6 +114,8 @@ def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = found.pop(former.name)
         if former.convert is not None and name in found:
             found[name] = former.convert(found[name])
+        if _ADDED in field.metadata:
+            found.setdefault(name, field.default)
     for name, annotation in annotations(cls).items():
         if dataclasses.is_dataclass(annotation) and isinstance(found.get(name), dict):
             found[name] = current(annotation, found[name])

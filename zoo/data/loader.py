@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from zoo.data.plans import HostBatch, Plan, check_batch_size
+from zoo.data.plans import HostBatch, Plan, check_batch_size, check_plan
 from zoo.sharding import batch_sharding
 
 Batch = dict[str, Array]
@@ -50,6 +50,7 @@ def batches(
 
 
 def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
+    check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
     held = _held_rows(plan.batch_size, mesh)
 

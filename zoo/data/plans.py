@@ -8,7 +8,7 @@ import abc
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -32,15 +32,84 @@ def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) ->
         )
 
 
-class Plan(abc.ABC):
-    """A pure function from k to batch k, which is built on demand, whole or in part.
+@runtime_checkable
+class Plan(Protocol):
+    """The data of `zoo.fit` and `zoo.evaluator`: a pure function from k to batch k.
 
-    `buckets`, ascending, name the shapes of its batches: for tokens, the sequence lengths.
-    `batches_per_epoch` batches have every row once; `padding_waste` is the fraction of an epoch's
-    positions that are padding.
+    Any object with these members is one; it subclasses nothing. Threads call `batch`, and each
+    process for the rows of its own devices only. A run that resumes at step k starts with batch k.
     """
 
-    unit: ClassVar[str] = "tokens"  # the unit of a batch's weights
+    @property
+    def unit(self) -> str:
+        """The unit of a batch's weights, for logs: "tokens", "examples"."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of each batch, on all devices together."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The keys of its batches' shapes, ascending: for tokens, the sequence lengths.
+
+        The step is compiled once for each. A plan of one shape has one, of any number.
+        """
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that have every row once, which an evaluation of all held-out data reads.
+
+        A stream without end says how many of its batches that shall be.
+        """
+
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket: name -> (shape without the batch, dtype)."""
+
+    def batch(self, k: int, rows: slice | None = None) -> HostBatch:
+        """Batch k as numpy arrays [batch, …] by name, or some of its rows (None: all).
+
+        The same k gives the same rows, in any process and at any time.
+        """
+
+
+def check_plan(plan: Any) -> None:
+    """Raise a TypeError that names what a plan lacks."""
+    names = ("unit", "batch_size", "buckets", "batches_per_epoch", "row", "batch")
+    if missing := [name for name in names if not hasattr(plan, name)]:
+        raise TypeError(
+            f"{type(plan).__name__} has no {', '.join(missing)}: a zoo.Plan has {', '.join(names)}"
+        )
+
+
+def batch_shapes(
+    plan: Plan, mesh: Mesh | None = None
+) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
+    """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
+
+    Raises:
+        TypeError: a plan that lacks a member.
+        ValueError: the mesh does not divide the batch size.
+    """
+    check_plan(plan)
+    check_batch_size(plan.batch_size, mesh)
+
+    def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
+        placed = None if mesh is None else batch_sharding(mesh, 1 + len(shape))
+        return jax.ShapeDtypeStruct((plan.batch_size, *shape), dtype, sharding=placed)
+
+    return {
+        bucket: {name: struct(*row) for name, row in plan.row(bucket).items()}
+        for bucket in plan.buckets
+    }
+
+
+class SeededPlan(abc.ABC):
+    """A `Plan` of data with an end, which it shuffles anew in each epoch.
+
+    `padding_waste` is the fraction of an epoch's positions that are padding.
+    """
+
+    unit: ClassVar[str] = "tokens"
     buckets: tuple[int, ...]
     batches_per_epoch: int
     padding_waste: float
@@ -59,7 +128,7 @@ class Plan(abc.ABC):
         """The given rows of batch k."""
 
     @abc.abstractmethod
-    def _row(self, bucket: int) -> Row:
+    def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""
 
     def bucket(self, k: int) -> int:
@@ -77,21 +146,8 @@ class Plan(abc.ABC):
         return self._build(k, range(self.batch_size)[rows or slice(None)])
 
     def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
-        """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
-
-        Raises:
-            ValueError: the mesh does not divide the batch size.
-        """
-        check_batch_size(self.batch_size, mesh)
-
-        def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
-            placed = None if mesh is None else batch_sharding(mesh, 1 + len(shape))
-            return jax.ShapeDtypeStruct((self.batch_size, *shape), dtype, sharding=placed)
-
-        return {
-            bucket: {name: struct(*row) for name, row in self._row(bucket).items()}
-            for bucket in self.buckets
-        }
+        """See `batch_shapes`."""
+        return batch_shapes(self, mesh)
 
     def _order(self, size: int, epoch: int, what: str) -> Int64[np.ndarray, "size"]:
         """The order of `size` things named `what` in an epoch: shuffled, or as they are."""
@@ -102,7 +158,7 @@ class Plan(abc.ABC):
         return np.argsort(np.random.PCG64(sequence).random_raw(size), kind="stable")
 
 
-class ArrayPlan(Plan):
+class ArrayPlan(SeededPlan):
     """Rows of arrays [rows, …], such as features and labels, permuted in each epoch.
 
     A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that pad
@@ -130,7 +186,8 @@ class ArrayPlan(Plan):
             lambda epoch: self._order(self._num_rows, epoch, "rows")
         )
 
-    def _row(self, bucket: int) -> Row:
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         rows = {name: (array.shape[1:], array.dtype.type) for name, array in self.arrays.items()}
         return {**rows, "weights": ((), np.float32)}
 

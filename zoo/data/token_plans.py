@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from zoo.data.corpus import Corpus
-from zoo.data.plans import HostBatch, Plan, Row
+from zoo.data.plans import HostBatch, Row, SeededPlan
 
 TOKEN_BATCH = {
     "tokens": np.int32,  # the input of the model
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class TokenPlan(Plan):
+class TokenPlan(SeededPlan):
     """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents."""
 
     def __init__(
@@ -49,7 +49,8 @@ class TokenPlan(Plan):
     def _pieces(self, k: int, row: int) -> list[Piece]:
         """The pieces in one row of batch k, from left to right; none in a row of padding."""
 
-    def _row(self, bucket: int) -> Row:
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         return {name: ((bucket,), dtype) for name, dtype in TOKEN_BATCH.items()}
 
     def _build(self, k: int, rows: range) -> HostBatch:
@@ -255,7 +256,8 @@ class LabelledPlan(BucketPlan):
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
 
-    def _row(self, bucket: int) -> Row:
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         return {
             "inputs": ((bucket,), np.int32),
             "mask": ((bucket,), np.bool_),

@@ -82,7 +82,7 @@ class AttentionDecoder(eqx.Module):
         def layer(kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
             x_BTE, *stacks = carry
             window = config.window_of(kind)
-            kept = _Kept(block, window)
+            kept = _Kept(block, window, shape[1:])
             x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, kept.attend)
             new = kept.keys_and_values()
             return (x_BTE, *(s.at[index].set(x) for s, x in zip(stacks, new, strict=True)))
@@ -136,9 +136,10 @@ class AttentionDecoder(eqx.Module):
 class _Kept:
     """Attention that keeps the keys and values which it is called with."""
 
-    def __init__(self, block: Any, window: int | None):
+    def __init__(self, block: Any, window: int | None, shape: tuple[int, ...]):
         self.name = type(getattr(block, "attention", block)).__name__
         self.window = window
+        self.shape = shape
         self.calls: list[tuple[Array, Array]] = []
 
     def attend(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
@@ -149,6 +150,11 @@ class _Kept:
             raise ValueError(
                 f"{self.name} attends with causal={causal}, window={window}, and decoding with "
                 f"causal=True, window={self.window}"
+            )
+        if k.shape != self.shape or v.shape != self.shape:
+            raise ValueError(
+                f"{self.name} attends to keys of the shape {k.shape} and values of {v.shape}, and "
+                f"the cache holds {self.shape}, by kv_heads and head_dim of the configuration"
             )
         return attention(q, k, v, **options)
 

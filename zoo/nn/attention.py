@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from zoo.nn.derivatives import custom_vjp, in_forward_mode
 from zoo.nn.precision import low_on_cpu, platform
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn"]
@@ -110,6 +111,8 @@ def _refusal(
         return f"has no soft cap, and attention_soft_cap={soft_cap}"
     if implementation == "xla":
         return None
+    if in_forward_mode():
+        return "has no rule for forward mode"
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
@@ -239,7 +242,7 @@ def _logits(q, k, segment_ids, chunk, layout, mask, scale, soft_cap):
 
 # The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
 # products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(custom_vjp, nondiff_argnums=(4, 5, 6))
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
     return _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
 
@@ -252,7 +255,9 @@ def _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)
     for chunk in _chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
         q_chunk, k_chunk = layout.slice_queries(q, chunk), layout.slice_keys(k, chunk)
         logits, _ = _logits(q_chunk, k_chunk, segment_ids, chunk, layout, mask, scale, soft_cap)
-        top = logits.max(-1, keepdims=True)
+        # The result does not depend on it, and the gradient of a maximum is NaN where XLA rounds
+        # the maximum and its argument differently.
+        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         exponentials = jnp.exp(logits - top)
         total = exponentials.sum(-1, keepdims=True)
         weights = (exponentials / total).astype(v.dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, require
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.precision import matmul
 
 Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
@@ -81,7 +82,7 @@ class Embedding(eqx.Module):
 
 # The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
 # to convert the table for that: decoding would do so for every token.
-@jax.custom_vjp
+@custom_vjp
 def _look_up(weight: Array, ids: Array) -> Array:
     return weight.at[ids].get(mode="clip")
 
@@ -175,7 +176,7 @@ def _last_axis(vector: Array, like: Array) -> Array:
 
 
 # The gradient is written out because autodiff keeps three copies of x where one is enough.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _normalise(x: Array, scale: Array, eps: float, centre: bool) -> Array:
     return _normalise_forward(x, scale, eps, centre)[0]
 
@@ -206,7 +207,7 @@ def _normalise_backward(
 _normalise.defvjp(_normalise_forward, _normalise_backward)
 
 
-@jax.custom_vjp
+@custom_vjp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """GELU by the tanh approximation (Hendrycks & Gimpel 2016), in fp32 inside; keeps x alone."""
     return _gelu_forward(x)[0]

@@ -16,8 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike
 
+from zoo.nn.derivatives import custom_vjp
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
-from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.axes import keystr, map_named
+from zoo.sharding.foreign import ANNOTATION, Named
+from zoo.sharding.specs import in_use, parameter_spec
 
 Tree = TypeVar("Tree")
 
@@ -117,22 +120,44 @@ def gather(tree: Tree) -> Tree:
     parameters for rows of their own. Call it where they are used: inside the scan over layers, on
     the layer in use, so that one layer at a time is whole, and the network carries the compute
     dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
-    dtype.
+    dtype. Parameters without names in an annotation are left to `gather_foreign`.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
         return tree
     mesh = jax.sharding.get_abstract_mesh()
 
-    def gather_leaf(path: tuple, names: tuple, leaf: Any) -> Any:
-        stored = partition_spec(names, mesh, field=keystr(path))
-        return _reshard(leaf, spec_in_use(names, mesh), stored)
+    def gather_leaf(path: tuple, named: Named, leaf: Any) -> Any:
+        if named.by != ANNOTATION:
+            return leaf
+        stored = partition_spec(named.names, mesh, field=keystr(path))
+        return _reshard(leaf, spec_in_use(named.names, mesh), stored)
 
-    return map_parameters(gather_leaf, tree)
+    return map_named(gather_leaf, tree)
+
+
+def gather_foreign(model: Tree) -> Tree:
+    """Cast and gather likewise the parameters of a whole model that have no annotation of names.
+
+    Their modules do not gather them where they use them. It takes the whole model, whose paths the
+    names from outside are for.
+    """
+    if not is_sharding():
+        return model
+    at_use, mesh = casts_at_use(model), jax.sharding.get_abstract_mesh()
+
+    def gather_leaf(path: tuple, named: Named, leaf: Any) -> Any:
+        if named.by == ANNOTATION or not eqx.is_inexact_array(leaf):
+            return leaf
+        stored = parameter_spec(named, leaf.shape, mesh, field=keystr(path))
+        used = cast_for_use(leaf) if at_use else leaf
+        return _reshard(used, in_use(stored, mesh), stored)
+
+    return map_named(gather_leaf, model)
 
 
 # A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
     """The identity: sharded as `used`, and its gradient as `stored`."""
     # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.

@@ -19,7 +19,14 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from zoo.nn import stateful
-from zoo.nn.parameters import casts_at_use, casts_inputs, computing_in, resolve
+from zoo.nn.derivatives import custom_vjp
+from zoo.nn.parameters import (
+    casts_at_use,
+    casts_inputs,
+    computing_in,
+    gather_foreign,
+    resolve,
+)
 from zoo.sharding.axes import keystr
 
 Tree = TypeVar("Tree")
@@ -63,7 +70,9 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """
     dtype = compute_dtype(precision)
     with computing_in(dtype), exact_products(precision):
-        yield model if casts_at_use(model) else stateful.cast_around(resolve(model), dtype)
+        if not casts_at_use(model):
+            model = stateful.cast_around(resolve(model), dtype)
+        yield gather_foreign(model)
 
 
 def cast_inputs(
@@ -137,7 +146,7 @@ def product(
 
 
 # A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _matmul(
     x: Float[Array, "b m k"], w: Float[Array, "k n"], dtype: DTypeLike
 ) -> Float[Array, "b m n"]:

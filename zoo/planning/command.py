@@ -11,7 +11,7 @@ import tyro
 
 from zoo import sharding, transformer
 from zoo.base.files import local_path
-from zoo.data.plans import HostBatch, Plan, Row, check_batch_size
+from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
@@ -70,14 +70,16 @@ def main(config: Config) -> None:
         save.write_text(_markdown(config, estimate, found))
 
 
-class TokenRows(Plan):
+class TokenRows(SeededPlan):
     """Rows of tokens with nothing in them, to compile a step for."""
 
     def __init__(self, batch_size: int, seq_len: int):
         super().__init__(batch_size, seed=0, shuffle=False)
         self.buckets = (seq_len,)
+        self.batches_per_epoch = 1
 
-    def _row(self, bucket: int) -> Row:
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
         return {name: ((bucket,), dtype) for name, dtype in dtypes.items()}
 

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.data.plans import batch_shapes
 from zoo.nn import remat
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
@@ -37,7 +38,7 @@ class Job:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch of the largest bucket, of all devices together."""
         data = self.training.data
-        return data.shapes()[max(data.buckets)]
+        return batch_shapes(data)[max(data.buckets)]
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from zoo.base import checksums, configuration
 from zoo.base.files import local_path
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import current_name, family_name, fresh
+from zoo.publishing.families import current_name, family_name, skeleton_of
 from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, replacing, verify, version
 from zoo.publishing.shelf import find
 from zoo.publishing.structure import check_model
@@ -40,7 +40,8 @@ def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> Non
     one = next(iter(found.values()))
     rank = one.down.shape[-1]
     config = lora.Config(rank, one.scale * rank, tuple(found))
-    skeleton = eqx.filter_eval_shape(lora.adapt, fresh(model), config, key=jax.random.key(0))
+    base_skeleton = skeleton_of(eqx.filter_eval_shape(lora.merge, model))
+    skeleton = eqx.filter_eval_shape(lora.adapt, base_skeleton, config, key=jax.random.key(0))
     check_model(model, skeleton)
     known = Path(base).expanduser().exists()
     description = {

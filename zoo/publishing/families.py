@@ -1,12 +1,17 @@
 """The families by name: the `config.json` of a model, and the skeleton that it describes.
 
-Opening a folder makes a model of one of these families and nothing else. Folders name families by
-this table, never by module.
+Opening a folder makes a model of one of these families, or of classes that are registered (see
+`registry`). Folders name families by this table, never by module.
+
+A model of a family in which modules are of other classes keeps its `config`, and has `parts`, the
+description of each such module by path. A model of a class of the user's own has `model`, the
+description of all of it. Both have `needs`, the registered names in them.
 """
 
 import dataclasses
 import json
 import reprlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +23,9 @@ from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json, version
-from zoo.publishing.structure import check_model
+from zoo.publishing.parts import class_names, decode, encode
+from zoo.publishing.registry import Classes, lookup, name_of, needs
+from zoo.publishing.structure import check_model, first_difference, replaced, with_part
 from zoo.publishing.tensors import check_counts, num_parameters
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
@@ -52,21 +59,39 @@ def current_name(name: Any) -> Any:
     return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
 
 
-def family_name(model: eqx.Module) -> str:
-    """The family of a model, of an ensemble's members or of a classifier's body, by name."""
+def family_name(model: PyTree) -> str:
+    """The family of a model, by name, or the registered name of its class.
+
+    For an ensemble it is that of its members, for a classifier that of its body.
+    """
     cls = type(body_of(model))
     for name, family in FAMILIES.items():
         if family.model is cls:
             return name
+    if (registered := name_of(cls)) in needs([registered or ""]):
+        return str(registered)
     raise PublishError(
         f"{cls.__module__}.{cls.__qualname__} is no family of the zoo; those are "
-        f"{', '.join(FAMILIES)}"
+        f"{', '.join(FAMILIES)}. A class of your own is stored once it is registered: write "
+        f'@zoo.register("my-project/{cls.__name__.lower()}") above it'
     )
 
 
-def describe(model: eqx.Module) -> dict:
+def describe(model: PyTree) -> dict[str, Any]:
     """The content of `config.json`, after a check that it suffices to make the model again."""
-    check_model(model, fresh(model))
+    head = {"zoo": version(), "family": family_name(model)}
+    if not _is_of_family(model):
+        encoded = encode(model)
+        check_model(model, decode(encoded, lookup({})))
+        needed = needs(class_names(encoded))
+        return {
+            **head,
+            "num_parameters": num_parameters(model),
+            "needs": needed,
+            "model": encoded,
+        }
+    parts = _parts(model, fresh(model))
+    check_model(model, _with_parts(fresh(model), parts, {}))
     config = body_of(model).config
     fields = dataclasses.asdict(config)
     for field, value in fields.items():
@@ -78,16 +103,53 @@ def describe(model: eqx.Module) -> dict:
         if not same:
             raise PublishError(f"Config.{field}={value!r} does not survive JSON")
     return {
-        "zoo": version(),
-        "family": family_name(model),
+        **head,
         **_around(model),
         "num_parameters": num_parameters(model),
         "config": fields,
+        **({"needs": needs(class_names(parts)), "parts": parts} if parts else {}),
     }
 
 
+def _is_of_family(model: PyTree) -> bool:
+    body = body_of(model)
+    return any(family.model is type(body) for family in FAMILIES.values()) and not isinstance(
+        model, tuple
+    )
+
+
+def _parts(model: PyTree, plain: PyTree) -> dict[str, Any]:
+    """The description of each module that is of another class than its configuration makes."""
+    found = replaced(model, plain)
+    unnamed = [path for path, part in found.items() if name_of(type(part)) is None]
+    if unnamed:
+        cls = type(found[unnamed[0]])
+        for path in found.keys() - {*unnamed}:
+            plain = with_part(plain, path, found[path])
+        raise PublishError(
+            f"the model is not the one that its configuration makes:\n  "
+            f"{first_difference(model, plain)}\nTo have it stored, register its class: write "
+            f'@zoo.register("my-project/{cls.__name__.lower()}") above it'
+        )
+    return {path: encode(part, path) for path, part in found.items()}
+
+
+def _with_parts(plain: PyTree, parts: Mapping[str, Any], classes: Mapping[str, Any]) -> PyTree:
+    for path, part in parts.items():
+        plain = with_part(plain, path, decode(part, classes or lookup({})))
+    return plain
+
+
+def skeleton_of(model: PyTree) -> PyTree:
+    """The skeleton of the model that `load` makes of the folder that `save` writes."""
+    if not _is_of_family(model):
+        return decode(encode(model), lookup({}))
+    plain = fresh(model)
+    return _with_parts(plain, _parts(model, plain), {})
+
+
 def fresh(model: PyTree) -> PyTree:
-    """The skeleton of the model that `load` makes from the configuration of this one."""
+    """The skeleton of the model that the configuration of this one makes."""
     cls = FAMILIES[family_name(model)].model
     return _skeleton(cls, body_of(model).config, _around(model))
 
@@ -104,33 +166,52 @@ def _around(model: PyTree) -> dict[str, Any]:
     return {}
 
 
-def read_skeleton(folder: Path) -> PyTree:
-    """The skeleton of the model that `config.json` describes."""
+def read_skeleton(folder: Path, classes: Classes = (), allow_import: Iterable[str] = ()) -> PyTree:
+    """The skeleton of the model that `config.json` describes; see `zoo.load`."""
     path = folder / CONFIG
     description = read_json(path)
     name = current_name(description.get("family"))
-    if not isinstance(name, str) or name not in FAMILIES:
+    if "model" not in description and (not isinstance(name, str) or name not in FAMILIES):
         raise PublishError(
             f"{path}: family {reprlib.repr(description.get('family'))} is unknown; known are "
             f"{', '.join(FAMILIES)}"
         )
-    cls, config_class = FAMILIES[name]
     try:
-        values: Any = description.get("config")
-        configuration.check_value("config", values, dict)
-        around = {
-            name: configuration.value_from_json(name, description[name], annotation)
-            for name, annotation in _AROUND.items()
-            if name in description
-        }
-        config = configuration.from_json(config_class, values)
-        check_counts(vars(config))
-        return _skeleton(cls, config, around)
-    except (TypeError, ValueError, OverflowError) as error:
+        known = lookup(_needs(description), classes, allow_import)
+        if "model" in description:
+            return decode(description["model"], known)
+        parts = description.get("parts", {})
+        configuration.check_value("parts", parts, dict)
+        return _with_parts(_plain(name, description), parts, known)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PublishError(
             f"{path}: {error}. The folder was written by version "
             f"{reprlib.repr(description.get('zoo'))} of the zoo, and this is {version()}"
         ) from error
+    except PublishError as error:
+        raise PublishError(f"{path}: {error}") from error
+
+
+def _needs(description: Mapping[str, Any]) -> dict[str, str]:
+    needed = description.get("needs", {})
+    if not isinstance(needed, dict) or not all(isinstance(x, str) for x in needed.values()):
+        raise ValueError(f"needs={reprlib.repr(needed)}: must be texts by name")
+    return needed
+
+
+def _plain(name: str, description: Mapping[str, Any]) -> PyTree:
+    """The skeleton of a family's model, without parts of other classes."""
+    cls, config_class = FAMILIES[name]
+    values: Any = description.get("config")
+    configuration.check_value("config", values, dict)
+    around = {
+        name: configuration.value_from_json(name, description[name], annotation)
+        for name, annotation in _AROUND.items()
+        if name in description
+    }
+    config = configuration.from_json(config_class, values)
+    check_counts(vars(config))
+    return _skeleton(cls, config, around)
 
 
 def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
@@ -149,8 +230,13 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
     return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
-def body_of(model: eqx.Module) -> Any:
-    """The members of an ensemble, the body of a classifier; else the model itself."""
+def body_of(model: PyTree) -> Any:
+    """The members of an ensemble, the body of a classifier; else the model itself.
+
+    Of a model beside its `equinox.nn.State` it is the model.
+    """
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State):
+        return model[0]
     if isinstance(model, Classifier):
         return model.body
     return model.members if isinstance(model, Ensemble) else model

@@ -1,19 +1,21 @@
 """Saving a model as a folder that anyone can open, and loading it.
 
-The folder holds `config.json` (family, parameter count, the fields of its `Config`),
+The folder holds `config.json` (family, parameter count, the fields of its `Config`, and the
+classes and fields of modules that are not as the `Config` makes them),
 `model.safetensors` (one tensor per parameter, named by its dotted path in the model), `README.md`,
 `checksums.json` and, if given, `metrics.json` and the tokenizer's files. Folders in Hugging Face's
 format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from zoo.base import checksums
 from zoo.base.configuration import check_value
@@ -30,6 +32,7 @@ from zoo.publishing.folder import (
     replacing,
     verify,
 )
+from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
 
@@ -38,7 +41,7 @@ Format = Literal["zoo", "hf"]
 
 def save(
     folder: Path | str,
-    model: eqx.Module,
+    model: PyTree,
     *,
     format: Format = "zoo",
     tokenizer: Any = None,
@@ -50,6 +53,8 @@ def save(
     A model already there is replaced; a folder with other files is refused. transformers opens
     `format="hf"` too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown for the
     README, `metrics` is JSON, which is stored with the checksums of the measured files.
+    Modules of your own classes, in a model of the zoo or as all of it (also beside their
+    `equinox.nn.State`), are stored once `zoo.register` has named them.
     All processes call it, and the first writes. Raises PublishError if `load` could not make the
     model again, or no Hugging Face family has it, and ValueError for another format.
     """
@@ -80,15 +85,24 @@ def save(
 
 
 def load(
-    name_or_folder: str | Path, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
+    name_or_folder: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+    classes: Classes = (),
+    allow_import: Iterable[str] = (),
 ) -> Any:
     """The model in a folder, given its path, its name on the shelf or its Hugging Face hub id.
 
     It is sharded over `mesh` (None: on one device): each device reads its own slices, so that no
     device or host holds the whole model. Floating point parameters are cast to `dtype` slice by
     slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
-    verified first; Hugging Face's folders have none. Nothing in a folder is executed. Raises
-    PublishError, which names the file, field or tensor at fault.
+    verified first; Hugging Face's folders have none.
+
+    Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
+    your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
+    them), or where `allow_import` lists the module that they are in. Raises PublishError, which
+    names the file, field, class or tensor at fault.
     """
     dtype = parse_dtype(dtype)
     folder = find(name_or_folder)
@@ -98,12 +112,19 @@ def load(
     if values is not None:
         return hf.read_model(folder, values, mesh=mesh, dtype=dtype)
     if adapters.are_adapters(folder):
-        base = load(adapters.base_of(folder), mesh=mesh, dtype=dtype)
+        base = load(
+            adapters.base_of(folder),
+            mesh=mesh,
+            dtype=dtype,
+            classes=classes,
+            allow_import=allow_import,
+        )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
-    return read_tensors(folder / WEIGHTS, read_skeleton(folder), mesh, dtype)
+    skeleton = read_skeleton(folder, classes, allow_import)
+    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
 
 
-def _readme(name: str, model: eqx.Module, card: str) -> str:
+def _readme(name: str, model: PyTree, card: str) -> str:
     text = f"{card.strip()}\n\n" if card.strip() else ""
     return (
         f"# {name}\n\n{text}"

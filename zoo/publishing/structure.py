@@ -4,9 +4,11 @@ import dataclasses
 import reprlib
 from typing import Any
 
+import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.publishing.errors import PublishError
+from zoo.publishing.parts import with_fields
 from zoo.publishing.tensors import check_tensors, parameter_shapes
 from zoo.sharding.axes import is_parameter
 
@@ -46,11 +48,44 @@ def first_difference(model: Any, fresh: Any, path: str = "") -> str | None:
     )
 
 
+def replaced(model: Any, fresh: Any, path: str = "") -> dict[str, Any]:
+    """The modules of a model, by path, that stand where `fresh` has something of another class."""
+    mine, theirs = _children(model), _children(fresh)
+    if type(model) is type(fresh) and mine is not None and theirs is not None:
+        found: dict[str, Any] = {}
+        for name in theirs:
+            found |= replaced(mine.get(name), theirs[name], f"{path}.{name}".lstrip("."))
+        return found
+    differs = isinstance(model, eqx.Module) and type(model) is not type(fresh)
+    return {path: model} if differs and not is_parameter(fresh) else {}
+
+
+def with_part(model: Any, path: str, part: Any) -> Any:
+    """The model with another part at a dotted path; a PublishError if it has no such path."""
+    if not path:
+        return part
+    name, _, rest = path.partition(".")
+    children = {str(key): value for key, value in (_children(model) or {}).items()}
+    if name not in children:
+        raise PublishError(f"a {type(model).__name__} has no part {reprlib.repr(name)}")
+    children[name] = with_part(children[name], rest, part)
+    if isinstance(model, eqx.Module):
+        return with_fields(type(model), children)
+    if type(model) in (list, tuple):
+        return type(model)(children.values())
+    if type(model) is dict:
+        return dict(zip(model, children.values(), strict=True))
+    raise PublishError(f"no part of a {type(model).__name__} can be replaced")
+
+
 def _children(x: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
     if isinstance(x, list | tuple):
         return dict(enumerate(x))
+    if isinstance(x, eqx.nn.State):
+        values, keys = x.tree_flatten()
+        return dict(zip(keys, values, strict=True))
     return x if isinstance(x, dict) else None
 
 

@@ -137,9 +137,18 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
     A parameter that stacks layers is gathered layer by layer, to save memory.
     """
     tensors: dict[str, Tensor] = {}
+    stacked: set[str] = set()
 
-    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        in_parts = leaf.ndim > 0 and is_stack(names[0])
+    def find(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
+        if leaf.ndim > 0 and is_stack(names[0]):
+            stacked.add(keystr(path))
+
+    # Parameters of foreign modules may have no names, and are gathered whole.
+    with contextlib.suppress(sharding.ShardingError, TypeError):
+        map_parameters(find, model)
+
+    def add(path: tuple, leaf: Any) -> None:
+        in_parts = keystr(path) in stacked
 
         def pieces() -> Iterator[np.ndarray]:
             for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
@@ -147,7 +156,9 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
 
         tensors[keystr(path)] = Tensor(leaf.shape, leaf.dtype, pieces)
 
-    map_parameters(add, model)
+    for place, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if is_parameter(leaf):
+            add(place, leaf)
     write_file(path, tensors)
 
 

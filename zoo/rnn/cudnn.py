@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float
 
+from zoo.nn.derivatives import in_forward_mode
 from zoo.nn.precision import platform
 from zoo.rnn.cells import CellName, State
 from zoo.rnn.recurrence import Weights
@@ -18,6 +19,8 @@ def refusal(cell: CellName, *, packed: bool) -> str | None:
         return f"has cell 'lstm' alone, and this is {cell!r}"
     if packed:
         return "can't begin afresh between the segments of packed rows: pass mask, not segment_ids"
+    if in_forward_mode():
+        return "has no rule for forward mode"
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     mesh = jax.sharding.get_abstract_mesh()

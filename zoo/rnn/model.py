@@ -120,6 +120,11 @@ class RNN(CastsInputs):
         return self.config.width
 
     @property
+    def final_norm(self) -> Norm | None:
+        """The norm before the output head."""
+        return self.layers[-1].norm
+
+    @property
     def is_causal(self) -> bool:
         """Whether a step depends on those up to itself alone."""
         return not self.config.bidirectional

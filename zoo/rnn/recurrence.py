@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.layers import add_bias
 from zoo.nn.precision import product
 from zoo.rnn.cells import CELLS, Cell, CellName, State
@@ -61,7 +62,7 @@ def recur(
     return (h_BTH[:, 0 if options.reverse else -1],), h_BTH.astype(x_BTI.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(custom_vjp, nondiff_argnums=(3,))
 def linear_recurrence(
     a_BTH: Float[Array, "batch seq hidden"],
     b_BTH: Float[Array, "batch seq hidden"],
@@ -107,7 +108,7 @@ def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
 # step by step, where one product over all steps does it, and would keep every intermediate, where
 # the terms and the states are enough. Pointwise functions are left to autodiff. No product is by
 # `matmul`, which would merge the axes of gates and hidden, and so gather a sharded weight.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks) -> Any:
     return _scan_forward(options, weights, state, x_BTI, marks)[0]
 
@@ -214,7 +215,7 @@ def _pick(terms: Array, which: tuple[int, ...]) -> Array:
     return jnp.concatenate([terms[..., p : p + 1, :] for p in which], axis=-2)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _gates(x_BTI: Array, w_IGH: Array) -> Array:
     """The products of all inputs with their weight, [B, T, G, H], in the dtype of x."""
     gates = product(x_BTI, w_IGH, ((2,), (0,)), x_BTI.dtype)

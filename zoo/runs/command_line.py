@@ -36,7 +36,8 @@ def cli_errors() -> Iterator[None]:
     except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
         if os.environ.get("ZOO_TRACEBACK"):
             raise
-        print(f"error: {error}\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
+        lines = [f"error: {error}", *getattr(error, "__notes__", [])]
+        print("\n".join(lines) + "\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("left at once; the same command resumes from the last checkpoint", file=sys.stderr)

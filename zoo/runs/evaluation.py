@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from zoo.data.loader import batches
-from zoo.data.plans import Plan
+from zoo.data.plans import Plan, batch_shapes
 from zoo.runs.run import Config, Run
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Evaluate
@@ -41,7 +41,7 @@ def results(
     Raises:
         Stopped: between two batches, where a signal asks the run to stop.
     """
-    step_fn.compile(model, *plan.shapes(run.mesh).values())
+    step_fn.compile(model, *batch_shapes(plan, run.mesh).values())
     stop = plan.batches_per_epoch
     if not whole:
         stop = min(stop, run.config.eval_batches)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from zoo import sharding
 from zoo.data.loader import batches
-from zoo.data.plans import Plan, check_batch_size
+from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_plan
 from zoo.runs import monitor, planned
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.flags import observers
@@ -45,6 +45,7 @@ def fit(
             once `config.plan` is printed.
     """
     config = run.config
+    check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     hooks = Hooks(run, training, [*callbacks, *observers(config)])
     job = planned.make_job(run, training)
@@ -55,7 +56,7 @@ def fit(
         if start >= config.steps or hooks.loop.stopped:
             return state, _finished(run, training, hooks, state)
         if run.mesh.size > 1:
-            run.say(sharding.placement_table(state.model, run.mesh, run.rules))
+            run.say(sharding.placement_table(state.model, run.mesh, run.rules, training.axes))
         step_fn = training.step(
             mesh=run.mesh,
             rules=run.rules,
@@ -63,7 +64,8 @@ def fit(
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
         )
-        with planned.explained(run.mesh, job, lambda: step_fn.programs):
+        explained = planned.explained(run.mesh, job, lambda: step_fn.programs)
+        with explained, sharding.use(None, axes=training.axes):  # for evaluations
             _compile(run, step_fn, state, training.data)
             return _train(run, training, hooks, step_fn, state)
 
@@ -125,7 +127,7 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
     began = time.monotonic()
     compiles = []
     with monitor.CompileCounter() as counter:
-        for shapes in plan.shapes(run.mesh).values():
+        for shapes in batch_shapes(plan, run.mesh).values():
             before = counter.compiles
             step_fn.compile(state, shapes)
             compiles.append(counter.compiles - before)

@@ -77,6 +77,8 @@ class ProgressBar:
         self._metrics |= metrics
         if now - self._drawn < self._seconds_between_drawings and step < self._total:
             return
+        if self._progress.disable and not self._metrics:  # a line would say nothing
+            return
         self._drawn = now
         status = self._status(step, now)
         if self._progress.disable:

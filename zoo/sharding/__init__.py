@@ -22,9 +22,11 @@ from zoo.sharding.rules import MESH_AXES as MESH_AXES
 from zoo.sharding.rules import RULES as RULES
 from zoo.sharding.rules import SEQUENCE_PARALLEL as SEQUENCE_PARALLEL
 from zoo.sharding.rules import STORAGE_AXES as STORAGE_AXES
+from zoo.sharding.rules import Axes as Axes
 from zoo.sharding.rules import Axis as Axis
 from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.rules import ShardingError as ShardingError
+from zoo.sharding.rules import check_axes as check_axes
 from zoo.sharding.rules import check_rules as check_rules
 from zoo.sharding.rules import mesh_axes as mesh_axes
 from zoo.sharding.rules import use as use

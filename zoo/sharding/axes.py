@@ -1,8 +1,5 @@
-"""The logical axes of parameters, read off the annotations of the modules that hold them."""
+"""The logical axes of parameters: annotated, given from outside, built in, or by default."""
 
-import functools
-import typing
-from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +7,10 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from zoo.sharding.rules import ShardingError, kind_of
+from zoo.sharding import foreign
+from zoo.sharding.annotations import field_hint, names_of
+from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
+from zoo.sharding.rules import Axes, ShardingError, axes_in_use, kind_of, use
 
 
 def keystr(path: tuple) -> str:
@@ -26,81 +26,119 @@ def is_parameter(x: Any) -> bool:
 
 def map_parameters(fn: Any, tree: PyTree) -> Any:
     """Map `fn(path, logical_axes, leaf)` over the arrays and array skeletons of a tree."""
+    return map_named(lambda path, named, leaf: fn(path, named.names, leaf), tree)
+
+
+def map_named(fn: Any, tree: PyTree) -> Any:
+    """Map `fn(path, named, leaf)` likewise, where `named` also says who named the axes."""
 
     def visit(path: tuple, leaf: Any) -> Any:
-        return fn(path, _names(tree, path, leaf), leaf) if is_parameter(leaf) else leaf
+        return fn(path, _named(tree, path, leaf), leaf) if is_parameter(leaf) else leaf
 
     return jtu.tree_map_with_path(visit, tree)
 
 
-@functools.cache
-def _annotations(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def check_model(tree: PyTree, axes: Axes | None, *, strict: bool) -> None:
+    """Refuse names from outside of which one names nothing in a whole model.
+
+    `strict` also refuses an array that nothing names.
+
+    Raises:
+        ShardingError: such a pattern, or such an array; and as `logical_axes`.
+    """
+    if axes is None and not strict:
+        return
+    found: dict[str, Named] = {}
+
+    def add(path: tuple, named: Named, leaf: Any) -> None:
+        found[keystr(path)] = named
+        if strict and named.by == DEFAULT:
+            raise ShardingError(
+                f"{keystr(path)} of shape {leaf.shape}: nothing names its axes, and strict=True "
+                "refuses the default; annotate it, as weight: Float[Array, 'embed mlp'], or give "
+                f"names from outside, as axes={{{keystr(path)!r}: 'embed mlp'}}"
+            )
+
+    with use(None, axes=axes):
+        map_named(add, tree)
+    foreign.check_patterns(axes or {}, found)
 
 
-def _dim_str(hint: Any) -> str | None:
-    """The dimensions in a jaxtyping annotation, also inside a union or a container."""
-    if hasattr(hint, "dim_str"):
-        return hint.dim_str
-    found = (_dim_str(argument) for argument in typing.get_args(hint))
-    return next((dims for dims in found if dims is not None), None)
-
-
-def _names(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
-    """The logical axes of one leaf; leading axes that the annotation does not name are None.
+def _named(tree: PyTree, path: tuple, leaf: Any) -> Named:
+    """The logical axes of one leaf; leading axes that stack it from outside are None.
 
     But the first of them has the name that an enclosing module's field `stacked_axis` gives it.
     """
-    names = annotated_axes(tree, path, leaf)
-    stacked = next((x.stacked_axis for x in _nodes(tree, path) if hasattr(x, "stacked_axis")), None)
+    names, by = own = named_alone(tree, path, leaf)
+    nodes = _nodes(tree, path)
+    stacked = next((x.stacked_axis for x in nodes if hasattr(x, "stacked_axis")), None)
     if stacked is None or not names or names[0] is not None:
-        return names
+        return own
     if (kind := kind_of(stacked)) not in ("stack", None):
         raise ShardingError(
             f"{keystr(path)}: stacked_axis={stacked!r} is of the kind {kind!r}; take an axis of "
             f'the kind "stack", by a rule such as zoo.sharding.Axis(None, "stack")'
         )
-    return (stacked, *names[1:])
+    return Named((stacked, *names[1:]), by)
 
 
-def annotated_axes(tree: PyTree, path: tuple, leaf: Any) -> tuple[str | None, ...]:
-    """The logical axes of one leaf by its own annotation: None for what stacks it from outside."""
-    dims, owner, field = None, None, ""
-    for node, entry in zip(_nodes(tree, path), path, strict=False):
-        if isinstance(node, eqx.nn.State):
-            return (None,) * leaf.ndim
-        if isinstance(entry, jtu.GetAttrKey):
-            owner, field = node, entry.name
-    if owner is not None:
-        dims = _dim_str(_annotations(owner.__class__).get(field))
-    if dims is None:
-        raise ShardingError(
-            f"{keystr(path)} of shape {leaf.shape} has no jaxtyping annotation to shard it by; "
-            f'annotate the field, for example {field or "weight"}: Float[Array, "embed mlp"]'
-        )
-    renamed = dict(getattr(owner, "axes", ()))
-    names: tuple[str | None, ...] = ()
-    for name in dims.split():
-        found = renamed.get(name, name).split()
-        names += tuple(found) if found or name.startswith("*") else (None,)
-    if len(names) > leaf.ndim:
-        raise ShardingError(
-            f"{keystr(path)} has the shape {leaf.shape}, of lower rank than its axes {names}"
-        )
-    return (None,) * (leaf.ndim - len(names)) + names
+def named_alone(tree: PyTree, path: tuple, leaf: Any) -> Named:
+    """The logical axes of one leaf by itself: None for an axis that stacks it from outside.
+
+    By its annotation, if that has names of axes; or else by what is given from outside, by what is
+    built in for Equinox's layers, or by default.
+    """
+    nodes, field = _nodes(tree, path), keystr(path)
+    annotated, problem = None, None
+    try:
+        annotated = _annotated(nodes, path, leaf)
+        if annotated is not None and all(name is None or kind_of(name) for name in annotated.names):
+            return annotated
+    except ShardingError as error:
+        problem = error
+    named = foreign.given(axes_in_use(), field, leaf)
+    if named is None:
+        named = foreign.built_in(nodes, [keystr(path[i:]) for i in range(len(nodes))], leaf)
+    if named is None and problem is not None:
+        raise problem
+    # An annotation with a name that the rules do not know is refused where it is placed.
+    return named or annotated or foreign.by_default(leaf)
 
 
-def _nodes(tree: PyTree, path: tuple) -> Iterator[Any]:
-    """The nodes of a tree along a path, from the root to the leaf."""
-    yield tree
-    for entry in path:
-        if isinstance(tree, eqx.nn.State):  # replicated, and not subscriptable
-            return
-        if isinstance(entry, jtu.GetAttrKey):
-            tree = getattr(tree, entry.name)
-        else:
-            tree = tree[getattr(entry, "idx", getattr(entry, "key", None))]
-        yield tree
+def _annotated(nodes: list[Any], path: tuple, leaf: Any) -> Named | None:
+    """The names in the annotation of the field that holds a leaf; None without any."""
+    held = [i for i in range(len(nodes)) if isinstance((*path, None)[i], jtu.GetAttrKey)]
+    if not held:
+        return None
+    owner, field = nodes[held[-1]], path[held[-1]].name
+    hint = field_hint(owner.__class__, field)
+    rest = path[held[-1] + 1 :]
+    names = names_of(hint, rest, leaf.shape, _renamed(owner), keystr(path))
+    return names if names is None else Named(names, getattr(owner, "named_by", ANNOTATION))
+
+
+def _renamed(owner: Any) -> dict[str, str]:
+    """The logical names of a generic layer for those in its annotations."""
+    pairs = getattr(owner, "axes", ())
+    is_ours = isinstance(pairs, tuple) and all(
+        isinstance(pair, tuple) and [*map(type, pair)] == [str, str] for pair in pairs
+    )
+    return dict(pairs) if is_ours else {}
+
+
+def _nodes(tree: PyTree, path: tuple) -> list[Any]:
+    """The nodes of a tree on the way to a leaf, from the root, as far as they can be entered."""
+    nodes = [tree]
+    for entry in path[:-1]:
+        try:
+            if isinstance(entry, jtu.GetAttrKey):
+                tree = getattr(tree, entry.name)
+            else:
+                tree = tree[getattr(entry, "idx", getattr(entry, "key", None))]
+        except (TypeError, LookupError):  # a container that JAX alone can open
+            break
+        nodes.append(tree)
+    return nodes
 
 
 def logical_axes(tree: PyTree) -> Any:
@@ -113,7 +151,11 @@ def logical_axes(tree: PyTree) -> Any:
     as those of a convolution's window. A module that stacks others names their first leading axis
     by a static field `stacked_axis`.
 
+    An array whose annotation has no names of axes has those given by `use`; or those that are built
+    in for Equinox's layers; or "unnamed" for each axis of a matrix, and "element" for a vector's.
+
     Raises:
-        ShardingError: an array without an annotation, or of lower rank than its annotation.
+        ShardingError: an annotation that can't be resolved, or an array of lower rank than its
+            annotation.
     """
     return map_parameters(lambda path, names, leaf: names, tree)

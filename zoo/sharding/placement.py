@@ -10,36 +10,56 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo.sharding.axes import is_parameter, keystr, map_parameters
-from zoo.sharding.rules import LOGICAL_AXES, Rules, mesh_axes
-from zoo.sharding.specs import check_divides, num_shards, partition_spec
+from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
+from zoo.sharding.foreign import DEFAULT, Named
+from zoo.sharding.rules import LOGICAL_AXES, Axes, Rules, mesh_axes, rules_in_use, use
+from zoo.sharding.specs import left_whole, num_shards, parameter_spec, partition_spec
 
 
-def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> Any:
+def shardings(
+    tree: PyTree,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    axes: Axes | None = None,
+    *,
+    strict: bool = False,
+) -> Any:
     """The NamedSharding of each parameter; other leaves stay as they are.
 
+    `axes` names arrays that have no annotation with names of axes, by patterns of their dotted
+    paths, as {"*.query_proj.weight": "heads embed"}, or by a function of path and array. Equinox's
+    layers have names built in. Of any other array `fsdp` shards the largest dimension that it
+    divides, and vectors are replicated; `strict` refuses that.
+
     Raises:
-        ShardingError: as `logical_axes`; an axis that the rules do not know; or a size that the
-            mesh axis does not divide.
+        ShardingError: as `logical_axes`; an axis that the rules do not know; a size that the mesh
+            axis does not divide, where an annotation or `axes` asks for it; or a pattern that
+            names nothing.
     """
 
-    def place(path: tuple, names: tuple, leaf: Any) -> NamedSharding:
-        spec = partition_spec(names, mesh, rules, field=keystr(path))
-        check_divides(keystr(path), leaf.shape, spec, mesh)
-        return NamedSharding(mesh, spec)
+    def place(path: tuple, named: Named, leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, parameter_spec(named, leaf.shape, mesh, field=keystr(path)))
 
-    return map_parameters(place, tree)
+    with use(None, rules, axes, strict=strict):
+        check_model(tree, axes, strict=strict)
+        return map_named(place, tree)
 
 
 def like_parameters(
-    tree: PyTree, parameters: PyTree, mesh: Mesh, rules: Rules | None = None
+    tree: PyTree,
+    parameters: PyTree,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    axes: Axes | None = None,
+    *,
+    strict: bool = False,
 ) -> Any:
     """The NamedSharding of optimizer state: each array as the parameter that its path ends in.
 
     An array of the parameter's shape, or of that shape less one axis (a factored second moment),
     is sharded alike. What belongs to no parameter is replicated: counters, placeholders.
     """
-    placed = shardings(parameters, mesh, rules)
+    placed = shardings(parameters, mesh, rules, axes, strict=strict)
     leaves = jtu.tree_leaves_with_path(parameters)
     table = {
         path: (leaf.shape, sharding.spec)
@@ -116,25 +136,56 @@ def max_parameter_parts(mesh: Mesh | AbstractMesh) -> int:
     return num_shards(set(axes), mesh)
 
 
-def placement_table(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> str:
-    """A text table of the placement of each parameter: shape, dtype, axes, bytes per device."""
-    rows = [("parameter", "shape", "dtype", "logical axes", "mesh axes", "bytes per device")]
+def placement_table(
+    tree: PyTree,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    axes: Axes | None = None,
+    *,
+    strict: bool = False,
+) -> str:
+    """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
+
+    Where not all are annotated, it says who named the axes of the others, and which mesh axes
+    leave them whole. Arguments and errors are those of `shardings`.
+    """
+    titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
+    rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]
     total = 0
 
-    def add(path: tuple, names: tuple, leaf: Any) -> None:
+    def add(path: tuple, named: Named, leaf: Any) -> None:
         nonlocal total
-        spec = partition_spec(names, mesh, rules, field=keystr(path))
-        check_divides(keystr(path), leaf.shape, spec, mesh)
+        spec = parameter_spec(named, leaf.shape, mesh, field=keystr(path))
         shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
         size = math.prod(shard) * leaf.dtype.itemsize
         total += size
         shape = "×".join(map(str, leaf.shape))
-        axes = " ".join(name or "·" for name in names)
-        placed = " ".join("+".join(mesh_axes([entry])) or "·" for entry in spec)
-        rows.append((keystr(path), shape, str(leaf.dtype), axes, placed, f"{size:,}"))
+        names = " ".join(name or "·" for name in named.names)
+        large = [[axis for axis in mesh_axes([entry]) if mesh.shape[axis] > 1] for entry in spec]
+        placed = " ".join("+".join(found) or "·" for found in large)
+        whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, mesh)
+        by = ", ".join([named.by, *whole])
+        rows.append((keystr(path), shape, str(leaf.dtype), names, placed, by, f"{size:,}"))
 
-    map_parameters(add, tree)
-    rows.append(("all", "", "", "", "", f"{total:,}"))
+    with use(None, rules, axes, strict=strict):
+        check_model(tree, axes, strict=strict)
+        map_named(add, tree)
+        default = "+".join(mesh_axes([rules_in_use().get("unnamed", LOGICAL_AXES["unnamed"])]))
+    rows.append(("all", "", "", "", "", "", f"{total:,}"))
+    column = titles.index("axes by")
+    if not any(row[column] for row in rows[1:]):
+        rows = [row[:column] + row[column + 1 :] for row in rows]
+    elif any(row[column].startswith(DEFAULT) for row in rows):
+        return (
+            f"{_table(rows)}\nby default, the largest dimension that {default} divides is sharded, "
+            'and vectors are replicated; axes={"a pattern of paths": "names"} names the axes, and '
+            "strict=True refuses defaults"
+        )
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as text: columns of one width, the last one to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))

@@ -1,15 +1,15 @@
 """The one table of logical axes: the mesh axes that shard each, and its kind.
 
 Its first column is `RULES`; a user's rules may take their place. No file outside of this room names
-a mesh axis.
+a mesh axis. `use` sets the rules, and the names that a user gives to arrays of other people's.
 """
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -70,6 +70,11 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "experts": Axis("tensor", "stack"),  # of a mixture: each device holds whole ones
         # The first axis of an ensemble, which then leaves the tensor axis to no axis inside.
         "member": Axis("tensor", "stack"),
+        # Of modules that are not the zoo's, which have names in `foreign.py`, or none at all.
+        "fan_out": Axis("tensor"),
+        "fan_in": Axis("fsdp"),
+        "element": Axis(None, "minor"),  # of a convolution's window, or of a norm
+        "unnamed": Axis("fsdp"),
     }
 )
 
@@ -82,12 +87,36 @@ RULES: Rules = types.MappingProxyType({name: axis.mesh for name, axis in LOGICAL
 
 SEQUENCE_PARALLEL: Rules = types.MappingProxyType({**RULES, "seq": "tensor"})
 
-_rules: ContextVar[Rules] = ContextVar("zoo_sharding_rules", default=RULES)
+# From patterns of dotted paths to names, such as {"*.query_proj.weight": "heads embed"}, of which
+# the first that matches wins; or from a dotted path and an array to names, or None.
+Axes = Mapping[str, str] | Callable[[str, Any], str | None]
+
+
+class _InUse(NamedTuple):
+    """What `use` sets."""
+
+    rules: Rules
+    axes: Axes
+    strict: bool
+
+
+_OUTSIDE = _InUse(RULES, types.MappingProxyType({}), False)
+_in_use: ContextVar[_InUse] = ContextVar("zoo_sharding", default=_OUTSIDE)
 
 
 def rules_in_use() -> Rules:
     """The rules of the innermost `use`, or `RULES`."""
-    return _rules.get()
+    return _in_use.get().rules
+
+
+def axes_in_use() -> Axes:
+    """The names given from outside, of the innermost `use` that has any."""
+    return _in_use.get().axes
+
+
+def strict_in_use() -> bool:
+    """Whether a `use` around refuses arrays that nothing names."""
+    return _in_use.get().strict
 
 
 def kind_of(name: str) -> Kind | None:
@@ -134,17 +163,48 @@ def check_rules(rules: Rules | None) -> None:
                 )
 
 
-@contextlib.contextmanager
-def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
-    """Set the mesh and the rules that `constrain` and `gather` see; None leaves either as it is.
+def check_axes(axes: Axes | None) -> None:
+    """Refuse names from outside that are neither a mapping between texts nor a function.
 
     Raises:
-        ShardingError: rules for a mesh axis that no mesh has.
+        ShardingError: such names.
+    """
+    if isinstance(axes, Mapping):
+        for pattern, names in axes.items():
+            if not (isinstance(pattern, str) and isinstance(names, str)):
+                raise ShardingError(
+                    f"axes={{{pattern!r}: {names!r}}}: a pattern of dotted paths and the names of "
+                    "axes are texts, as in {'*.query_proj.weight': 'heads embed'}"
+                )
+    elif axes is not None and not callable(axes):
+        raise ShardingError(
+            f"axes={axes!r}: give a mapping from patterns of dotted paths to names, or a function "
+            "from a dotted path and an array to names or None"
+        )
+
+
+@contextlib.contextmanager
+def use(
+    mesh: Mesh | None,
+    rules: Rules | None = None,
+    axes: Axes | None = None,
+    *,
+    strict: bool = False,
+) -> Iterator[None]:
+    """Set the mesh, the rules and the given names that placement, `constrain` and `gather` see.
+
+    None leaves each as it is. Within `strict`, an array that nothing names is refused.
+
+    Raises:
+        ShardingError: rules for a mesh axis that no mesh has, or names in another form.
     """
     check_rules(rules)
-    token = _rules.set(_rules.get() if rules is None else rules)
+    check_axes(axes)
+    changes: dict[str, Any] = {"rules": rules, "axes": axes, "strict": strict or None}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    token = _in_use.set(_in_use.get()._replace(**changes))
     try:
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
             yield
     finally:
-        _rules.reset(token)
+        _in_use.reset(token)

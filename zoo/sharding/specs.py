@@ -5,13 +5,16 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from zoo.sharding.foreign import Named
 from zoo.sharding.rules import (
+    LOGICAL_AXES,
     STORAGE_AXES,
     Rules,
     ShardingError,
     check_rules,
     mesh_axes,
     rules_in_use,
+    strict_in_use,
     unknown_axis,
 )
 
@@ -45,10 +48,84 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
+def parameter_spec(
+    named: Named,
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    rules: Rules | None = None,
+    *,
+    field: str,
+) -> PartitionSpec:
+    """The PartitionSpec that a parameter is stored with.
+
+    Where nobody asked for its names, a mesh axis goes to the largest dimension that has it in its
+    rule and that it divides, or to none.
+
+    Raises:
+        ShardingError: as `partition_spec`; a size that the mesh does not divide where somebody
+            asked for its name, and anywhere within `use(..., strict=True)`. `field` names the
+            parameter.
+    """
+    if named.is_asked_for:
+        spec = partition_spec(named.names, mesh, rules, field=field)
+        check_divides(field, shape, spec, mesh)
+        return spec
+    entries: list[tuple[str, ...]] = [() for _ in shape]
+    for axis, dimensions in _wanted(named, mesh, rules).items():
+        parts = mesh.shape[axis]
+        fits = [i for i in dimensions if shape[i] % (num_shards([entries[i]], mesh) * parts) == 0]
+        if fits:
+            largest = max(fits, key=lambda i: (shape[i], -i))
+            entries[largest] += (axis,)
+    spec = PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in entries))
+    if strict_in_use() and (whole := left_whole(named, shape, spec, mesh, rules)):
+        raise ShardingError(
+            f"{field} of shape {tuple(shape)}: {' and '.join(whole)} of the mesh, and strict=True "
+            f"does not leave it whole; change the size or the mesh, or the names that it has by "
+            f"{named.by}, as axes={{{field!r}: 'embed mlp'}}"
+        )
+    return spec
+
+
+def left_whole(
+    named: Named,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules | None = None,
+) -> list[str]:
+    """The mesh axes that the names of a parameter ask for, and that divide none of its sizes."""
+    used = mesh_axes(spec)
+    return [
+        f"{axis}={mesh.shape[axis]} does not divide {' or '.join(str(shape[i]) for i in wanted)}"
+        for axis, wanted in _wanted(named, mesh, rules).items()
+        if wanted and axis not in used
+    ]
+
+
+def _wanted(named: Named, mesh: Mesh | AbstractMesh, rules: Rules | None) -> dict[str, list[int]]:
+    """The dimensions of a parameter that each mesh axis may shard."""
+    rules = rules_in_use() if rules is None else rules
+    # Rules that were written without a thought of these names leave them as they are.
+    table = {**LOGICAL_AXES, **rules}
+    mapped = [() if name is None else mesh_axes([table.get(name)]) for name in named.names]
+    return {axis: [i for i, axes in enumerate(mapped) if axis in axes] for axis in mesh.axis_names}
+
+
 def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The PartitionSpec of a parameter where it is used, which `gather` brings about."""
-    split_the_batch = mesh_axes(partition_spec(["batch"], mesh))
-    return partition_spec(names, mesh, without=STORAGE_AXES.union(split_the_batch))
+    return partition_spec(names, mesh, without=_gathered(mesh))
+
+
+def in_use(stored: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The PartitionSpec likewise of a parameter that is stored with another."""
+    kept = (tuple(a for a in mesh_axes([each]) if a not in _gathered(mesh)) for each in stored)
+    return PartitionSpec(*(axes or None for axes in kept))
+
+
+def _gathered(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    """The mesh axes that a parameter is gathered over: those that only store it, or split rows."""
+    return STORAGE_AXES.union(mesh_axes(partition_spec(["batch"], mesh)))
 
 
 def check_divides(

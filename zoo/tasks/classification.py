@@ -87,12 +87,13 @@ def training(
     """
     rule = optimizers.make_optimizer(optimizer, run.config.steps)
     loss_fn: LossFunction = losses.classification
-    make, alone = make_model, num_members == 1
+    make = make_one = optimizers.initialise(optimizer, make_model)
+    alone = num_members == 1
     if not alone:
         # Each member is trained as it would be alone, and so clipped alone.
         rule = per_member(optax.chain(optax.clip_by_global_norm(run.config.clip_norm), rule))
         loss_fn = member_loss(losses.classification)
-        make = lambda key: Ensemble(make_model, num_members, key=key)  # noqa: E731
+        make = lambda key: Ensemble(make_one, num_members, key=key)  # noqa: E731
     return Classification(
         make_model=make,
         loss_fn=loss_fn,

@@ -107,7 +107,7 @@ def training(
         }
 
     return Training(
-        make_model=make_model,
+        make_model=optimizers.initialise(optimizer, make_model),
         loss_fn=losses.next_token,
         optimizer=optimizers.make_optimizer(optimizer, run.config.steps),
         schedule=optimizers.make_schedule(optimizer, run.config.steps),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.derivatives import custom_vjp
 from zoo.sharding.axes import map_parameters
 
 Loss = Callable[[Array, Array, Array], tuple[Array, Array]]
@@ -42,7 +43,7 @@ def chunked(
     return _total(loss, readout, cut(x_BTE), cut(targets_BT), cut(weights_BT))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(custom_vjp, nondiff_argnums=(0,))
 def _total(loss: Loss, readout: PyTree, x_CPRTE: Array, targets: Array, weights: Array) -> Array:
     def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> Array:
         return loss(readout(x), targets, weights)[0]

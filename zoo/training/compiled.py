@@ -1,5 +1,6 @@
 """A step function, compiled once per bucket, and a named error for anything else."""
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -43,14 +44,18 @@ class CompiledStep:
         *,
         mesh: Mesh | None,
         rules: sharding.Rules | None,
+        axes: sharding.Axes | None = None,
+        strict: bool = False,
         accumulate: int = 1,
         donate: bool = False,
     ):
         sharding.check_rules(rules)
+        sharding.check_axes(axes)
         self._function: Any = eqx.filter_jit(
             function, donate="all-except-first" if donate else "none"
         )
         self._mesh, self._rules = mesh, rules
+        self._in_use = functools.partial(sharding.use, mesh, rules, axes, strict=strict)
         self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Any] = {}
         self._under_way: deque[list[Array]] = deque()
@@ -70,7 +75,7 @@ class CompiledStep:
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """The compiled program for one batch, for its `memory_analysis` or its text."""
         batch = self._place(batch)
-        with sharding.use(self._mesh, self._rules):
+        with self._in_use():
             return self._function.lower(batch, state).compile()
 
     @property
@@ -90,7 +95,7 @@ class CompiledStep:
             outputs = self._function.__wrapped__(*eqx.combine(arrays, static))
             return eqx.filter(outputs, eqx.is_array)
 
-        with sharding.use(self._mesh, self._rules):
+        with self._in_use():
             return jax.jit(train_step, donate_argnums=(1,) if self._donate else ()).trace(*arrays)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:

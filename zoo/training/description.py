@@ -46,6 +46,10 @@ class Training:
     """From a model to a tree of booleans like it: the rest stays as it is."""
     pretrained: PyTree = None
     """A model to begin with, which is evaluated before the first step."""
+    axes: sharding.Axes | None = None
+    """Names for arrays without an annotation, by patterns of paths; see `sharding.shardings`."""
+    strict: bool = False
+    """Refuse arrays that neither an annotation nor `axes` names."""
     remat: Policy | None = None
     """The policy that `--model.remat` chose, where there is that flag."""
 
@@ -68,6 +72,8 @@ class Training:
             key=key,
             mesh=mesh,
             rules=rules,
+            axes=self.axes,
+            strict=self.strict,
             trainable=self.trainable,
             pretrained=self.pretrained,
         )
@@ -87,6 +93,8 @@ class Training:
             self.optimizer,
             mesh=mesh,
             rules=rules,
+            axes=self.axes,
+            strict=self.strict,
             precision=precision,
             accumulate=accumulate,
             clip_norm=clip_norm if self.clips else None,

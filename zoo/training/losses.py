@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.derivatives import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
@@ -35,7 +36,7 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
     return decorate
 
 
-@jax.custom_vjp
+@custom_vjp
 def _token_losses(logits: Array, targets: Array) -> Array:
     return _token_losses_forward(logits, targets)[0]
 
@@ -47,7 +48,7 @@ def _is_target(logits: Array, targets: Array) -> Array:
 
 def _token_losses_forward(logits: Array, targets: Array) -> tuple[Array, tuple]:
     logits32 = logits.astype(jnp.float32)
-    top = logits32.max(-1, keepdims=True)
+    top = jax.lax.stop_gradient(logits32.max(-1, keepdims=True))  # as in attention
     log_sum = jnp.log(jnp.exp(logits32 - top).sum(-1)) + top[..., 0]
     target_logit = jnp.where(_is_target(logits, targets), logits32, 0.0).sum(-1)
     return log_sum - target_logit, (logits, targets, log_sum)

@@ -1,15 +1,18 @@
 """Optimizers and learning-rate schedules by name, with weight decay on matrices only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import optax
 import optax.contrib
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
 from zoo.base import configuration
+from zoo.base.configuration import added, require
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
+from zoo.training import parametrization
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Config:
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
+    parametrization: Literal["standard", "mup"] = added("standard")
+    """mup: initial scales and rates per matrix by the width, so that one rate fits all widths."""
+    base_width: int | None = None
+    """Of mup: the width (d_model, hidden_size) that the learning rate was found at."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "optimizer.")
@@ -46,6 +53,16 @@ class Config:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+        require(
+            self.base_width is None or self.base_width > 0,
+            f"optimizer.base_width={self.base_width}: must be positive",
+        )
+        require(
+            (self.parametrization == "mup") == (self.base_width is not None),
+            f"optimizer.parametrization={self.parametrization!r} and optimizer.base_width="
+            f"{self.base_width}: 'mup' needs the width that the rate was found at, and 'standard' "
+            "takes none",
+        )
 
 
 def make_schedule(config: Config, steps: int) -> optax.Schedule:
@@ -66,10 +83,51 @@ def make_schedule(config: Config, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
-    """The optimizer for a run of `steps` steps; clipping is the train step's."""
+    """The optimizer for a run of `steps` steps; clipping is the train step's.
+
+    With parametrization "mup", give `init_state` the model by `initialise` too. Weights then decay
+    by rate · weight_decay at every width, whatever the rate of their matrix.
+    """
     rate = make_schedule(config, steps)
+    if config.base_width is None:
+        return _make_rule(config, rate, config.weight_decay)
+    is_muon, decay = config.name == "muon", 0.0 if config.name == "adam" else config.weight_decay
+    return optax.chain(
+        _make_rule(config, 1.0, 0.0),
+        parametrization.scale_by_width(config.base_width, orthogonal=is_muon),
+        # Minus, as these updates descend already.
+        optax.add_decayed_weights(-decay, hidden_matrices if is_muon else matrices),
+        optax.scale_by_schedule(rate),
+    )
+
+
+def initialise(config: Config, make_model: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The `make_model` of `init_state` with the initial scales of the parametrization.
+
+    Raises:
+        ValueError: at its call, a pretrained model with parametrization "mup", or a model that has
+            no such parametrization (see `parametrization.factors`).
+    """
+    base_width = config.base_width
+    if base_width is None:
+        return make_model
+
+    def make_scaled(key: Key[Array, ""], *pretrained: PyTree) -> PyTree:
+        require(
+            not pretrained,
+            "optimizer.parametrization='mup' draws its own initial scales, and a pretrained model "
+            "has others: choose 'standard'",
+        )
+        return parametrization.initialise(make_model(key), base_width)
+
+    return make_scaled
+
+
+def _make_rule(
+    config: Config, rate: float | optax.Schedule, weight_decay: float
+) -> optax.GradientTransformation:
     betas = {"b1": config.beta1, "b2": config.beta2}
-    decay: dict[str, Any] = {"weight_decay": config.weight_decay}
+    decay: dict[str, Any] = {"weight_decay": weight_decay}
     match config.name:
         case "adamw":
             return optax.adamw(rate, **betas, **decay, mask=matrices)
@@ -82,7 +140,7 @@ def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
             return optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
-                optax.add_decayed_weights(config.weight_decay, matrices),
+                optax.add_decayed_weights(weight_decay, matrices),
                 optax.scale_by_learning_rate(rate),
             )
         case "muon":
@@ -106,6 +164,17 @@ def matrices(parameters: PyTree) -> Any:
     """
     return map_parameters(
         lambda path, names, leaf: is_matrix(names, field=keystr(path)), parameters
+    )
+
+
+def hidden_matrices(parameters: PyTree) -> Any:
+    """A tree of booleans: whether a matrix is between the model's inputs and outputs.
+
+    Raises:
+        ShardingError: a logical axis that neither the table nor the rules in use know.
+    """
+    return map_parameters(
+        lambda path, names, leaf: is_hidden_matrix(names, field=keystr(path)), parameters
     )
 
 

@@ -15,7 +15,7 @@ from zoo import sharding
 from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
 from zoo.nn.stateful import is_state
-from zoo.sharding.axes import is_parameter
+from zoo.sharding.axes import check_model, is_parameter
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
@@ -38,6 +38,8 @@ def init_state(
     key: Key[Array, ""],
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
+    strict: bool = False,
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
@@ -45,17 +47,20 @@ def init_state(
 
     `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
     adapts that. Initialisation and dropout take separate streams of `key`. Parameters that are not
-    `trainable` (see `make_train_step`) have no optimizer state.
+    `trainable` (see `make_train_step`) have no optimizer state. `axes` names what has no
+    annotation, and `strict` refuses what nothing names (see `sharding.shardings`).
 
     Raises:
-        ShardingError: a parameter that the rules or the mesh cannot shard, or a rule for a mesh
-            axis that there is not, by name.
+        ShardingError: a parameter that the rules or the mesh cannot shard, a rule for a mesh axis
+            that there is not, or a pattern of `axes` that names nothing.
         TypeError: a model in place of `make_model`, or an optimizer that is none.
     """
+    names = (rules, axes, strict)
     build, given, skeleton, static = _blueprint(
-        make_model, optimizer, key, trainable, pretrained, rules
+        make_model, optimizer, key, trainable, pretrained, *names
     )
-    placed = None if mesh is None else state_shardings(skeleton, mesh, rules)
+    with sharding.use(None, rules, axes, strict=strict):
+        placed = None if mesh is None else state_shardings(skeleton, mesh)
     # `eqx.filter_jit` takes no output shardings.
     arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
         *given
@@ -70,13 +75,17 @@ def abstract_state(
     key: Key[Array, ""],
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
+    strict: bool = False,
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
     """The result of `init_state` with a sharded ShapeDtypeStruct for each array, for a restore."""
-    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, rules)
+    names = (rules, axes, strict)
+    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
     if mesh is not None:
-        placed = state_shardings(skeleton, mesh, rules)
+        with sharding.use(None, rules, axes, strict=strict):
+            placed = state_shardings(skeleton, mesh)
         skeleton = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             skeleton,
@@ -92,9 +101,12 @@ def _blueprint(
     trainable: Any,
     pretrained: PyTree,
     rules: sharding.Rules | None,
+    axes: sharding.Axes | None,
+    strict: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """The function that builds a state, its arguments, the skeleton of its arrays, and the rest."""
     sharding.check_rules(rules)
+    sharding.check_axes(axes)
     check_optimizer(optimizer)
     has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
     if has_arrays or not callable(make_model):
@@ -107,10 +119,10 @@ def _blueprint(
 
     def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
-        with sharding.use(None, rules):  # which say what the axes of its parameters are
+        with sharding.use(None, rules, axes):  # which say what the axes of its parameters are
             model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
         model = cast(model, jnp.float32)
-        with standard_promotion(), sharding.use(None, rules):
+        with standard_promotion(), sharding.use(None, rules, axes):
             opt_state = optimizer.init(eqx.filter(model, trained_leaves(model, trainable)))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
@@ -118,6 +130,8 @@ def _blueprint(
     skeleton, static = eqx.partition(
         eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
     )
+    with sharding.use(None, rules):
+        check_model(skeleton.model, axes, strict=strict)
     return build, given, skeleton, static
 
 

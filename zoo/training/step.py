@@ -9,6 +9,7 @@ it returns the new State as a fourth value.
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, PyTree
 from zoo import sharding
 from zoo.nn.precision import Precision, compute_dtype, exact_products, platform
 from zoo.nn.stateful import states, with_states
+from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
 from zoo.training.loss_values import (
     EVAL_NAMES,
@@ -47,6 +49,8 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
+    strict: bool = False,
     precision: Precision = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
@@ -59,7 +63,7 @@ def make_train_step(
     loss, gradient or new parameters are not finite leaves parameters and optimizer state as they
     were, and counts as skipped.
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
-    it has no gradient, and stays as it is bit for bit.
+    it has no gradient, and stays as it is bit for bit. `axes` and `strict` are `init_state`'s.
 
     For a model that is none of the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
@@ -83,7 +87,8 @@ def make_train_step(
         ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
             not divide; at the first call, a metric whose name is taken, a total that is no sum, a
             State of other shapes or dtypes, or a batch without an entry that the loss names.
-        ShardingError: a rule for a mesh axis that there is not.
+        ShardingError: a rule for a mesh axis that there is not; at the first call, a pattern of
+            `axes` that names nothing.
     """
     settings = _Settings(
         loss_fn, optimizer, mesh, rules, precision, accumulate, clip_norm, trainable
@@ -92,11 +97,13 @@ def make_train_step(
     watch = watch_precision(loss_fn, precision)
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
+        check_model(state.model, axes, strict=strict)
         outputs = _train_step(settings, batch, state)
         watch(model=state.model, batch=batch, key=state.key)
         return outputs
 
-    return CompiledStep(train_step, mesh=mesh, rules=rules, accumulate=accumulate, donate=True)
+    names: Any = {"rules": rules, "axes": axes, "strict": strict}
+    return CompiledStep(train_step, mesh=mesh, **names, accumulate=accumulate, donate=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +267,7 @@ def make_eval_step(
     *,
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
     precision: Precision = "bf16",
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
@@ -280,7 +288,7 @@ def make_eval_step(
         watch(model=model, batch=batch, key=None)
         return None, sums
 
-    return CompiledStep(eval_step, mesh=mesh, rules=rules)
+    return CompiledStep(eval_step, mesh=mesh, rules=rules, axes=axes)
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:

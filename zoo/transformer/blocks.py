@@ -204,10 +204,10 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
         """The residual update of the MLP or the experts, and the balance of these."""
         normed_BTE, balance_B = _enter(self.mlp_norm, x_BTE), None
-        if isinstance(self.mlp, MLP):
-            added_BTE = self.mlp(normed_BTE)
-        else:
+        if isinstance(self.mlp, MoE):
             added_BTE, balance_B = self.mlp(normed_BTE, _is_token(segment_ids, x_BTE))
+        else:
+            added_BTE = self.mlp(normed_BTE)
         return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance_B
 
 

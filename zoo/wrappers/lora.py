@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from zoo.base.configuration import check, require
 from zoo.nn.layers import normal
 from zoo.nn.parameters import Derived, resolve
-from zoo.sharding.axes import annotated_axes, keystr, map_parameters
+from zoo.sharding.axes import keystr, map_parameters, named_alone
+from zoo.sharding.foreign import Named
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 
 Model = TypeVar("Model")
@@ -57,15 +58,17 @@ class Adapted(Derived):
     scale: float = eqx.field(static=True)
     num_inputs: int = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+    named_by: str = eqx.field(static=True)
 
     def __init__(
         self,
         weight: Float[Array, "..."],
-        names: tuple[str | None, ...],
+        named: Named,
         config: Config,
         *,
         key: Key[Array, ""],
     ):
+        names, self.named_by = named
         inputs, outputs = matrix_axes(names)
         stacked = weight.shape[: inputs[0]]
         rows, columns = ([weight.shape[axis] for axis in axes] for axes in (inputs, outputs))
@@ -122,8 +125,8 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
         if name not in chosen:
             return leaf
         # By its name: a matrix's draw does not depend on which others are adapted.
-        names = annotated_axes(model, path, leaf)
-        return Adapted(leaf, names, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
+        named = named_alone(model, path, leaf)
+        return Adapted(leaf, named, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
     return map_parameters(replace, model)
 

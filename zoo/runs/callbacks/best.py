@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
         if self.values["since"] >= self.patience:
             since = f"step {self.values['step']} ({best:.6g})" if best is not None else "the start"
             loop.stop(
-                f"{self.metric} has not improved since {since}, in {self.patience} evaluations"
+                f"{self.metric} has not improved since {since}, in {self.patience} evaluation(s)"
             )
 
 

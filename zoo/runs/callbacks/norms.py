@@ -135,7 +135,7 @@ def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], l
     """The shape of the stack and the name of each layer in it, of each trained array.
 
     The axes that stack a module from outside are those that its annotations do not name. A layer's
-    index follows the path of the outermost module that is stacked: `blocks.0.attention.wq`.
+    index follows the outermost field that is stacked: `blocks.0.attention.wq`.
     """
     counts: dict[tuple, int] = {}  # of stacked axes: of each array, and the least below each node
     for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, is_parameter)):
@@ -148,7 +148,7 @@ def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], l
         shape = leaf.shape[: counts[path]]
         nodes = [path[:length] for length in range(len(path) + 1)]
         places = [
-            next(length for length, node in enumerate(nodes) if counts[node] > axis)
+            next(length for length, node in enumerate(nodes) if length and counts[node] > axis)
             for axis in range(len(shape))
         ]
         names = []

@@ -1,0 +1,104 @@
+"""A data plan of a user's own: any object with the members of `zoo.Plan`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Array, Float
+
+import zoo
+from zoo import losses
+from zoo.data import plans
+from zoo.runs import recorder
+from zoo.runs.run import Config
+
+
+class Endless:
+    """A user's own plan, which subclasses nothing: rows made up on demand, of two lengths."""
+
+    unit = "tokens"
+    batch_size = 4
+    buckets = (8, 16)
+    batches_per_epoch = 3
+
+    def __init__(self):
+        self.asked = []
+
+    def row(self, bucket):
+        return {
+            "tokens": ((bucket,), np.int32),
+            "targets": ((bucket,), np.int32),
+            "weights": ((bucket,), np.float32),
+        }
+
+    def batch(self, k, rows=None):
+        self.asked.append((k, rows.start, rows.stop))
+        length = self.buckets[k % 2]
+        values = np.random.default_rng(k).integers(0, 16, (self.batch_size, length + 1))
+        values = values.astype(np.int32)[rows or slice(None)]
+        weights = np.ones((len(values), length), np.float32)
+        return {"tokens": values[:, :-1], "targets": values[:, 1:], "weights": weights}
+
+
+class Bigram(eqx.Module):
+    table: Float[Array, "vocab embed"]
+
+    def __init__(self, key):
+        self.table = jax.random.normal(key, (16, 16))
+
+    def __call__(self, tokens, *, segment_ids, positions, key):
+        return jnp.take(self.table, tokens, axis=0)
+
+
+def fit_endless(folder, steps):
+    config = Config(
+        run_dir=folder,
+        steps=steps,
+        mesh="fsdp=2,tensor=2",
+        precision="fp32",
+        log_every=2,
+        eval_every=4,
+        eval_batches=1,
+        checkpoint_every=2,
+        compilation_cache=None,
+    )
+    plan = Endless()
+    with zoo.Run(config) as run:
+        state, result = zoo.fit(
+            run,
+            zoo.Training(
+                make_model=Bigram,
+                loss_fn=losses.next_token,
+                optimizer=optax.adam(1e-2),
+                data=plan,
+                evaluate=zoo.evaluator(run, losses.next_token, Endless()),
+            ),
+        )
+    return state, result, plan
+
+
+def test_a_plan_of_ones_own_trains_on_a_mesh_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "plot_curves", lambda *paths: None)
+    assert isinstance(Endless(), zoo.Plan)
+    whole, result, plan = fit_endless(tmp_path / "whole", 6)
+    assert {k for k, *_ in plan.asked} == set(range(6))
+    assert {tuple(rows) for _, *rows in plan.asked} == {(0, 2), (2, 4)}
+    fit_endless(tmp_path / "parts", 4)
+    resumed, again, rest = fit_endless(tmp_path / "parts", 6)
+    assert {k for k, *_ in rest.asked} == {4, 5}
+    np.testing.assert_array_equal(resumed.model.table, whole.model.table)
+    assert again == result
+
+
+def test_plans_that_lack_a_member_are_refused():
+    class NoRows(Endless):
+        def __getattribute__(self, name):
+            if name in ("row", "unit"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    assert not isinstance(object(), zoo.Plan)
+    with pytest.raises(TypeError, match=r"NoRows has no unit, row: a zoo\.Plan has unit, b"):
+        plans.check_plan(NoRows())
