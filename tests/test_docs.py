@@ -37,7 +37,10 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
 # Blocks with run="needs zoo.name" run once there is that name.
-SLOW = {"docs/reference/wrappers.md", "docs/tutorials/finetune.md"}
+SLOW = {
+    "docs/reference/wrappers.md",
+    *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
+}
 NOT_RUN = {"docs/guides/hugging-face.md": ["network"]}
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")
