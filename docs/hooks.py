@@ -1,4 +1,4 @@
-"""Links that MkDocs does not make by itself: from names to the reference, and out of docs/."""
+"""What MkDocs does not do by itself: links from names to the reference, and out of docs/."""
 
 import ast
 import posixpath
@@ -10,11 +10,13 @@ from mkdocs.exceptions import PluginError
 
 # Inline code such as `zoo.fit` or `zoo.losses.next_token`, in pages and in docstrings alike.
 NAME = re.compile(r"(?<!<pre>)<code>(\w+(?:\.\w+)*)(\(.*?\))?</code>(?!</a>)")
+# What tests/test_docs.py is to do with a block, which MkDocs would not take for a block then.
+MARK = re.compile(r"^( *```\w+) run=\"[^\"]*\"", re.MULTILINE)
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Name a file of the repository that is no page, in place of a link to it."""
+    """Drop the marks, and name a file of the repository that is no page instead of a link to it."""
     root = Path(config.config_file_path).parent
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
@@ -27,7 +29,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: no {path} in the repository")
         return f"{text} (`{path}` in the repository)" if text.strip("`") != path else f"`{path}`"
 
-    return OUTSIDE.sub(replace, markdown)
+    return OUTSIDE.sub(replace, MARK.sub(r"\1", markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:

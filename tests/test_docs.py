@@ -35,12 +35,15 @@ PAGES = [
 ]
 LAUNCH = sorted((DOCS / "launch").iterdir())
 
-# Pages whose blocks take long, and the blocks that nothing here can run: ```python data-run="…".
-# Blocks with data-run="needs zoo.name" run once there is that name.
-SLOW = {"docs/reference/wrappers.md", "docs/tutorials/finetune.md"}
+# Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
+# Blocks with run="needs zoo.name" run once there is that name.
+SLOW = {
+    "docs/reference/wrappers.md",
+    *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
+}
 NOT_RUN = {"docs/guides/hugging-face.md": ["network"]}
 
-FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +data-run=\"([^\"]+)\")? *(.*)$")
+FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")
 OTHER_PROGRAMS = {"bash", "cd", "gcloud", "kubectl", "mkdocs", "mypy", "ruff", "sbatch", "tail"}
 
 
@@ -178,7 +181,7 @@ def test_a_broken_block_is_reported_by_page_and_line(elsewhere):
     (elsewhere / "run").mkdir()
     with pytest.raises(AssertionError, match=r"^page\.md:11: ZeroDivisionError"):
         run_python(page, elsewhere / "run")
-    page.write_text(BROKEN.replace("f()\n```", '```\n\n```text data-run="printed"\n2\n```'))
+    page.write_text(BROKEN.replace("f()\n```", '```\n\n```text run="printed"\n2\n```'))
     with pytest.raises(AssertionError, match=r"^page\.md:15: this was not printed"):
         run_python(page, elsewhere / "run")
     page.write_text(BROKEN.replace("x / 0", "x /"))
@@ -363,6 +366,15 @@ def test_the_site_loads_nothing_from_elsewhere(site):
             assert not re.search(r"(?:src|href)=\"?(?:https?:)?//", tag), f"{page.name}: {tag}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\"?(?:https?:)?//|@import", sheet.read_text()), sheet.name
+
+
+def test_every_block_is_shown_as_one(site):
+    pages = [page for page in PAGES if page.is_relative_to(DOCS)]
+    for page in pages:
+        html = (site / page.relative_to(DOCS)).with_suffix(".html").read_text()
+        own = html.split('<div class="doc ')[0]  # before what comes from docstrings
+        assert own.count("<pre>") == len(list(blocks(page))), page.name
+    assert len(pages) > 20
 
 
 def test_names_in_the_pages_lead_to_the_reference(site):
