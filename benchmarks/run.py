@@ -19,6 +19,7 @@ import tyro
 
 import benchmarks.checkpoint
 import benchmarks.ensemble
+import benchmarks.example
 import benchmarks.generate
 import benchmarks.memory
 import benchmarks.mlp
@@ -34,6 +35,7 @@ Name = Literal[
     "rnn",
     "mlp",
     "ensemble",
+    "example",
     "remat",
     "vocabulary",
     "programs",
@@ -60,6 +62,7 @@ class Config:
     rnn: benchmarks.rnn.Options = field(default_factory=benchmarks.rnn.Options)
     mlp: benchmarks.mlp.Options = field(default_factory=benchmarks.mlp.Options)
     ensemble: benchmarks.ensemble.Options = field(default_factory=benchmarks.ensemble.Options)
+    example: benchmarks.example.Options = field(default_factory=benchmarks.example.Options)
     remat: benchmarks.memory.RematOptions = field(default_factory=benchmarks.memory.RematOptions)
     vocabulary: benchmarks.memory.VocabularyOptions = field(
         default_factory=benchmarks.memory.VocabularyOptions
@@ -75,6 +78,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "rnn": lambda config: benchmarks.rnn.measure(config.rnn, config.timing),
     "mlp": lambda config: benchmarks.mlp.measure(config.mlp, config.timing),
     "ensemble": lambda config: benchmarks.ensemble.measure(config.ensemble, config.timing),
+    "example": lambda config: benchmarks.example.measure(config.example, config.timing),
     "remat": lambda config: benchmarks.memory.measure_remat(config.remat, config.timing),
     "vocabulary": lambda config: benchmarks.memory.measure_vocabulary(config.vocabulary),
     "programs": lambda config: benchmarks.programs.measure(config.programs),
