@@ -46,7 +46,7 @@ class Config:
     """Its steps, at a constant rate."""
     coordinate_rate: float = 2**-9
     """Its learning rate."""
-    coordinate_seeds: int = 3
+    coordinate_seeds: int = 6
     """Models that its scales are averaged over."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the sweep over learning rates."""
@@ -74,8 +74,8 @@ def main(config: Config) -> None:
     """Measure what the log lacks, and write the tables and the plots of all of it."""
     log = Log(config.log)
     data = read_data(config)
-    coordinates = check_coordinates(config, data, log)
     curves = search(config, data, log)
+    coordinates = check_coordinates(config, data, log)
     tables = [coordinate_table(config, coordinates), rate_table(config, curves)]
     for table in tables:
         table.print()
@@ -145,18 +145,22 @@ def rule(config: Config, width: int, parametrization: str, **options: Any) -> op
     return optimizers.Config(**options)
 
 
-def train(
-    model: transformer.Config, rule: optimizers.Config, batches: Sequence[Any], seed: int
-) -> Iterator[transformer.Transformer]:
-    """The model at the start, and after each step."""
+def trainer(
+    model: transformer.Config, rule: optimizers.Config, steps: int
+) -> Callable[[Sequence[Any], int], Iterator[transformer.Transformer]]:
+    """A function from batches and a seed to the model at the start and after each step."""
     make_model = optimizers.initialise(rule, lambda key: transformer.Transformer(model, key=key))
-    optimizer = optimizers.make_optimizer(rule, len(batches))
-    state = zoo.init_state(make_model, optimizer, key=jax.random.key(seed))
+    optimizer = optimizers.make_optimizer(rule, steps)
     step = zoo.make_train_step(losses.next_token, optimizer, precision="fp32")
-    yield state.model
-    for batch in batches:
-        state, _ = step(state, batch)
+
+    def train(batches: Sequence[Any], seed: int) -> Iterator[transformer.Transformer]:
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(seed))
         yield state.model
+        for batch in batches:
+            state, _ = step(state, batch)
+            yield state.model
+
+    return train
 
 
 # --- The coordinate check ---------------------------------------------------------------------
@@ -184,10 +188,11 @@ def coordinates(
     They are of the first batch, and averaged over models.
     """
     runs: list[list[tuple[Coordinates, Coordinates]]] = []
+    train = trainer(model, rule, len(batches))
     for seed in range(seeds):
         found: list[tuple[Coordinates, Coordinates]] = []
         first: dict[str, Array] = {}
-        for each in train(model, rule, batches, seed):
+        for each in train(batches, seed):
             outputs = activations(each, jnp.asarray(batches[0]["tokens"]))
             first = first or outputs
             scale = {name: float(jnp.abs(x).mean()) for name, x in outputs.items()}
@@ -263,7 +268,7 @@ def held_out_loss(
 ) -> float:
     """The held-out loss in nats per token at the end of a training; infinite if it diverged."""
     batches = [data.train.batch(k) for k in range(config.steps)]
-    *_, trained = train(model, chosen, batches, seed)
+    *_, trained = trainer(model, chosen, config.steps)(batches, seed)
     step = zoo.make_eval_step(losses.next_token, precision="fp32")
     sums = [step(trained, data.held_out.batch(k))[1] for k in range(config.eval_batches)]
     loss = float(sum(s["loss"] for s in sums) / sum(s["tokens"] for s in sums))
