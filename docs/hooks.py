@@ -23,7 +23,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     def replace(match: re.Match) -> str:
         text, target = match.groups()
         path = posixpath.normpath(posixpath.join(folder, target))
-        if path.startswith("docs/"):
+        if path.startswith("docs/") and not path.startswith("docs/examples/"):
             return match.group()
         if not (root / path).exists():
             raise PluginError(f"{page.file.src_uri}: no {path} in the repository")

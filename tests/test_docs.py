@@ -14,7 +14,7 @@ import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -36,7 +36,6 @@ PAGES = [
 LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
-# Blocks with run="needs zoo.name" run once there is that name.
 SLOW = {
     "docs/reference/wrappers.md",
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
@@ -75,16 +74,6 @@ def blocks(page: Path) -> Iterator[Block]:
     assert opened is None, f"{name}:{opened and opened.line}: the block is not closed"
 
 
-def is_checked(block: Block) -> bool:
-    """Whether a block is checked: not one that cannot run here, nor of what zoo has not yet."""
-    if not block.mark.startswith("needs zoo."):
-        return block.mark in ("", "printed")
-    found: Any = zoo
-    for name in block.mark.removeprefix("needs zoo.").split("."):
-        found = getattr(found, name, None)
-    return found is not None
-
-
 # --- Python -----------------------------------------------------------------------------------
 
 
@@ -104,7 +93,7 @@ def run_python(page: Path, folder: Path) -> None:
     found = list(blocks(page))
     lines = [""] * len(page.read_text().splitlines())
     for block in found:
-        if block.language == "python" and is_checked(block):
+        if block.language == "python" and not block.mark:
             lines[block.line - 1 : block.line - 1 + len(block.lines)] = block.lines
     # A module in a file, for what reads the source of a class, as tyro does for docstrings. Its
     # lines have the numbers of the page's.
@@ -125,8 +114,7 @@ def run_python(page: Path, folder: Path) -> None:
     finally:
         del sys.modules[module.__name__]
     for block in found:
-        is_output = block.language == "text" and block.mark != "" and is_checked(block)
-        if is_output and "\n".join(block.lines) not in printed.getvalue():
+        if block.mark == "printed" and "\n".join(block.lines) not in printed.getvalue():
             text = printed.getvalue()
             raise AssertionError(f"{block.page}:{block.line}: this was not printed, but:\n{text}")
 
@@ -140,7 +128,7 @@ def run_python(page: Path, folder: Path) -> None:
             marks=[pytest.mark.slow] if str(page.relative_to(ROOT)) in SLOW else [],
         )
         for page in PAGES
-        if any(block.language == "python" and is_checked(block) for block in blocks(page))
+        if any(block.language == "python" and not block.mark for block in blocks(page))
     ],
 )
 def test_python_blocks_run(page, elsewhere):
@@ -151,7 +139,7 @@ def test_blocks_that_cannot_run_are_few_and_known():
     marked: dict[str, list[str]] = {}
     for page in PAGES:
         for block in blocks(page):
-            if block.mark not in ("", "printed") and not block.mark.startswith("needs zoo."):
+            if block.mark not in ("", "printed"):
                 marked.setdefault(block.page, []).append(block.mark)
             known = {"", "python", "sh", "text", "yaml", "json", "toml"}
             assert block.language in known - {""}, f"{block.page}:{block.line}: no language"
@@ -271,7 +259,7 @@ def check_commands(where: str, first: int, lines: list[str]) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_take_their_flags(page):
     for block in blocks(page):
-        if block.language == "sh" and is_checked(block):
+        if block.language == "sh" and not block.mark:
             assert check_commands(block.page, block.line, block.lines)
 
 
