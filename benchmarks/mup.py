@@ -46,8 +46,8 @@ class Config:
     """Its steps, at a constant rate."""
     coordinate_rate: float = 2**-9
     """Its learning rate."""
-    coordinate_seeds: int = 6
-    """Models that its scales are averaged over."""
+    coordinate_seeds: int = 3
+    """Models per width, at least: narrow ones, which scatter more, are more in proportion."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the sweep over learning rates."""
     steps: int = 100
@@ -219,12 +219,11 @@ def check_coordinates(config: Config, data: text.Text, log: Log) -> dict[tuple[s
             options = {"schedule": "constant", "warmup_steps": 0}
             chosen = rule(config, width, name, learning_rate=config.coordinate_rate, **options)
             model = model_config(config, width, data.vocab_size())
+            seeds = max(config.coordinate_seeds, max(config.coordinate_widths) // width)
             run = {"coordinates": name, "rule": dataclasses.asdict(chosen)}
             run |= {"model": dataclasses.asdict(model), "data": data.fingerprint}
-            run |= {"steps": config.coordinate_steps, "seeds": config.coordinate_seeds}
-            measure = functools.partial(
-                coordinates, model, chosen, batches, config.coordinate_seeds
-            )
+            run |= {"steps": config.coordinate_steps, "seeds": seeds}
+            measure = functools.partial(coordinates, model, chosen, batches, seeds)
             found[name, width] = log.get(f"coordinates, {name}, width {width}", run, measure)
     return found
 
