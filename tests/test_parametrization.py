@@ -211,6 +211,7 @@ def test_gain_of_a_tied_model_is_a_multiplier_of_its_logits(norm: Any, tmp_path:
     np.testing.assert_array_equal(logits(zoo.load(tmp_path / "model")), logits(model))
 
 
+@pytest.mark.slow
 def test_gain_learns_as_a_multiplier_does():
     """Beside a loss that divides the logits, with a gain that is one and learns as any other."""
     make_model = make_transformer(tie_embeddings=True, num_layers=1)
@@ -311,7 +312,7 @@ def test_models_without_a_counterpart_are_refused():
     refused(make_transformer(num_kv_heads=1), 8, "1 kv_heads at a width of 32 are 0.25 at")
     refused(make_transformer(scale_embedding=True), 8, "scale_embedding=True multiplies")
     refused(make_rnn(tie_embeddings=True), 8, "tie_embeddings=True: .* norm='none'")
-    refused(lambda key: jnp.zeros(3), 8, "no jaxtyping annotation")
+    refused(lambda key: jnp.zeros(3), 8, "has no axis of that name")
 
     class Unnamed(eqx.Module):
         weight: Float[Array, "embed mlp"]

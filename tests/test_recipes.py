@@ -434,7 +434,7 @@ def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
     ids=["mlp", "rnn"],
 )
 def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):
-    def fit(run, training):
+    def fit(run, training, *_):
         model = eqx.filter_jit(training.make_model)(jax.random.key(0))
         raise LookupError(bool(head(model).weight.any()))
 
