@@ -1,5 +1,6 @@
 """Forward mode, and Hessian-vector products forward over reverse, through every family."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,12 @@ def test_compiled_functions_know_the_mode():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(f, (one,), (one,))
     assert jax.grad(f)(one) == want
+
+
+def test_the_traceback_of_forward_mode_says_the_way_out():
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(gelu, (jnp.ones(()),), (jnp.ones(()),))
+    assert "use zoo.forward_mode()" in "".join(traceback.format_exception(error.value))
 
 
 def test_kernels_without_a_rule_are_refused_by_name():

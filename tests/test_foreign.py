@@ -234,12 +234,29 @@ def test_every_built_in_class_is_tested():
     assert BUILT_IN.keys() <= tested
 
 
-def test_state_is_replicated():
-    make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
-    model, state = make(8, "batch", mode="ema")
+class Buffer(eqx.Module):
+    """A matrix as state, which would be sharded by default."""
+
+    index: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.index = eqx.nn.StateIndex(jnp.ones((16, 8)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="ema"),
+        eqx.nn.make_with_state(Buffer),
+        lambda: (Buffer(), Buffer().index),  # before its state is taken out
+    ],
+    ids=["batch norm", "matrix", "inside"],
+)
+def test_state_is_replicated(make: Callable[[], Any]):
+    model, state = make()
     placed = jax.tree.leaves(sharding.shardings((model, state), make_mesh("fsdp=8")))
     found = [x for x in placed if isinstance(x, NamedSharding)]
-    assert len(found) > 3
+    assert found
     assert all(sharding.canonical(x) == () for x in found)
     assert not any(jax.tree.leaves(optimizers.matrices(state)))
 
@@ -357,17 +374,25 @@ def test_the_placement_table_says_who_named_the_axes():
     assert rows["vector"] == "8 float32 embed fsdp given 4"
     assert rows["linear.weight"] == "16×8 float32 fan_out fan_in · fsdp eqx.nn.Linear 64"
     assert rows["odd.weight"].endswith("· · eqx.nn.Linear, fsdp=8 does not divide 3 192")
-    assert rows["annotated.weight"] == "8×4 float32 embed mlp fsdp · 16"
-    legend = table.splitlines()[-1]
-    assert legend.startswith("by default, the largest dimension that fsdp divides is sharded")
+    assert rows["annotated.weight"] == "8×4 float32 embed mlp fsdp · annotation 16"
+    *lines, meaning, advice = table.splitlines()
+    assert meaning.startswith("default: nothing names the axes, so fsdp shards a matrix along the")
+    assert len({len(line) for line in lines}) == 1
+    assert "axes={'table': 'embed mlp'}" in advice
+    assert advice in sharding.placement_table(odd, mesh)  # also where a vector comes last
+    named = sharding.placement_table(net(), mesh, axes={"table": "_ _", "vector": "embed"})
+    assert "default" not in named
     annotated = sharding.placement_table(net()["annotated"], mesh)
-    assert "by default" not in annotated
     assert "axes by" not in annotated
+    assert "annotation" not in annotated
 
 
 def test_the_placement_table_leaves_out_axes_of_one_device():
     assert "fsdp" not in sharding.placement_table(net()["annotated"], make_mesh("tensor=2"))
     assert "fsdp" in sharding.placement_table(net()["annotated"], make_mesh("fsdp=2"))
+    vector = sharding.placement_table({"a": {"b": jnp.ones(8)}}, make_mesh("tensor=2"))
+    assert "nothing names the axes, so the array is replicated." in vector
+    assert "axes={'a.b': 'embed'}" in vector
 
 
 def test_strict_refuses_what_nobody_asked_for():

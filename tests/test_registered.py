@@ -1,11 +1,12 @@
 """Modules of a user's own classes, in a model of the zoo or as all of it: saved and loaded."""
 
 import dataclasses
+import enum
 import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import VOCAB, as_subclass, drawn_transformer
 from jaxtyping import Array, Float
+from safetensors.numpy import load_file
 
 import zoo
 from zoo import __main__ as main
@@ -21,11 +23,14 @@ from zoo import lora, mlp, rnn, sharding, transformer
 from zoo.base import checksums
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.precision import matmul
-from zoo.publishing import parts, registry
+from zoo.publishing import parts, registry, tensors
 from zoo.publishing.errors import PublishError
 from zoo.transformer import blocks
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble
+
+if TYPE_CHECKING:
+    from nowhere import Missing
 
 KEY = jax.random.key(0)
 
@@ -136,7 +141,8 @@ def assert_same(left: Any, right: Any) -> None:
 def test_replaced_parts_are_saved_and_loaded(tmp_path):
     model = with_parts(drawn_transformer())
     zoo.save(tmp_path / "model", model)
-    description = json.loads((tmp_path / "model" / "config.json").read_text())
+    text = (tmp_path / "model" / "config.json").read_text()
+    description = json.loads(text, parse_constant=pytest.fail)  # infinity is not of JSON
     assert description["family"] == "transformer"
     assert description["parts"].keys() == {"blocks.mlp", "blocks.attention", "final_norm"}
     assert description["needs"] == {
@@ -197,6 +203,68 @@ def test_own_models_are_saved_with_their_state(tmp_path):
     assert "Family: `test_registered:Net`" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_models_of_the_zoo_are_saved_beside_a_state(tmp_path):
+    _, state = eqx.nn.make_with_state(Net)(key=KEY)
+    zoo.save(tmp_path / "model", (small(), state))
+    assert_same(zoo.load(tmp_path / "model"), (small(), state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    width: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "width", 2 * self.width)
+
+
+def test_settings_that_change_when_made_again_are_refused(tmp_path):
+    zoo.register(Doubling)
+    with pytest.raises(PublishError, match=r"scale\.width: 2 here, 4 by the configuration"):
+        zoo.save(tmp_path / "model", plain_with(Doubling(1)))
+
+
+def test_own_models_are_sharded_with_their_state(tmp_path, monkeypatch):
+    made = eqx.nn.make_with_state(Net)(key=KEY)
+    mesh = sharding.make_mesh("fsdp=2,tensor=2")
+    zoo.save(tmp_path / "model", made)
+    monkeypatch.setattr(registry, "_registered", {})
+    loaded = zoo.load(tmp_path / "model", mesh=mesh, classes=[Net])
+    assert_same(loaded, made)
+    convolution, last = loaded[0].convolution, loaded[0].layers[3].layers[-1]
+    assert sharding.canonical(convolution.weight.sharding) == (("tensor",),)  # 1 input channel
+    assert sharding.canonical(convolution.bias.sharding) == (("tensor",),)
+    assert sharding.canonical(last.weight.sharding) == ((), ("fsdp",))  # 3 outputs
+    state = jax.tree.leaves(loaded[1])
+    assert len(state) > 2
+    assert all(x.sharding.mesh == mesh and x.sharding.is_fully_replicated for x in state)
+
+    zoo.register(Net)
+    zoo.save(tmp_path / "again", loaded)
+    first, again = (tmp_path / x / "model.safetensors" for x in ("model", "again"))
+    assert again.read_bytes() == first.read_bytes()
+
+
+class Unresolved(eqx.Module):
+    lost: "dict[str, Missing]"
+
+
+def test_what_stacks_layers_is_gathered_in_parts(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tensors, "on_host", lambda x: seen.append(x.shape) or np.asarray(x))
+    _, state = eqx.nn.make_with_state(Net)(key=KEY)
+    blocks = drawn_transformer().blocks
+    model = {"lost": Unresolved({"a": jnp.ones((8, 4))}), "mlp": blocks.mlp, "state": state}
+    tensors.write_tensors(tmp_path / "x.safetensors", model)
+    stored = load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(stored["mlp.w_up"], blocks.mlp.w_up)
+    layers = len(blocks.mlp.w_up)
+    assert layers > 1
+    assert seen.count(blocks.mlp.w_up.shape[1:]) >= layers
+    assert blocks.mlp.w_up.shape not in seen
+    assert (8, 4) in seen  # whole, for want of names
+    assert (4,) in seen  # the running mean of four channels
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -230,7 +298,7 @@ def small() -> mlp.MLP:
     return mlp.MLP(mlp.Config(**sizes), key=jax.random.key(1))
 
 
-def test_adapters_of_a_model_with_own_parts(tmp_path):
+def test_adapters_of_a_model_with_own_parts(tmp_path, monkeypatch):
     base = with_parts(drawn_transformer())
     zoo.save(tmp_path / "base", base)
     config = lora.Config(rank=2, targets=("blocks.mlp.w_in", "blocks.attention.wq"))
@@ -242,7 +310,9 @@ def test_adapters_of_a_model_with_own_parts(tmp_path):
         (base.blocks.mlp.w_in, base.blocks.attention.wq),
     )
     zoo.save_adapters(tmp_path / "adapters", model, base=tmp_path / "base")
-    loaded = zoo.load(tmp_path / "adapters")
+    given = dict(registry._registered)
+    monkeypatch.setattr(registry, "_registered", {})
+    loaded = zoo.load(tmp_path / "adapters", classes=given)
     assert_same(loaded.blocks.mlp.w_in, model.blocks.mlp.w_in)
     assert type(loaded.blocks.mlp) is OwnMLP
 
@@ -250,6 +320,10 @@ def test_adapters_of_a_model_with_own_parts(tmp_path):
 class Unregistered(eqx.Module):
     weight: Float[Array, "embed mlp"]
     mlp: OwnMLP | None = None
+
+
+class Level(enum.IntEnum):
+    LOW = 1
 
 
 def plain_with(value: Any) -> Plain:
@@ -271,10 +345,21 @@ def plain_with(value: Any) -> Plain:
         (lambda: plain_with(np.float32(1)), r"scale: (np.float32\(1.0\) of type|an array in)"),
         (lambda: plain_with((1, jnp.ones(2))), r"scale\.1: an array in a static field"),
         (lambda: plain_with({1: 2}), r"scale: \{1: 2\} of type builtins\.dict"),
+        (lambda: plain_with(Level.LOW), r"scale: <Level\.LOW: 1> of type .*Level can't be stored"),
         (lambda: plain_with([Unregistered(None)]), r"scale\.0: .* write @zoo\.register above"),
         (lambda: Net(key=KEY), r"norm\.batch_counter: .* eqx\.nn\.make_with_state"),
     ],
-    ids=["root", "part", "lambda", "numpy", "static array", "keys", "nested", "state within"],
+    ids=[
+        "root",
+        "part",
+        "lambda",
+        "numpy",
+        "static array",
+        "keys",
+        "enum",
+        "nested",
+        "state within",
+    ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(tmp_path, make, message):
     with pytest.raises(PublishError, match=message):
@@ -305,8 +390,11 @@ def test_unregistered_classes_can_be_given(tmp_path, monkeypatch):
     ):
         assert_same(zoo.load(tmp_path / "model", **options), Plain(key=KEY))
     assert not registry._registered  # for that call alone
-    with pytest.raises(PublishError, match="give classes, not instances"):
-        zoo.load(tmp_path / "model", classes=[Plain(key=KEY)])
+    with pytest.raises(PublishError, match=message):
+        zoo.load(tmp_path / "model", allow_import=f"{__name__}.other")
+    for classes in ([Plain(key=KEY)], {name: Plain(key=KEY)}):
+        with pytest.raises(PublishError, match="give classes, not instances"):
+            zoo.load(tmp_path / "model", classes=classes)
     with pytest.raises(PublishError, match=r"has the fields a, b now.*'weight, scale'"):
         zoo.load(tmp_path / "model", classes={name: dataclasses.make_dataclass("C", ["a", "b"])})
 
@@ -336,6 +424,13 @@ def test_loading_imports_nothing_by_itself(tmp_path, monkeypatch):
     assert "own_layers" not in sys.modules
     assert type(zoo.load(folder, allow_import=["own_layers"])).__name__ == "Own"
     del sys.modules["own_layers"]
+
+
+def test_allowed_imports_give_classes_alone(tmp_path):
+    zoo.save(tmp_path / "model", Plain(key=KEY))
+    change(tmp_path / "model", needs={"a": "os:system"}, model={"function": "a"})
+    with pytest.raises(PublishError, match="'a' of 'os:system'"):
+        zoo.load(tmp_path / "model", allow_import=["os"])
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -393,11 +488,33 @@ def test_hostile_descriptions_are_refused(tmp_path, values, message):
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        {"array": "float32", "shape": [2]},
+        {"float": "inf"},
+        {"tuple": []},
+        {"dict": {}},
+        {"state_index": "a"},
+        {"state": {}},
+        {"function": "jax.nn.relu"},
+        {"class": "equinox.nn.Identity", "fields": {}},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_descriptions_have_no_other_keys(form):
+    known = registry.known()
+    parts.decode(form, known)
+    with pytest.raises(ValueError, match="describes no part"):
+        parts.decode({**form, "x": 1}, known)
+
+
+@pytest.mark.parametrize(
     ("new", "message"),
     [
         ({"../../etc": None}, r"has no part"),
         ({"blocks.__class__": None}, "has no part '__class__'"),
         ({"blocks.0": None}, "has no part '0'"),
+        ({"config.vocab_size": 7}, "no part of a Config can be replaced"),
         ([1], r"parts=\[1\]: must be"),
         ({}, "does not fit its configuration"),
     ],

@@ -255,8 +255,7 @@ def _chunked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)
     for chunk in _chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
         q_chunk, k_chunk = layout.slice_queries(q, chunk), layout.slice_keys(k, chunk)
         logits, _ = _logits(q_chunk, k_chunk, segment_ids, chunk, layout, mask, scale, soft_cap)
-        # The result does not depend on it, and the gradient of a maximum is NaN where XLA rounds
-        # the maximum and its argument differently.
+        # A softmax does not depend on what is subtracted: as a constant, it leaves gradients exact.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         exponentials = jnp.exp(logits - top)
         total = exponentials.sum(-1, keepdims=True)

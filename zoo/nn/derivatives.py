@@ -43,4 +43,7 @@ class custom_vjp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        return (self._plain if in_forward_mode() else self._with_rule)(*args, **kwargs)
+        if in_forward_mode():
+            return self._plain(*args, **kwargs)
+        # JAX's error of forward mode shows the line in its traceback, so the line says the way out.
+        return self._with_rule(*args, **kwargs)  # for forward mode, use zoo.forward_mode()

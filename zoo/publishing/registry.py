@@ -64,7 +64,7 @@ def _register(name: str, target: Any) -> Any:
         )
     taken = {**known(), **_registered}.get(name, target)
     # A cell of a notebook that runs again defines the same class anew.
-    if taken is not target and (name in known() or _location(taken) != _location(target)):
+    if _location(taken) != _location(target):
         raise ValueError(f"register: the name {name!r} is taken, by {_location(taken)}")
     _registered[name] = target
     return target
@@ -157,7 +157,7 @@ def lookup(
 def _given_name(target: Any) -> str:
     if not _can_be_named(target):
         raise PublishError(f"classes=[{reprlib.repr(target)}]: give classes, not instances")
-    return name_of(target) or _location(target)
+    return _location(target)
 
 
 def _missing(missing: Mapping[str, str]) -> str:

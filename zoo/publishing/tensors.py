@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.nn.precision import DTYPES
 from zoo.publishing.errors import PublishError
-from zoo.sharding.axes import is_parameter, keystr, map_parameters
+from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.kinds import is_stack
 from zoo.sharding.placement import on_host
 
@@ -137,18 +137,9 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
     A parameter that stacks layers is gathered layer by layer, to save memory.
     """
     tensors: dict[str, Tensor] = {}
-    stacked: set[str] = set()
-
-    def find(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        if leaf.ndim > 0 and is_stack(names[0]):
-            stacked.add(keystr(path))
-
-    # Parameters of foreign modules may have no names, and are gathered whole.
-    with contextlib.suppress(sharding.ShardingError, TypeError):
-        map_parameters(find, model)
 
     def add(path: tuple, leaf: Any) -> None:
-        in_parts = keystr(path) in stacked
+        in_parts = _stacks_parts(model, path, leaf)
 
         def pieces() -> Iterator[np.ndarray]:
             for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
@@ -160,6 +151,15 @@ def write_tensors(path: Path | None, model: PyTree) -> None:
         if is_parameter(leaf):
             add(place, leaf)
     write_file(path, tensors)
+
+
+def _stacks_parts(model: PyTree, path: tuple, leaf: Any) -> bool:
+    """Whether the first axis of an array stacks layers, members or experts."""
+    try:
+        names = named_alone(model, path, leaf).names
+    except sharding.ShardingError:
+        return False  # training named its axes from outside, for an annotation that can't be read
+    return any(names) and is_stack(names[0])
 
 
 def write_file(

@@ -18,7 +18,7 @@ class Named(NamedTuple):
     """The names of an array's axes, and who named them."""
 
     names: Names
-    by: str = ""
+    by: str
     """`ANNOTATION`, `GIVEN`, the class of Equinox, or `DEFAULT`."""
 
     @property
@@ -27,7 +27,7 @@ class Named(NamedTuple):
         return self.by in (ANNOTATION, GIVEN)
 
 
-ANNOTATION, GIVEN, DEFAULT = "", "given", "default"
+ANNOTATION, GIVEN, DEFAULT = "annotation", "given", "default"
 
 
 def given(axes: Axes, path: str, leaf: Any) -> Named | None:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
-from zoo.sharding.foreign import DEFAULT, Named
+from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
 from zoo.sharding.rules import LOGICAL_AXES, Axes, Rules, mesh_axes, rules_in_use, use
 from zoo.sharding.specs import left_whole, num_shards, parameter_spec, partition_spec
 
@@ -146,11 +146,13 @@ def placement_table(
 ) -> str:
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
-    Where not all are annotated, it says who named the axes of the others, and which mesh axes
-    leave them whole. Arguments and errors are those of `shardings`.
+    Where not all are annotated, it says who named the axes of each, which mesh axes leave it
+    whole, and how to name those that are placed by default. Arguments and errors are those of
+    `shardings`.
     """
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
     rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]
+    by_default: list[tuple[str, int]] = []
     total = 0
 
     def add(path: tuple, named: Named, leaf: Any) -> None:
@@ -166,22 +168,34 @@ def placement_table(
         whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, mesh)
         by = ", ".join([named.by, *whole])
         rows.append((keystr(path), shape, str(leaf.dtype), names, placed, by, f"{size:,}"))
+        if named.by == DEFAULT:
+            by_default.append((keystr(path), leaf.ndim))
 
     with use(None, rules, axes, strict=strict):
         check_model(tree, axes, strict=strict)
         map_named(add, tree)
-        default = "+".join(mesh_axes([rules_in_use().get("unnamed", LOGICAL_AXES["unnamed"])]))
-    rows.append(("all", "", "", "", "", "", f"{total:,}"))
+        legend = _legend(by_default, mesh)
     column = titles.index("axes by")
-    if not any(row[column] for row in rows[1:]):
+    if {row[column] for row in rows[1:]} <= {ANNOTATION}:
         rows = [row[:column] + row[column + 1 :] for row in rows]
-    elif any(row[column].startswith(DEFAULT) for row in rows):
-        return (
-            f"{_table(rows)}\nby default, the largest dimension that {default} divides is sharded, "
-            'and vectors are replicated; axes={"a pattern of paths": "names"} names the axes, and '
-            "strict=True refuses defaults"
-        )
-    return _table(rows)
+    rows.append(("all", *[""] * (len(rows[0]) - 2), f"{total:,}"))
+    return "\n".join([_table(rows), *legend])
+
+
+def _legend(by_default: list[tuple[str, int]], mesh: Mesh) -> list[str]:
+    """The meaning of "default", and the way to name the axes of such arrays: paths and ranks."""
+    if not by_default:
+        return []
+    axes = mesh_axes([rules_in_use().get("unnamed", LOGICAL_AXES["unnamed"])])
+    large = " and ".join(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+    placed = f"{large} shards a matrix along the largest dimension that it divides, and vectors are"
+    path, rank = max(by_default, key=lambda found: found[1])
+    names = " ".join(["_"] * (rank - 2) + ["embed", "mlp"][:rank])
+    return [
+        f"default: nothing names the axes, so {placed if large else 'the array is'} replicated.",
+        f"Name them by axes={{{path!r}: {names!r}}}, patterns of paths to logical axes; "
+        "strict=True refuses defaults.",
+    ]
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
