@@ -39,7 +39,7 @@ class Config:
     """Train transformers of several widths, by either parametrization, and compare them."""
 
     base_width: int = 64
-    """Width at which rates are the same in both parametrizations."""
+    """Width at which both parametrizations are the same."""
     coordinate_widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
     """Widths of the coordinate check."""
     coordinate_steps: int = 8
@@ -139,8 +139,8 @@ def model_config(config: Config, width: int, vocab_size: int) -> transformer.Con
 
 
 def rule(config: Config, width: int, parametrization: str, **options: Any) -> optimizers.Config:
-    """AdamW in a parametrization."""
-    if parametrization == "mup":
+    """AdamW in a parametrization; both are the same at the base width."""
+    if parametrization == "mup" and width != config.base_width:
         options |= {"parametrization": "mup", "base_width": config.base_width}
     return optimizers.Config(**options)
 

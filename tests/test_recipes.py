@@ -436,16 +436,17 @@ def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
 def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):
     def fit(run, training, *_):
         model = eqx.filter_jit(training.make_model)(jax.random.key(0))
-        raise LookupError(bool(head(model).weight.any()))
+        raise LookupError(np.asarray(head(model).weight))
 
     monkeypatch.setattr(loop, "fit", fit)
-    for flags, is_drawn in (
-        ([], True),
-        (["--optimizer.parametrization=mup", "--optimizer.base-width=8"], False),
-    ):
+    weights = []
+    for flags in ([], ["--optimizer.parametrization=mup", "--optimizer.base-width=8"]):
         with pytest.raises(LookupError) as made:
-            train(name, tmp_path / "run" / str(is_drawn), *flags)
-        assert made.value.args == (is_drawn,)
+            train(name, tmp_path / "run" / str(len(flags)), *flags)
+        weights += made.value.args
+    width = weights[0].shape[-2]
+    assert width > 8
+    np.testing.assert_allclose(weights[1], weights[0] * (8 / width) ** 0.5, rtol=1e-5)
 
 
 # What would come to light only after the training, at the sample, or never.

@@ -9,13 +9,11 @@ base_width, the standard parametrization's initial values and rates are multipli
 | vector: a bias, the gain of a norm                         | 1       | 1    |             |
 | input matrix: vocabulary, positions or features to a width | 1       | 1    |             |
 | hidden matrix: a width to a width                          | 1       | 1/m  | 1/√m        |
-| a router's matrix: a width to experts                      | 1/√m    | 1/m  | 1/m         |
-| output matrix: a width to a vocabulary or classes          | 0       | 1/m  |             |
+| output matrix: a width to a vocabulary, classes or experts | 1/√m    | 1/m  | 1/m         |
 | gain before an output head that is the embedding           | 1/m     | 1/m  |             |
 
-Muon leaves the others to adamw. An output head drawn at random has a scale of 1/√m, and logits that
-are large in narrow models alone; one of zeros, as appendix D.2 there advises, is the same at all
-widths.
+Muon leaves the others to adamw; of output matrices it has a router's. At the base width all is as
+the standard parametrization has it.
 
 All of it follows from the logical axes: kinds tell inputs and outputs of the model from its widths,
 and the first dimension of a matrix is its fan-in. The width is the size of "hidden" (a recurrent
@@ -126,10 +124,7 @@ def _factors(names: Sequence[str | None], ratio: float, orthogonal: bool, field:
     if not is_matrix(names, field=field):
         return Factors()
     inputs, outputs = (any(_grows(names[axis]) for axis in axes) for axes in matrix_axes(names))
-    initial = 1.0
-    if inputs and not outputs:  # not zero for a router, to which all experts would be equal
-        gives_outputs = any(names[axis] not in FIXED for axis in matrix_axes(names)[1])
-        initial = 0.0 if gives_outputs else ratio**-0.5
+    initial = ratio**-0.5 if inputs and not outputs else 1.0
     if orthogonal and is_hidden_matrix(names):
         # The spectral norm of an update is to be √(fan-out/fan-in), and is √max(fan-in, fan-out).
         return Factors(initial, ratio ** ((outputs - inputs - 1) / 2))
