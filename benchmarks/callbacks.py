@@ -2,8 +2,9 @@
 
 python -m benchmarks.callbacks
 
-Whole runs, of each kind in turn, round after round. The table is printed, and saved as JSON and
-markdown under benchmarks/results/.
+The trackers are extras: pip install -e '.[tensorboard,wandb,mlflow]'. Whole runs, of each kind in
+turn, round after round. The table is printed, and saved as JSON and markdown under
+benchmarks/results/.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def average(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
 
 
 def built_in(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
-    """All of them; patience that never ends, and a sample at each evaluation."""
+    """All of them, but trackio; patience that never ends, and a sample at each evaluation."""
     again = zoo.evaluator(run, losses.next_token, data.held_out)
 
     def sample(model: PyTree) -> str:
@@ -55,6 +56,10 @@ def built_in(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
         callbacks.BestCheckpoint(),
         callbacks.Evaluations({"again": again}),
         callbacks.Samples(sample, every=run.config.eval_every),
+        callbacks.Norms(every=run.config.eval_every),
+        callbacks.TensorBoard(),
+        callbacks.Wandb(),
+        callbacks.MLflow(),
     ]
 
 
@@ -150,7 +155,7 @@ def measure(config: Config) -> Table:
         f"steps/s: {config.recipe.steps} steps without those of an evaluation, the median of "
         f"{config.rounds} rounds; time / none: the median of the rounds' ratios; at an evaluation: "
         "all that comes between two steps then: the evaluations themselves, the best model's save, "
-        "a sample"
+        "a sample, norms; trackers are TensorBoard, wandb (offline) and MLflow (a local database)"
     )
     table.print()
     return table
