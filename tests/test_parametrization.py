@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from benchmarks import mup
-from zoo import bert, losses, mlp, optimizers, rnn
+from zoo import bert, losses, mlp, optimizers, rnn, sharding
 from zoo.sharding.axes import is_parameter, keystr
 from zoo.training import parametrization
 from zoo.training.parametrization import Factors
@@ -322,9 +322,15 @@ def test_models_without_a_counterpart_are_refused():
         other: Float[Array, "*shape"]
         axes: tuple = eqx.field(static=True, default=(("*shape", ""),))
 
-    refused(
-        lambda key: Unnamed(jnp.zeros((4, 4)), jnp.zeros((2, 3))), 8, "other of shape .* no logical"
-    )
+    matrix = jnp.zeros((4, 4))
+    refused(lambda key: Unnamed(matrix, matrix), 8, "other of shape .* can't tell whether")
+    # Its outputs come first, and its place is not known.
+    linear = eqx.nn.Linear(4, 4, key=KEY)
+    refused(lambda key: [Unnamed(matrix, None), linear], 8, "1.weight .* named by eqx.nn.Linear")
+    with sharding.use(None, axes={"1.weight": "classes embed"}):
+        refused(lambda key: [Unnamed(matrix, None), linear], 8, "1.weight .* named by given")
+    with sharding.use(None, axes={"1.weight": "mlp embed"}):
+        assert found(lambda key: [Unnamed(matrix, None), linear], 1)["1.weight"] == HIDDEN
 
     class Two(eqx.Module):
         first: Float[Array, "embed"]

@@ -36,13 +36,15 @@ import optax
 from jaxtyping import PyTree
 
 from zoo.nn.protocols import HasReadout
-from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.axes import keystr, map_named, map_parameters
+from zoo.sharding.foreign import ANNOTATION, Named
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.sharding.rules import kind_of
 from zoo.wrappers.ensemble import Ensemble
 
 WIDTHS = ("hidden", "embed")  # the first that a model has is its width
 FIXED = frozenset({"routes", "rank"})  # dimensions of matrices that do not grow with it
+GENERIC = frozenset({"fan_in", "fan_out", "unnamed"})  # of any place in a model
 
 
 class Factors(NamedTuple):
@@ -177,15 +179,30 @@ def _sizes(model: PyTree) -> dict[str, set[int]]:
     """The sizes of each logical axis of a model's parameters."""
     sizes: dict[str, set[int]] = {}
 
-    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        if leaf.ndim > 1 and not any(names):
+    def add(path: tuple, named: Named, leaf: Any) -> None:
+        names = named.names
+        if leaf.ndim > 1 and not _is_clear(named):
             raise ValueError(
-                f"{keystr(path)} of shape {leaf.shape} has no logical axes, by which "
-                "optimizer.parametrization='mup' tells inputs from outputs: name them"
+                f"{keystr(path)} of shape {leaf.shape} and axes {names}, named by {named.by}: "
+                "optimizer.parametrization='mup' can't tell whether it reads inputs or gives "
+                'outputs; annotate it, fan-in first, as weight: Float[Array, "embed classes"]'
             )
         for name, size in zip(names, leaf.shape, strict=True):
             if name is not None:
                 sizes.setdefault(name, set()).add(size)
 
-    map_parameters(add, model)
+    map_named(add, model)
     return sizes
+
+
+def _is_clear(named: Named) -> bool:
+    """Whether the axes of a parameter say what it maps to what, as far as that matters.
+
+    Names given from outside may be those of a layer that has its outputs first.
+    """
+    names = named.names
+    if not any(names):
+        return False
+    if named.by in (ANNOTATION, "eqx.nn.Embedding") or not is_matrix(names):
+        return True
+    return is_hidden_matrix(names) and not GENERIC.intersection(names)
