@@ -282,12 +282,22 @@ def state_of(name, value):
             RunError,
             "loop.stop('x') in on_log: call it in on_start, on_step or on_evaluation",
         ),
+        (
+            type("Odd", (callbacks.Callback,), {"on_step": lambda *_: "text"})(),
+            TypeError,
+            "on_step of the callback 'odd' returned a str: return a dict of scalars by name",
+        ),
     ],
-    ids=["values", "arrays", "metric", "stop"],
+    ids=["values", "arrays", "metric", "stop", "text"],
 )
 def test_mistakes_of_callbacks_are_named(callback, error, message, tmp_path):
     with pytest.raises(error, match=re.escape(message)):
         fit(config(tmp_path, steps=4), callback)
+
+
+def test_misspelt_moments_are_refused():
+    with pytest.raises(TypeError, match=r"Odd\.on_evalution is never called: .*'on_evaluation'"):
+        type("Odd", (callbacks.Callback,), {"on_evalution": lambda *_: None})
 
 
 # --- State ------------------------------------------------------------------------------------

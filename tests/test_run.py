@@ -412,11 +412,16 @@ def test_notes_of_an_error_are_printed(monkeypatch, capsys):
     def main(config):
         error = ValueError("this is how")
         error.add_note("and where")
+        error.add_note(
+            "---\nJAX has removed frames. Set JAX_TRACEBACK_FILTERING=off to include these."
+        )
         raise error
 
     with pytest.raises(SystemExit):
         call(main, monkeypatch)
-    assert capsys.readouterr().err.startswith("error: this is how\nand where\n")
+    assert capsys.readouterr().err == (
+        "error: this is how\nand where\n(ZOO_TRACEBACK=1 shows where)\n"
+    )
 
 
 def test_internal_errors_keep_their_traceback(monkeypatch):

@@ -102,6 +102,11 @@ def test_a_bad_mesh_is_an_error(spec: Any, message: str):
         make_mesh(spec)
 
 
+def test_a_mesh_too_large_for_given_devices_speaks_of_those():
+    with pytest.raises(ShardingError, match=r"'data=4' needs 4 devices, and it was given 3$"):
+        make_mesh("data=4", jax.devices()[:3])
+
+
 # Annotations
 
 

@@ -36,7 +36,9 @@ def cli_errors() -> Iterator[None]:
     except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
         if os.environ.get("ZOO_TRACEBACK"):
             raise
-        lines = [f"error: {error}", *getattr(error, "__notes__", [])]
+        notes = getattr(error, "__notes__", [])
+        notes = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]  # of tracebacks
+        lines = [f"error: {error}", *notes]
         print("\n".join(lines) + "\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

@@ -22,14 +22,15 @@ def make_mesh(
     Raises:
         ShardingError: an unknown axis, a size that is no integer, or too many or too few devices.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    given, devices = devices, jax.devices() if devices is None else list(devices)
     sizes = abstract_mesh(spec, len(devices)).shape
     total = math.prod(sizes.values())
     if total > len(devices):
-        raise ShardingError(
-            f"mesh {spec!r} needs {total} devices, and this run has {len(devices)}; on a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
-        )
+        found = f"and this run has {len(devices)}; on a CPU, "
+        found += f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
+        if given is not None:  # perhaps of a machine that is planned for
+            found = f"and it was given {len(devices)}"
+        raise ShardingError(f"mesh {spec!r} needs {total} devices, {found}")
     if jax.process_count() > 1 and total < len(devices):
         raise ShardingError(
             f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "

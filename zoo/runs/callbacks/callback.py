@@ -100,6 +100,10 @@ class Callback:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        moments = [name for name in vars(Callback) if name.startswith("on_")]
+        for name, value in vars(cls).items():
+            if callable(value) and name.startswith("on_") and name not in moments:
+                raise TypeError(f"{cls.__name__}.{name} is never called: moments are {moments}")
         cls.name = cls.name or cls.__name__.lower()
 
     def __new__(cls, *_: Any, **__: Any) -> "Callback":

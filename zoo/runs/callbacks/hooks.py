@@ -113,6 +113,11 @@ class Hooks:
     ) -> Mapping[str, Any]:
         for callback in self.callbacks.values():
             added = self._call(callback, moment, step, state, metrics)
+            if added is not None and not isinstance(added, Mapping):
+                raise TypeError(
+                    f"{moment} of the callback {callback.name!r} returned a "
+                    f"{type(added).__name__}: return a dict of scalars by name, or None"
+                )
             if added:
                 if both := sorted(added.keys() & {"step", *metrics}):
                     raise ValueError(
