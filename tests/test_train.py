@@ -151,6 +151,16 @@ def test_step_keeps_shardings_and_donates_state(on_mesh: Trained):
     assert all(x.is_deleted() for path, x in old.items() if path != "key")
 
 
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2"])
+def test_a_state_is_given_to_one_step(mesh: str):
+    family = next(family for family in FAMILIES if family.name == "mlp")
+    make_model, placed = family.make_model(0.0), sharding.make_mesh(mesh)
+    state, step = state_and_step(make_model, family.loss, optax.sgd(0.1), mesh=placed)
+    step(state, family.make_batch(8))
+    with pytest.raises(ValueError, match="given to a step before"):
+        step(state, family.make_batch(8))
+
+
 @pytest.mark.parametrize("mesh_name", ["fsdp", "sequence"])
 def test_logits_in_chunks_keep_the_losses(mesh_name: str, monkeypatch: Any):
     whole = train_five_steps(FAMILIES[0], "")

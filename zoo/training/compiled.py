@@ -103,7 +103,9 @@ class CompiledStep:
 
         Raises:
             RecompilationError: a state or batch unlike those compiled for, before any compute.
+            ValueError: a state that an earlier call took the buffers of.
         """
+        self._check_not_donated(state)
         batch = self._place(batch)
         signature = self._signature(state, batch)
         if not self._compiled:
@@ -115,6 +117,15 @@ class CompiledStep:
         outputs = self._compiled[signature](batch, state)
         self._under_way.append(jax.tree.leaves(outputs[1])[:1])  # all are ready at once
         return outputs
+
+    def _check_not_donated(self, state: PyTree) -> None:
+        """Refuse a state that was given before: on a mesh JAX itself may crash."""
+        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        if self._donate and any(x.is_deleted() for x in arrays):
+            raise ValueError(
+                "this state was given to a step before, which took its buffers: continue with the "
+                "state that the step returned, as in state, metrics = step(state, batch)"
+            )
 
     def _place(self, batch: PyTree) -> PyTree:
         """The batch on the mesh; arrays that lie there already are not touched."""
