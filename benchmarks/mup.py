@@ -251,10 +251,14 @@ def coordinate_table(config: Config, found: Any) -> Table:
             for what in ("scale", "change"):
                 row[f"{name}: {what}"] = max(spreads(config, found, name, what, part))
         table.rows.append(row)
+    last = {name: spreads(config, found, name, "scale", "logits")[-1] for name in PARAMETRIZATIONS}
     table.notes += [
         f"Of the mean |x| at each of {config.coordinate_steps} steps at a rate of "
         f"{config.coordinate_rate:g}, and of its change since the start: the spread of the worst "
         "step.",
+        "In muP, logits begin smaller in a wider model, by the root of its width, as its output "
+        f"matrix does; after the last step the spread of their scale is {last['mup']:.2f} "
+        f"(standard: {last['standard']:.2f}).",
     ]
     return table
 
@@ -343,10 +347,14 @@ def rate_table(config: Config, curves: dict[tuple[str, int], Curve]) -> Table:
                 f"{name}: at the base's rate": _loss_at(curve, best(base)),
             }
         table.rows.append(row)
+    table.notes.append(
+        f"Held-out loss in nats per token, {config.seeds} run(s) per rate. By parabola: the lowest "
+        "point of one through the best rate and its neighbours, in steps of √2 from the base's."
+    )
     for name in PARAMETRIZATIONS:
         moves = [best(curves[name, width]) for width in config.widths]
         table.notes.append(
-            f"{name}: the best rates lie {max(moves) - min(moves)} steps of √2 apart."
+            f"{name}: the best rates lie {max(moves) - min(moves)} step(s) of √2 apart."
         )
     return table
 
