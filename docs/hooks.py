@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: links from names to the reference, and out of docs/."""
+"""Hooks of MkDocs: links from names to the reference, and to files outside of docs/."""
 
 import ast
 import posixpath

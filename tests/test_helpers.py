@@ -67,6 +67,8 @@ def test_unequal_trees_fail_comparison(make: Any, actual: Any, expected: Any, me
 def test_numpy_copies_are_compared():
     """They are of numpy, which a comparison once left out."""
     model = tree(jnp.asarray(FULL))
+    assert isinstance(model["a"][0], jax.Array)
+    assert isinstance(copy(model)["a"][0], np.ndarray)
     assert_trees_close(copy(model), model, rtol=0)
     with pytest.raises(AssertionError, match=r"a\.0"):
         assert_trees_close(copy(tree(jnp.asarray(FULL) + 1)), copy(model), rtol=1e-5)

@@ -29,7 +29,7 @@ def said(call: Any) -> list[warnings.WarningMessage]:
 
 
 def said_of(function: Any, name: Any = "bf16") -> list[str]:
-    """What is said of a loss that computes `function(w, x)` of a bf16 weight and activation."""
+    """The warnings about a loss that computes `function(w, x)` of a bf16 weight and activation."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         y = function(model["w"], batch["x"], batch["weights"])

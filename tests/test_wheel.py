@@ -1,4 +1,4 @@
-"""What is installed: `zoo` alone, beside a project whose own modules have the names of ours."""
+"""The installed package is `zoo` alone, beside a project whose modules have the names of ours."""
 
 import importlib.util
 import os

@@ -82,7 +82,7 @@ def _location(target: Any) -> str:
 
 @functools.cache
 def known() -> dict[str, Any]:
-    """What every folder may name: modules, configurations and functions without side effects."""
+    """The modules, configurations and pure functions that need no registration, by name."""
     found: dict[str, Any] = {}
     for module in _MODULES:
         room = ".".join(module.__name__.split(".")[:2])
@@ -126,7 +126,7 @@ def needs(names: Iterable[str]) -> dict[str, str]:
 def lookup(
     needed: Mapping[str, str], classes: Classes = (), allow_import: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What the names in a folder stand for.
+    """The classes and functions that a folder may name, by name.
 
     `needed` is as `needs` gives it, `classes` are further classes, or a mapping from names to them,
     and `allow_import` names the modules that may be imported for a needed class.

@@ -55,7 +55,7 @@ def _commit() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """What the zoo requires, and what of its extras and of JAX's plugins is installed."""
+    """The required packages, and those installed of the extras and of JAX's plugins."""
     installed = {
         re.sub(r"[-_.]+", "-", package.name).lower(): package.version
         for package in importlib.metadata.distributions()

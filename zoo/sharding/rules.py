@@ -93,7 +93,7 @@ Axes = Mapping[str, str] | Callable[[str, Any], str | None]
 
 
 class _InUse(NamedTuple):
-    """What `use` sets."""
+    """The settings of `use`: rules, names of axes, strictness."""
 
     rules: Rules
     axes: Axes

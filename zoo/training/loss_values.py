@@ -33,7 +33,7 @@ def check_loss(loss_fn: Any) -> None:
 def call_loss(
     loss_fn: LossFunction, precision: Precision, model: PyTree, batch: PyTree, key: Array | None
 ) -> Any:
-    """What a loss function returns for a model and a batch, both in a precision."""
+    """The result of a loss function for a model and a batch, both in a precision."""
     batch = cast_inputs(model, batch, precision, kept_by(loss_fn))
     with in_precision(with_states(model, states(model)), precision) as given:
         return loss_fn(given, batch, key)
@@ -81,7 +81,7 @@ def loss_values(
 
 
 def kept_by(loss_fn: Any) -> frozenset[str | int]:
-    """What a loss names by `keeps_dtype`, also inside of a partial or of a decorator."""
+    """The entries that a loss names by `keeps_dtype`, also inside a partial or a decorator."""
     names: frozenset[str | int] = frozenset()
     while loss_fn is not None:
         names |= frozenset(getattr(loss_fn, "keeps_dtype", ()))

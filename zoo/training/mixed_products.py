@@ -67,7 +67,7 @@ def watch(loss: Callable[..., tuple[Any, Any]]) -> Callable[..., None]:
 
 
 def _findings(loss: Callable[..., Any], arguments: dict[str, PyTree]) -> list[_Finding]:
-    """What there is to say of a loss: its trace alone is looked at, and nothing is computed."""
+    """The warnings about a loss, from its trace alone: nothing is computed."""
     arrays, static = eqx.partition(arguments, eqx.is_array)
     jaxpr = jax.make_jaxpr(lambda arrays: loss(**eqx.combine(arrays, static)))(arrays).jaxpr
     leaves = jtu.tree_leaves_with_path(arrays)
@@ -117,7 +117,7 @@ def _visit(jaxpr: Any, inputs: list[_Origin], found: list[_Finding]) -> list[_Or
 
 
 def _mixed(equation: Any, operands: list[_Origin]) -> str | None:
-    """What there is to say of a product, if it is one of two dtypes in fp32."""
+    """The warning about a product of two dtypes in fp32; None for any other."""
     computed = max((x.aval.dtype for x in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     dtypes = {operand.dtype for operand in operands}
     if computed.itemsize < 4 or len(dtypes) == 1 or not any(x.is_low for x in operands):

@@ -34,7 +34,7 @@ class Shape:
 
 
 class Project(NamedTuple):
-    """What the project gives to `zoo.Training`, and its first batch."""
+    """The project's arguments of `zoo.Training`, and its first batch."""
 
     make_model: Callable[[Array], Any]
     loss_fn: Callable[..., tuple[Any, ...]]

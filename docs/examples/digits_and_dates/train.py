@@ -99,7 +99,7 @@ def training(
     schedule: optax.Schedule,
     given: data.Data,
 ) -> zoo.Training:
-    """What `zoo.fit` trains from."""
+    """The description of a training for `zoo.fit`."""
     held_out = zoo.evaluator(run, loss_fn, given.held_out)
     return zoo.Training(
         make_model=make_model,

@@ -1,4 +1,4 @@
-"""What a callback of `zoo.fit` is, and what it is given of the loop."""
+"""The base class of the callbacks of `zoo.fit`, and the view of the loop that they are given."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class Loop:
         print: Callable[[str], None],
         pause: Callable[[], contextlib.AbstractContextManager],
     ) -> None:
-        """What `say` and `pause` are while the loop runs."""
+        """Set the functions that `say` and `pause` call while the loop runs."""
         self._print, self._pause = print, pause
 
     def say(self, text: str) -> None:

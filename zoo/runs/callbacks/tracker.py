@@ -1,4 +1,4 @@
-"""What trackers of experiments share as callbacks: `Tracker`."""
+"""The base class of experiment trackers, which are callbacks."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ Status = Literal["finished", "failed", "killed"]
 
 
 class Tracker(Callback):
-    """What the trackers share: the id of a tracker's run is kept, and a number is given once.
+    """A callback that gives a run's metrics to an experiment tracker, each number once.
 
     The id is in the run folder's trackers.json from the start on, and in the checkpoints, so that a
     resumed run continues the same run of the tracker. At a start the tracker is given what it lacks
