@@ -45,7 +45,7 @@ def snapshot(name: str) -> Path:
         )
     except Exception as error:  # of the client, of its HTTP library, or of the system
         constants = huggingface_hub.constants
-        offline = constants.is_offline_mode()
+        offline = constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} gave"
         raise PublishError(
             f"{name!r} is no folder here, and could not be downloaded from the Hugging Face Hub; "
