@@ -32,7 +32,7 @@ class Options:
     """Precision of the compute."""
     num_layers: int = 4
     """Layers of the transformer."""
-    d_model: int = 512
+    d_model: int = 768
     """Its width."""
     batch_size: int = 8
     """Rows per step."""
