@@ -21,6 +21,7 @@ import benchmarks.checkpoint
 import benchmarks.ensemble
 import benchmarks.example
 import benchmarks.generate
+import benchmarks.lora
 import benchmarks.memory
 import benchmarks.mlp
 import benchmarks.programs
@@ -44,6 +45,7 @@ Name = Literal[
     "pipeline",
     "checkpoint",
     "generate",
+    "lora",
 ]
 
 
@@ -71,6 +73,7 @@ class Config:
     checkpoint: benchmarks.checkpoint.Options = field(default_factory=benchmarks.checkpoint.Options)
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
     generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
+    lora: benchmarks.lora.Options = field(default_factory=benchmarks.lora.Options)
 
 
 BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
@@ -87,6 +90,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
     "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
+    "lora": lambda config: benchmarks.lora.measure(config.lora, config.timing),
 }
 
 

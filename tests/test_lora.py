@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from helpers import (
     assert_trees_close,
     copy,
     drawn_transformer,
+    equations,
     make_rnn,
     make_transformer,
     token_batch,
@@ -24,16 +26,19 @@ import zoo
 from zoo import ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
 from zoo.nn import parameters
+from zoo.nn.precision import matmul
+from zoo.planning import flops
 from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
+from zoo.training.loss_values import call_loss
 
 CONFIG = lora.Config(rank=4, alpha=8.0)
 KEY = jax.random.key(0)
 ADAPTER = (".down", ".up")
 
 
-def drawn(model, seed=0):
+def drawn(model, seed=0, config=CONFIG):
     """The model with adapters that change it: `up` is drawn as `down` is."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -45,10 +50,10 @@ def drawn(model, seed=0):
                     jnp.asarray(rng.normal(size=y.shape), jnp.float32) / 8 for y in (x.down, x.up)
                 ),
             )
-            if isinstance(x, lora.Adapted)
+            if isinstance(x, lora.Adapted) and not x.frozen
             else x
         ),
-        lora.adapt(model, CONFIG, key=KEY),
+        lora.adapt(model, config, key=KEY),
         is_leaf=lambda x: isinstance(x, lora.Adapted),
     )
 
@@ -103,8 +108,8 @@ def test_bf16_adapters_merge_in_fp32():
     np.testing.assert_allclose(np.asarray(wo, np.float32), expected, rtol=2**-8, atol=1e-5)
 
 
-def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32"):
-    optimizer = optax.adamw(1e-2, mask=zoo.optimizers.matrices)
+def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32", optimizer=None):
+    optimizer = optimizer or optax.adamw(1e-2, mask=zoo.optimizers.matrices)
     options = {"mesh": mesh, "trainable": lora.trainable}
     base = family.make_model(0.0)(KEY)
     state = zoo.init_state(
@@ -176,8 +181,12 @@ def test_bf16_adapters_match_merged_weights():
     batch = family.make_batch(8, 16, 0)
     evaluate = zoo.make_eval_step(family.loss, precision="bf16")
     applied = evaluate(model, batch)[1]["loss"]
-    merged = zoo.make_eval_step(family.loss, precision="bf16")(lora.merge(model), batch)[1]["loss"]
-    np.testing.assert_array_equal(applied, merged)
+    merged, plain = (
+        zoo.make_eval_step(family.loss, precision="bf16")(x, batch)[1]["loss"]
+        for x in (lora.merge(model), lora.base(model))
+    )
+    np.testing.assert_allclose(applied, merged, rtol=1e-3)
+    assert abs(applied - plain) > 20 * abs(applied - merged)
 
 
 def test_targets_are_chosen_by_path():
@@ -192,11 +201,11 @@ def test_targets_are_chosen_by_path():
     np.testing.assert_array_equal(adapted(TOKENS), model(TOKENS))
     with pytest.raises(ValueError, match=r"targets='blocks.mpl.\*' matches no matrix; those are"):
         lora.adapt(model, lora.Config(targets=("blocks.mpl.*",)), key=KEY)
-    with pytest.raises(ValueError, match="has adapters already: merge them"):
-        lora.adapt(adapted, chosen, key=KEY)
     tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
     with pytest.raises(ValueError, match="the model has no other matrix"):
         lora.adapt(tiny, lora.Config(), key=KEY)
+    with pytest.raises(ValueError, match=r"dropout=1.0: must be in \[0, 1\)"):
+        lora.Config(dropout=1.0)
     for wrong in ({"rank": 0}, {"alpha": 0.0}):
         with pytest.raises(ValueError, match=r"rank=.*, alpha=.*: both must be positive"):
             lora.Config(**wrong)
@@ -236,9 +245,7 @@ def test_adapters_save_and_load_separately(saved):
 
 
 def test_mismatched_adapters_are_refused(saved):
-    folder, adapted = saved
-    with pytest.raises(PublishError, match=r"does not fit the model: .* has adapters already"):
-        zoo.load_adapters(folder / "adapters", adapted)
+    folder, _ = saved
     with pytest.raises(PublishError, match=r"family 'transformer', and the model is of 'rnn'"):
         zoo.load_adapters(folder / "adapters", make_rnn(0.0)(KEY))
     with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
@@ -262,11 +269,11 @@ def test_mismatched_adapters_are_refused(saved):
 def test_adapters_that_cannot_be_reloaded_are_refused(tmp_path):
     def other_scale(model):
         changed = as_subclass(model.blocks.attention.wq, lora.Adapted)
-        object.__setattr__(changed, "scale", 7.0)
+        object.__setattr__(changed, "alpha", 7.0)
         return eqx.tree_at(lambda m: m.blocks.attention.wq, model, changed)
 
     model = drawn(drawn_transformer())
-    with pytest.raises(PublishError, match=r"attention\.wk\.scale: 2\.0 here, 7\.0 by"):
+    with pytest.raises(PublishError, match=r"attention\.wk\.alpha: 8\.0 here, 7\.0 by"):
         zoo.save_adapters(tmp_path / "a", other_scale(model), base="base")
     with pytest.raises(
         PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
@@ -354,3 +361,269 @@ def test_local_base_paths_are_saved_absolute(saved, monkeypatch):
         zoo.save_adapters(folder / "again", adapted, base=base)
         config = json.loads((folder / "again" / "config.json").read_text())
         assert config["adapters_of"] == kept
+
+
+# --- Products, kinds of adapters, and adapters on adapters ---------------------------------------
+
+
+def step_jaxpr(base, config, precision="bf16", loss=losses.next_token):
+    """The program of a step that trains adapters, or all parameters."""
+    optimizer = optax.sgd(1e-2)
+    trainable = None if config is None else lora.trainable
+    state = zoo.init_state(
+        lambda key, model: model if config is None else lora.adapt(model, config, key=key),
+        optimizer,
+        key=KEY,
+        pretrained=base,
+        trainable=trainable,
+    )
+    step = zoo.make_train_step(loss, optimizer, precision=precision, trainable=trainable)
+    return step.trace(state, token_batch(8, 16)).jaxpr.jaxpr
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 8 * 4 * 64)  # the head in four chunks
+    base = drawn_transformer(
+        d_model=24, head_dim=8, num_heads=4, d_ff=40, tie_embeddings=tied, num_kv_heads=2
+    )
+    frozen = {(24, 4, 8), (24, 32), (24, 2, 8), (24, 16), (4, 8, 24), (32, 24), (24, 40), (40, 24)}
+    frozen |= {(64, 24), (24, 64)}
+
+    def computed(config):
+        moves = {"convert_element_type", "reshape", "transpose", "dynamic_slice", "squeeze", "copy"}
+        moves |= {"broadcast_in_dim", "slice", "jit", "pjit", "custom_vjp_call"}
+        return {
+            (e.primitive.name, x.aval.shape)
+            for e in equations(step_jaxpr(base, config))
+            for x in e.outvars
+            if e.primitive.name not in moves and x.aval.shape in frozen
+        }
+
+    assert computed(CONFIG) == set()
+    full = {shape for name, shape in computed(None) if name == "dot_general"}
+    assert {(24, 32), (24, 16), (32, 24), (24, 40), (40, 24)} <= full
+
+
+def test_a_step_costs_two_thirds_of_a_full_one():
+    config = zoo.transformer.Config(vocab_size=64, d_model=256, num_layers=2, num_heads=4)
+    make = lambda key: zoo.transformer.Transformer(config, key=key)
+    base = jax.tree.map(lambda x: jnp.zeros(x.shape), eqx.filter_eval_shape(make, KEY))
+    trained, full = (flops.count(step_jaxpr(base, c)) for c in (lora.Config(rank=2), None))
+    matrices = 2 * 12 * 256**2 + 64 * 256
+    assert full == pytest.approx(6 * 8 * 16 * matrices, rel=0.05)
+    assert 4 / 6 < trained / full < 0.7
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_lengths_are_those_of_dora(family):
+    config = dataclasses.replace(CONFIG, dora=True, rank_stabilized=True)
+    plain = family.make_model(0.0)(KEY)
+    batch = jax.tree.map(jnp.asarray, family.make_batch(2, 8, 0))
+    inputs = batch["inputs"] if "inputs" in batch else batch["tokens"]
+    forward = eqx.filter_jit(lambda model, x: model(x))
+    np.testing.assert_allclose(
+        forward(lora.adapt(plain, config, key=KEY), inputs), plain(inputs), atol=1e-5
+    )
+    model = longer(drawn(plain, config=config))
+    merged = lora.merge(model)
+    np.testing.assert_allclose(forward(model, inputs), merged(inputs), atol=1e-5)
+    assert np.abs(merged(inputs) - plain(inputs)).max() > 1e-2
+    found = [x for x in jax.tree.leaves(model, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
+    for node, name in zip(found, lora.config_of(model).targets, strict=True):
+        stack = node.down.ndim - node.num_inputs - 1
+        axes = tuple(range(stack, stack + node.num_inputs))
+        added = np.einsum(
+            "lir,lro->lio",
+            np.asarray(node.down).reshape(*node.down.shape[:stack] or (1,), -1, 4),
+            np.asarray(node.up).reshape(*node.up.shape[:stack] or (1,), 4, -1),
+        )
+        total = np.asarray(node.weight) + 8 / 4**0.5 * added.reshape(node.weight.shape)
+        norm = np.sqrt((total**2).sum(axes, keepdims=True))
+        expected = total / norm * np.expand_dims(node.magnitude, axes)
+        np.testing.assert_allclose(arrays_of(merged)[name], expected, rtol=2e-4, atol=1e-5)
+
+
+def longer(model):
+    """The model with other lengths than it began with."""
+
+    def visit(x):
+        scaled = lora.is_adapted(x) and x.magnitude is not None and not x.frozen
+        return eqx.tree_at(lambda a: a.magnitude, x, 1.5 * x.magnitude) if scaled else x
+
+    return jax.tree.map(visit, model, is_leaf=lora.is_adapted)
+
+
+def test_the_norm_of_dora_has_no_gradient():
+    config = dataclasses.replace(CONFIG, dora=True)
+    rng = np.random.default_rng(0)
+    layer = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
+    node = longer(drawn(layer, config=config)).weight
+    x = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
+    g = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
+    got = jax.grad(lambda node: (node.times(x) * g).sum())(node)
+    got, node, x, g = copy((got, node, x, g))
+    total = node.weight + 2 * node.down @ node.up
+    norm = np.sqrt((total**2).sum(0))
+    factor = node.magnitude / norm
+    np.testing.assert_allclose(got.up, 2 * (x @ node.down).T @ (g * factor), rtol=1e-4)
+    np.testing.assert_allclose(got.down, 2 * x.T @ (g * factor) @ node.up.T, rtol=1e-4)
+    np.testing.assert_allclose(got.magnitude, (x @ total * g).sum(0) / norm, rtol=1e-4)
+
+
+class Linear(parameters.CastsInputs):
+    weight: Float[Array, "embed mlp"] | parameters.Operand
+
+    def __call__(self, x):
+        return matmul(x, parameters.gather(self).weight)
+
+
+KINDS = {
+    "plain": CONFIG,
+    "dora and dropout": dataclasses.replace(CONFIG, dora=True, dropout=0.5),
+}
+
+
+def test_a_mesh_has_the_same_dropout_and_lengths():
+    config = KINDS["dora and dropout"]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2, 32)), jnp.float32)
+    layer = Linear(jnp.asarray(np.random.default_rng(1).normal(size=(32, 64)), jnp.float32))
+    model = longer(drawn(layer, config=config))
+
+    def loss(model, batch, key):
+        with parameters.dropping_out(KEY):
+            return (model(batch["x"]) ** 3).sum(), jnp.float32(8), {}
+
+    def evaluated(mesh):
+        step = zoo.make_eval_step(loss, mesh=mesh and zoo.make_mesh(mesh), precision="fp32")
+        return float(step(model, {"x": x})[1]["loss"])
+
+    assert evaluated("fsdp=2,tensor=4") == pytest.approx(evaluated(None), rel=1e-4)
+    assert float(loss(lora.merge(model), {"x": x}, None)[0]) != pytest.approx(evaluated(None), 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", ["data=2,fsdp=2,tensor=2", "fsdp=8", "tensor=4"])
+def test_gradients_on_a_mesh_are_those_of_one_device(axes, kind):
+    family, config = FAMILIES[0], KINDS[kind]
+    mesh = zoo.make_mesh(axes)
+    (_, alone, first), (_, state, found) = (
+        train(family, each, steps=1, config=config, optimizer=optax.sgd(1.0))
+        for each in (None, mesh)
+    )
+    assert found == pytest.approx(first, rel=1e-5)
+    moved = arrays(lora.adapt(family.make_model(0.0)(KEY), config, key=jax.random.key(9)))
+    ups = [name for name in moved if name.endswith((".up", ".magnitude"))]
+    assert len(ups) == (14 if config.dora else 7)
+    for name in ups:
+        assert np.abs(arrays(alone.model)[name] - 0).max() > 0, name
+    assert_trees_close(state.model, alone.model, rtol=1e-3, atol=1e-6)
+
+
+def test_dropout_differs_by_layer_and_is_off_without_a_key():
+    config = dataclasses.replace(CONFIG, dropout=0.5)
+    plain = drawn_transformer(scan_layers=True)
+    model = drawn(plain, config=config)
+    seeds = np.concatenate([x for path, x in arrays(model).items() if path.endswith(".seed")])
+    assert len(seeds) == 14 == len(set(seeds.tolist()))
+    rows = jnp.ones((4, 32))
+    node = lambda layer: jax.tree.map(lambda x: x[layer], model.blocks.mlp.w_up)
+    exact = [node(layer).times(rows) for layer in (0, 1)]
+    with parameters.dropping_out(KEY):
+        once, other = (
+            node(0).times(rows) - exact[0],
+            eqx.tree_at(lambda a: a.seed, node(0), node(1).seed).times(rows) - exact[0],
+        )
+    assert np.abs(once).max() > 1e-2
+    assert np.abs(once - other).max() > 1e-2
+    np.testing.assert_array_equal(node(0).times(rows), exact[0])
+    # The mean over many masks is the product without any.
+    many = jnp.ones((20000, 32))
+    with parameters.dropping_out(KEY):
+        mean = node(0).times(many).mean(0)
+    np.testing.assert_allclose(mean, exact[0][0], atol=0.15)
+    with pytest.raises(ValueError, match=r"dropout=0.5: head.weight has none, as it is no hidden"):
+        lora.adapt(plain, dataclasses.replace(config, targets=("head.*",)), key=KEY)
+    with pytest.raises(ValueError, match=r"dropout=0.5: layers.0.directions.0.weight_ih has none"):
+        lora.adapt(make_rnn(0.0)(KEY), config, key=KEY)
+
+
+def test_adapters_stand_on_adapters(saved, tmp_path):
+    folder, lower = saved
+    config = lora.Config(rank=2, targets=("*.wq", "*.w_up"), dora=True)
+    upper = longer(drawn(lower, 3, config))
+    scale = np.einsum(
+        "lir,lr...->li...", *(getattr(upper.blocks.mlp.w_up, x) for x in ("down", "up"))
+    )
+    assert np.abs(scale).max() > 0
+    trained = [p for p, x in arrays_of(lora.trainable(upper)).items() if x is True]
+    assert sorted(trained) == sorted(
+        f"blocks.{place}.{part}"
+        for place in ("attention.wq", "mlp.w_up")
+        for part in ("down", "up", "magnitude")
+    )
+    np.testing.assert_allclose(upper(TOKENS), lora.merge(upper)(TOKENS), atol=1e-4)
+    assert jax.tree.structure(lora.merge(upper)) == jax.tree.structure(drawn_transformer())
+    assert np.abs(upper(TOKENS) - lower(TOKENS)).max() > 1e-2
+    np.testing.assert_allclose(lora.base(upper)(TOKENS), lower(TOKENS), atol=1e-6)
+    # Saved alone, and opened with the adapters below it.
+    zoo.save_adapters(tmp_path / "upper", upper, base=folder / "adapters")
+    again = zoo.load(tmp_path / "upper")
+    assert jax.tree.structure(again) == jax.tree.structure(upper)
+    np.testing.assert_array_equal(again(TOKENS), upper(TOKENS))
+
+
+def test_adapters_in_fp32_on_a_bf16_model_run_outside_of_a_step():
+    base = parameters.cast(drawn_transformer(tie_embeddings=True), jnp.bfloat16)
+    model = drawn(base, config=lora.Config(rank=4, targets=("embedding.*", "blocks.*")))
+    assert model.blocks.mlp.w_up.down.dtype == jnp.float32
+    assert model.embedding.weight.down.dtype == jnp.float32
+    exact = lora.merge(parameters.cast(model, jnp.float32))(TOKENS)
+    np.testing.assert_allclose(model(TOKENS), exact, rtol=0.1, atol=0.2)
+    assert np.abs(exact - parameters.cast(base, jnp.float32)(TOKENS)).max() > 1
+    prompt = np.asarray(TOKENS)[:, :4]
+    tokens = zoo.generate(model, prompt, max_new_tokens=3, temperature=0.0)
+    # As without a cache, whose layers are not apart.
+    for index in range(3):
+        logits = np.asarray(model(jnp.asarray(tokens)), np.float32)[:, 3 + index]
+        np.testing.assert_array_equal(logits.argmax(-1), tokens[:, 4 + index])
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_an_adapted_head_has_the_same_gradient_in_chunks(name, monkeypatch):
+    base = drawn_transformer(tie_embeddings=True)
+    config = lora.Config(rank=4, targets=("embedding.weight", "*.wq"))
+    model, batch = drawn(base, config=config), jax.tree.map(jnp.asarray, token_batch(2, 8))
+    adapters, rest = eqx.partition(model, lora.trainable(model))
+
+    def loss(adapters):
+        return call_loss(losses.next_token, name, eqx.combine(adapters, rest), batch, None)[0]
+
+    whole = jax.grad(loss)(adapters)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 2 * 2 * 64)
+    chunked = jax.grad(loss)(adapters)
+    assert np.abs(whole.embedding.weight.down).max() > 1e-3
+    assert_trees_close(chunked, whole, rtol=1e-4 if name == "fp32" else 0.05, atol=1e-3)
+
+
+class WithForeign(parameters.CastsAtUse):
+    own: Linear
+    foreign: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.vmap(self.foreign)(self.own(x))
+
+
+@pytest.mark.parametrize("axes", ["", "fsdp=2,tensor=2"])
+def test_foreign_layers_get_the_value(axes):
+    rng = np.random.default_rng(0)
+    own = Linear(jnp.asarray(rng.normal(size=(8, 4)), jnp.float32))
+    model = drawn(WithForeign(own, eqx.nn.Linear(4, 2, key=KEY)), config=CONFIG)
+    batch = {"x": rng.normal(size=(8, 8)).astype(np.float32)}
+    loss = lambda model, batch, key: (model(batch["x"]).sum(), jnp.float32(8), {})
+    step = zoo.make_eval_step(loss, mesh=zoo.make_mesh(axes) if axes else None, precision="fp32")
+    merged = lora.merge(model)
+    own, foreign = copy(merged.own.weight), copy(merged.foreign)
+    expected = (batch["x"] @ own @ foreign.weight.T + foreign.bias).sum()
+    np.testing.assert_allclose(step(model, batch)[1]["loss"], expected, rtol=1e-4)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FAMILIES, equations, value_and_gradients
+from helpers import FAMILIES, drawn_rnn, drawn_transformer, equations, value_and_gradients
 from jaxtyping import Array
 
 import zoo
@@ -276,3 +276,28 @@ def test_what_a_loss_keeps_is_found_inside_of_wrappers():
     for loss in (image_loss, partial, wrapped, ensemble.member_loss(image_loss)):
         assert loss_values.kept_by(loss) == {"depth"}
     assert loss_values.kept_by(losses.classification) == set()
+
+
+@pytest.mark.parametrize("name", ["matmul", "rnn", "embedding"])
+def test_no_gradient_of_a_frozen_matrix_is_computed(name: str):
+    x, w = jnp.ones((2, 3, 5)), jnp.ones((5, 7))
+    if name == "matmul":
+        model, run = w, lambda w, x: matmul(x, w)
+    elif name == "embedding":
+        model, run = drawn_transformer().embedding, lambda model, x: model(jnp.arange(3)) * x.sum()
+    else:
+        model, x = drawn_rnn("lstm", vocab_size=None, in_size=5, out_size=3), jnp.ones((2, 9, 5))
+        run = lambda model, x: model(x)
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    shapes = {leaf.shape for leaf in leaves if leaf.ndim > 1}
+
+    def of_weights(frozen: bool) -> set[Any]:
+        arrays, static = eqx.partition(model, eqx.is_array)
+        loss = lambda arrays, x: run(eqx.combine(arrays, static), x).sum()
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1 if frozen else (0, 1)))(arrays, x)
+        made = {"dot_general", "scatter-add"}
+        products = [e for e in equations(jaxpr.jaxpr) if e.primitive.name in made]
+        return shapes & {x.aval.shape for e in products for x in e.outvars}
+
+    assert of_weights(frozen=True) == set()
+    assert of_weights(frozen=False)
