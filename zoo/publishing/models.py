@@ -8,7 +8,7 @@ format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import describe, family_name, read_skeleton
+from zoo.publishing.families import describe, family_name, read_skeleton, reconfigured
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -95,6 +95,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
 ) -> Any:
@@ -103,15 +104,26 @@ def load(
     It is sharded over `mesh` (None: on one device): each device reads its own slices, so that no
     device or host holds the whole model. Floating point parameters are cast to `dtype` slice by
     slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
-    verified first; Hugging Face's folders have none.
+    verified first; Hugging Face's folders have none. `overrides` are other values for fields of its
+    configuration that its parameters do not depend on, as `{"dropout": 0.1, "remat": "full"}`.
 
     Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
     your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
     them), or where `allow_import` lists the module that they are in. Raises PublishError, which
     names the file, field, class or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
-    folder = find(name_or_folder)
+    folder, dtype = find(name_or_folder), parse_dtype(dtype)
+    model = _load(folder, mesh, dtype, classes, allow_import)
+    return reconfigured(model, overrides or {})
+
+
+def _load(
+    folder: Path,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None,
+    classes: Classes,
+    allow_import: Iterable[str],
+) -> Any:
     values = hugging_face_config(folder)
     if values is None or (folder / checksums.NAME).exists():
         verify(folder)
@@ -130,14 +142,22 @@ def load(
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
 
 
-def skeleton(name_or_folder: str | Path, *, dtype: DTypeLike | None = None) -> PyTree:
+def skeleton(
+    name_or_folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
     Only `config.json` and the tables of the weights' files are read. Raises PublishError, which
     names the file, field or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
-    folder = find(name_or_folder)
+    folder, dtype = find(name_or_folder), parse_dtype(dtype)
+    return reconfigured(_skeleton(folder, dtype), overrides or {})
+
+
+def _skeleton(folder: Path, dtype: DTypeLike | None) -> PyTree:
     values = hugging_face_config(folder)
     if values is not None:
         return hf.read_skeleton(folder, values, dtype=dtype)
