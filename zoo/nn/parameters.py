@@ -36,6 +36,10 @@ class Derived(eqx.Module):
         """The parameter's value."""
 
 
+class Operand(Derived):
+    """A matrix that a product takes as it is."""
+
+
 def is_derived(x: Any) -> bool:
     """Whether a node of a model is a derived parameter."""
     return isinstance(x, Derived)
