@@ -155,7 +155,7 @@ def fresh(model: PyTree, config: Any = None) -> PyTree:
     return _skeleton(cls, config or body_of(model).config, _around(model))
 
 
-def reconfigured(model: PyTree, overrides: Mapping[str, Any]) -> PyTree:
+def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     """A model, or a skeleton, whose configuration has other values: see `configuration.changed`.
 
     Raises:
