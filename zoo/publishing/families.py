@@ -164,8 +164,9 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     """
     if not overrides:
         return model
-    leaves, structure = jax.tree.flatten(model, is_leaf=is_derived)
-    if not _is_of_family(model) or structure != jax.tree.structure(fresh(model)):
+    leaves = jax.tree.leaves(model, is_leaf=is_derived)
+    structure = jax.tree.structure(model, is_leaf=is_derived)
+    if not (_is_of_family(model) and structure == jax.tree.structure(fresh(model))):
         raise PublishError(
             f"overrides={dict(overrides)}: the model is not as a configuration of the zoo makes it"
         )

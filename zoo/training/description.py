@@ -59,7 +59,8 @@ class Training:
     strict: bool = False
     """Refuse arrays that neither an annotation nor `axes` names."""
     remat: Policy | None = None
-    """The policy that `--model.remat` chose, where there is that flag."""
+    """The policy that `remat_flag` chose, where there is that flag."""
+    remat_flag: str = "--model.remat"
 
     def init(
         self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
