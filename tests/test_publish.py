@@ -616,8 +616,8 @@ def test_loaded_models_take_other_values_for_training(tmp_path: Path):
         zoo.load(folder, overrides={"num_layers": 3})
     with pytest.raises(PublishError, match=r"num_leyers=3: dropout"):
         zoo.load(folder, overrides={"num_leyers": 3})
-    with pytest.raises(PublishError, match=r"dropout=2: must be in \[0, 1\)"):
-        zoo.load(folder, overrides={"dropout": 2})
+    with pytest.raises(PublishError, match=r"dropout=2.0: must be in \[0, 1\)"):
+        zoo.load(folder, overrides={"dropout": 2.0})
     zoo.save(tmp_path / "net", net())
     with pytest.raises(PublishError, match=r"embed=3: "):
         zoo.load(tmp_path / "net", overrides={"embed": 3})

@@ -165,7 +165,7 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     if not overrides:
         return model
     leaves = jax.tree.leaves(model, is_leaf=is_derived)
-    structure = jax.tree.structure(model, is_leaf=is_derived)
+    structure: Any = jax.tree.structure(model, is_leaf=is_derived)
     if not (_is_of_family(model) and structure == jax.tree.structure(fresh(model))):
         raise PublishError(
             f"overrides={dict(overrides)}: the model is not as a configuration of the zoo makes it"
