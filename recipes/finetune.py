@@ -30,7 +30,7 @@ class Config(finetuning.Config):
     steps: int = 200
     """Optimizer steps in all; more than before continues a finished run."""
     data: finetuning.Data = finetuning.Data(held_out=0.1)
-    optimizer: optimizers.Config = optimizers.Config(learning_rate=1e-3, warmup_steps=20)
+    optimizer: optimizers.Config = finetuning.Optimizer(warmup_steps=20)
 
 
 def main(config: Config) -> None:

@@ -327,7 +327,7 @@ MAY_DIFFER = {
     recipes.lm: f"{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers",
     recipes.rnn: f"{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll",
     recipes.mlp: f"{OF_A_RUN} data.file model.remat model.in_size model.out_size",
-    recipes.finetune: f"{OF_A_RUN} {OF_TEXT}",
+    recipes.finetune: f"{OF_A_RUN} {OF_TEXT} remat attention scan_layers",
     recipes.generate: "",
 }
 

@@ -1,6 +1,8 @@
 import importlib
 import json
+import shutil
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,11 @@ from recipe_cases import Recipe, shared
 import zoo
 from zoo import finetuning, rnn, transformer
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
+from zoo.planning.job import Job
 from zoo.publishing.errors import PublishError
+from zoo.runs import loop, planned
 from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -27,7 +32,9 @@ def tune(shared, tmp_path):
     recipe = importlib.import_module("recipes.finetune")
 
     def tune(*flags, run_dir=tmp_path / "run"):
-        flags = Recipe("finetune", shared).flags(run_dir, "--steps=8", *flags)
+        # The rank that all runs of the tests have is for adapters.
+        more = ["--lora.rank=8"] if "--method=full" in flags else []
+        flags = Recipe("finetune", shared).flags(run_dir, "--steps=8", *more, *flags)
         recipe.main(tyro.cli(recipe.Config, args=flags))
         return run_dir
 
@@ -158,7 +165,128 @@ def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
     assert opened.apply_chat_template(chat, tokenize=False).startswith("user: hi\nassistant: some")
 
 
+def config_of(run_dir):
+    return json.loads((run_dir / "config.json").read_text())
+
+
+def opened(recipe_flags):
+    """The configuration of a run that is opened, and left."""
+    recipe = importlib.import_module("recipes.finetune")
+    with zoo.Run(tyro.cli(recipe.Config, args=recipe_flags)) as run:
+        stored = json.loads((run.folder / "config.json").read_text())["optimizer"]
+        optimizer = run.config.optimizer
+        assert (stored["learning_rate"], stored["weight_decay"]) == (
+            optimizer.learning_rate,
+            optimizer.weight_decay,
+        )
+    return optimizer.learning_rate, optimizer.weight_decay
+
+
+def test_a_run_takes_the_numbers_of_its_method_and_keeps_them(tmp_path, monkeypatch):
+    at = lambda name, *flags: opened(
+        [f"--run-dir={tmp_path / name}", "--compilation-cache=None", *flags]
+    )
+    assert at("full") == (3e-4, 0.01)
+    assert at("lora", "--method=lora") == (1e-3, 0.0)
+    assert at("given", "--optimizer.weight-decay=0.3") == (3e-4, 0.3)
+    # A later version's numbers are none of a run that has begun.
+    monkeypatch.setitem(finetuning.LEARNING_RATES, "lora", 0.5)
+    assert at("lora", "--method=lora") == (1e-3, 0.0)
+    assert at("other", "--method=lora") == (0.5, 0.0)
+    with pytest.raises(RunError, match=r"optimizer.learning_rate: was 0.001, is 0.1"):
+        at("lora", "--method=lora", "--optimizer.learning-rate=0.1")
+    with pytest.raises(ValueError, match=r"optimizer.beta1=2.0"):
+        finetuning.Optimizer(beta1=2.0)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_adapters_do_without_their_base(tune, tmp_path, shared):
+    shutil.copytree(shared / "base", tmp_path / "base")
+    flags = (f"--model={tmp_path / 'base'}",)
+    run_dir = tune(*flags, "--steps=4")
+    meta = json.loads((run_dir / "checkpoints" / "4" / "meta.json").read_text())
+    trained = {name for name in meta["arrays"] if name.startswith("model.")}
+    assert trained
+    assert all(name.endswith((".down", ".up")) for name in trained)
+    other = transformer.Transformer(zoo.load(shared / "base").config, key=jax.random.key(1))
+    zoo.save(tmp_path / "base", other, tokenizer=ByteTokenizer())
+    with pytest.raises(RunError, match="--model is not the base this run began with"):
+        tune(*flags, "--steps=6")
+
+
+@pytest.fixture
+def compiled(tune, monkeypatch):
+    """`compiled(*flags)`: the memory of the step that would be taken, the model, the training."""
+
+    class Compiled(Exception):
+        pass
+
+    def train(run, training, hooks, step_fn, state):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+
+    monkeypatch.setattr(loop, "_train", train)
+
+    def compiled(*flags):
+        with pytest.raises(Compiled) as caught:
+            tune(*flags)
+        return caught.value.args
+
+    return compiled
+
+
+@pytest.mark.slow
+def test_remat_of_a_loaded_model_saves_memory(compiled, tmp_path):
+    config = transformer.Config(320, d_model=32, num_layers=8, num_heads=2, dropout=0.1)
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", model, tokenizer=ByteTokenizer())
+    flags = (f"--model={tmp_path / 'base'}", "--precision=fp32")
+    memory, plain, training = compiled(*flags)
+    more = ("--remat=full", "--dropout=0", "--attention=xla", "--scan-layers=True")
+    memory_with_remat, given, _ = compiled(*flags, *more)
+    assert (plain.config.remat, plain.config.dropout, plain.config.attention) == (
+        "none",
+        0.1,
+        "auto",
+    )
+    assert (given.config.remat, given.config.dropout, given.config.attention) == (
+        "full",
+        0.0,
+        "xla",
+    )
+    assert memory_with_remat.temp_size_in_bytes < 0.6 * memory.temp_size_in_bytes
+    # Out of memory, a run advises the flag that there is.
+    assert planned._remat_flag(Job(training=training, mesh="")) == "--remat"
+
+
+def test_published_models_have_the_configuration_of_their_base(shared, tmp_path):
+    recipe = importlib.import_module("recipes.finetune")
+    flags = Recipe("finetune", shared).flags(tmp_path / "run", "--remat=full", "--dropout=0.5")
+    with zoo.Run(tyro.cli(recipe.Config, args=flags)) as run:
+        base = finetuning.Base(run)
+        model = base.load()
+        finetuning.saver(run, base)(run.folder / "model", model, {})
+        assert (model.config.remat, model.config.dropout) == ("full", 0.5)
+        assert zoo.load(run.folder / "model").config == zoo.load(shared / "base").config
+
+
+def test_damaged_parameters_are_named_before_training(tune, tmp_path, shared):
+    model = zoo.load(shared / "base")
+    for bad in (jnp.nan, jnp.inf):
+        wo = model.blocks.attention.wo.at[0, 1, 2, 3].set(bad)
+        damaged = eqx.tree_at(lambda m: m.blocks.attention.wo, model, wo)
+        zoo.save(tmp_path / "base", damaged, tokenizer=ByteTokenizer())
+        with pytest.raises(ValueError, match=r"base: blocks.attention.wo has a NaN or an infinity"):
+            tune(f"--model={tmp_path / 'base'}")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 MISTAKES = {
+    "length": (["--data.seq-len=4096"], "data.seq_len=4096: {shared}/base has 2048 positions"),
+    "buckets": (
+        ["--data.rows=bucketed", "--data.buckets", "64", "4096"],
+        "data.buckets=4096: {shared}/base has 2048 positions",
+    ),
+    "field": (["--model={shared}/rnn", "--attention=xla"], "of a rnn, attention='xla': dropout"),
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
@@ -169,11 +297,16 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_reported_before_training(mistake, tune, tmp_path):
+def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, monkeypatch):
     flags, message = MISTAKES[mistake]
+    if mistake in ("length", "buckets", "field", "pattern", "targets"):  # before the text is read
+        monkeypatch.setattr(finetuning, "read_text", None)
+    if mistake == "field":
+        config = rnn.Config(320, hidden_size=8, num_layers=1)
+        zoo.save(shared / "rnn", rnn.RNN(config, key=jax.random.key(0)))
     with pytest.raises((ValueError, PublishError)) as e:
-        tune(*flags)
-    assert message in str(e.value)
+        tune(*(flag.format(shared=shared) for flag in flags))
+    assert message.format(shared=shared) in str(e.value)
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -191,6 +324,8 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
     with pytest.raises(PublishError, match="is a run that has not finished"):
         tune(f"--model={tmp_path / 'unfinished'}")
+    with pytest.raises(ValueError, match=r"rank=4.*method='full' has no adapters"):
+        finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
 

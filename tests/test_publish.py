@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int
 
 import zoo
 from zoo import bert, lora, mlp, rnn, sharding, transformer
-from zoo.base import checksums
+from zoo.base import checksums, configuration
+from zoo.nn import parameters
 from zoo.nn.layers import RopeScaling
-from zoo.publishing import families, tensors
+from zoo.publishing import families, models, tensors
 from zoo.publishing import shelf as the_shelf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.tensors import Tensor, write_file
@@ -553,3 +554,97 @@ def test_unknown_formats_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'hf'\]"):
         zoo.save(tmp_path / "model", net(), format="gguf")
     assert not list(tmp_path.iterdir())
+
+
+def folders_of_three_kinds(tmp_path: Path) -> dict[str, Path]:
+    """A model in bf16 in the zoo's format, adapters of it in fp32, and Hugging Face's format."""
+    model = parameters.cast(drawn_transformer(num_layers=1), jnp.bfloat16)
+    zoo.save(tmp_path / "zoo", model)
+    zoo.save(tmp_path / "hf", model, format="hf")
+    adapted = lora.adapt(model, lora.Config(rank=2), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=tmp_path / "zoo")
+    return {name: tmp_path / name for name in ("zoo", "hf", "adapters")}
+
+
+def test_skeletons_are_those_of_loaded_models(tmp_path: Path):
+    for name, folder in folders_of_three_kinds(tmp_path).items():
+        for dtype in (None, "fp16"):
+            loaded, skeleton = zoo.load(folder, dtype=dtype), models.skeleton(folder, dtype=dtype)
+            assert jax.tree.structure(skeleton) == jax.tree.structure(loaded)
+            shapes = [
+                [(x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+                for tree in (skeleton, loaded)
+            ]
+            assert shapes[0] == shapes[1]
+            found = {str(dtype) for _, dtype in shapes[0]}
+            stored = {"bfloat16", "float32"} if name == "adapters" else {"bfloat16"}
+            assert found == ({"float16"} if dtype else stored)
+
+
+def test_checksums_of_weights(tmp_path: Path):
+    folders = folders_of_three_kinds(tmp_path)
+    first = {name: models.weights_checksum(folder) for name, folder in folders.items()}
+    assert len({*first.values()}) == 3
+    # The list of the folder and the bytes give the same, and a card is no weight.
+    (folders["hf"] / checksums.NAME).unlink()
+    (folders["hf"] / "README.md").write_text("another card")
+    assert models.weights_checksum(folders["hf"]) == first["hf"]
+    zoo.save(folders["zoo"], drawn_transformer(num_layers=1))
+    changed = {name: models.weights_checksum(folder) for name, folder in folders.items()}
+    assert changed["zoo"] != first["zoo"]
+    assert changed["adapters"] != first["adapters"]  # whose base is another
+
+
+OVERRIDES = {"dropout": 0.25, "remat": "full"}
+
+
+def test_loaded_models_take_other_values_for_training(tmp_path: Path):
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    for name, folder in folders_of_three_kinds(tmp_path).items():
+        plain = zoo.load(folder)
+        for quantize in (None, "int8") if name == "zoo" else (None,):
+            model = zoo.load(folder, overrides=OVERRIDES, quantize=quantize)
+            assert (model.config.dropout, model.config.remat) == (0.25, "full")
+            assert model.blocks.dropout == 0.25  # and not only beside what it computes with
+            skeleton = models.skeleton(folder, overrides=OVERRIDES, quantize=quantize)
+            assert jax.tree.structure(skeleton) == jax.tree.structure(model), name
+        model = zoo.load(folder, overrides=OVERRIDES)
+        np.testing.assert_array_equal(model(tokens), plain(tokens))
+        key = jax.random.key(0)
+        assert np.abs(model(tokens, key=key) - plain(tokens, key=key)).max() > 0
+    with pytest.raises(PublishError, match=r"of a transformer, num_layers=3: dropout, attention"):
+        zoo.load(folder, overrides={"num_layers": 3})
+    with pytest.raises(PublishError, match=r"num_leyers=3: dropout"):
+        zoo.load(folder, overrides={"num_leyers": 3})
+    with pytest.raises(PublishError, match=r"dropout=2.0: must be in \[0, 1\)"):
+        zoo.load(folder, overrides={"dropout": 2.0})
+    zoo.save(tmp_path / "net", net())
+    with pytest.raises(PublishError, match=r"embed=3: "):
+        zoo.load(tmp_path / "net", overrides={"embed": 3})
+
+
+def test_fields_that_can_be_overridden_change_no_parameter():
+    others = {bool: False, int: 3, float: 0.5}
+    made = {
+        "bert": bert.Config(16, d_model=8, num_layers=1, num_heads=2),
+        "mlp": mlp.Config(3, 2, hidden_size=4),
+        "rnn": rnn.Config(16, hidden_size=4),
+        "transformer": transformer.Config(16, d_model=8, num_layers=1, num_heads=2),
+    }
+    count = 0
+    for name, config in made.items():
+        cls = families.FAMILIES[name].model
+        make = lambda config, cls=cls: eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
+        shapes = tensors.parameter_shapes(make(config))
+        for field in dataclasses.fields(config):
+            value = others.get(type(getattr(config, field.name)), 3)
+            value = {"attention": "xla", "remat": "full", "implementation": "scan"}.get(
+                field.name, value
+            )
+            try:
+                changed = configuration.changed(config, {field.name: value})
+            except ValueError:
+                continue
+            count += 1
+            assert tensors.parameter_shapes(make(changed)) == shapes, field.name
+    assert count >= 4 + 4 + 2 + 5

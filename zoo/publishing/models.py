@@ -8,7 +8,7 @@ format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,10 @@ from jaxtyping import PyTree
 from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
+from zoo.nn.quantized import Kind, is_quantized
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import describe, family_name, read_skeleton
+from zoo.publishing.families import describe, family_name, read_skeleton, reconfigured
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -32,9 +33,16 @@ from zoo.publishing.folder import (
     replacing,
     verify,
 )
+from zoo.publishing.quantizing import check_kind
 from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
+from zoo.publishing.tensors import (
+    num_parameters,
+    parse_dtype,
+    read_dtypes,
+    read_tensors,
+    write_tensors,
+)
 
 Format = Literal["zoo", "hf"]
 
@@ -59,6 +67,12 @@ def save(
     model again, or no Hugging Face family has it, and ValueError for another format.
     """
     check_value("format", format, Format)
+    if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
+        raise PublishError(
+            "the model is quantised, and folders hold models as they were before: save that one, "
+            "and load it by zoo.load(folder, quantize=...); or save what zoo.lora.merge makes of "
+            "this one, whose matrices are dequantised"
+        )
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
@@ -89,6 +103,8 @@ def load(
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
+    quantize: Kind | None = None,
+    overrides: Mapping[str, Any] | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
 ) -> Any:
@@ -99,29 +115,80 @@ def load(
     slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
     verified first; Hugging Face's folders have none.
 
+    With `quantize` of "int8", "int4" or "nf4" matrices have 8 or 4 bits per value, and some for
+    scales (see `zoo.nn.quantized`). They are quantised layer by layer as they are read, and stay
+    so in memory; products dequantise them as they read them. Routers, tables of positions, norms
+    and biases stay as they are, and so does what adapters add.
+
+    `overrides` are other values for fields of the model's configuration that its parameters do not
+    depend on, as `{"dropout": 0.1, "remat": "full"}`.
+
     Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
     your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
     them), or where `allow_import` lists the module that they are in. Raises PublishError, which
     names the file, field, class or tensor at fault.
     """
     dtype = parse_dtype(dtype)
+    check_kind(quantize)
     folder = find(name_or_folder)
     values = hugging_face_config(folder)
     if values is None or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
-        return hf.read_model(folder, values, mesh=mesh, dtype=dtype)
+        model = hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
+        return reconfigured(model, overrides)
     if adapters.are_adapters(folder):
         base = load(
             adapters.base_of(folder),
             mesh=mesh,
             dtype=dtype,
+            quantize=quantize,
+            overrides=overrides,
             classes=classes,
             allow_import=allow_import,
         )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
     skeleton = read_skeleton(folder, classes, allow_import)
-    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
+    skeleton = reconfigured(skeleton, overrides)
+    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
+
+
+def skeleton(
+    name_or_folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    quantize: Kind | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> PyTree:
+    """The skeleton of the model that `load` would return: its shapes and dtypes.
+
+    Only `config.json` and the tables of the weights' files are read. Raises PublishError, which
+    names the file, field or tensor at fault.
+    """
+    dtype = parse_dtype(dtype)
+    check_kind(quantize)
+    folder = find(name_or_folder)
+    values = hugging_face_config(folder)
+    if values is not None:
+        plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        return reconfigured(plain, overrides)
+    if adapters.are_adapters(folder):
+        base = skeleton(
+            adapters.base_of(folder), dtype=dtype, quantize=quantize, overrides=overrides
+        )
+        return adapters.adapters_skeleton(folder, base, dtype=dtype)
+    plain = reconfigured(read_skeleton(folder), overrides)
+    return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
+
+
+def weights_checksum(folder: Path) -> str:
+    """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
+    files, or else of their bytes; of adapters, with that of their base.
+    """
+    own = checksums.digest(folder, hf.weight_files(folder))
+    if hugging_face_config(folder) is None and adapters.are_adapters(folder):
+        return checksums.joined(weights_checksum(find(adapters.base_of(folder))), own)
+    return own
 
 
 def _readme(name: str, model: PyTree, card: str) -> str:

@@ -41,7 +41,7 @@ def show(job: Job, target: str) -> NoReturn:
 
 
 def _remat_flag(job: Job) -> str | None:
-    return None if job.training.remat is None else "--model.remat"
+    return None if job.training.remat is None else job.training.remat_flag
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import jax
 
@@ -141,6 +141,13 @@ class Config:
         """Rows of a global batch, where the configuration says it: checked before data is read."""
         return None
 
+    def completed(self, stored: Mapping[str, Any]) -> "Config":
+        """The configuration with the fields that it leaves open.
+
+        `stored` is that of the run in its folder, or empty: what is open is as it is there.
+        """
+        return self
+
 
 ConfigT = TypeVar("ConfigT", bound=Config, covariant=True)
 
@@ -179,6 +186,8 @@ class Run(Generic[ConfigT]):
         if config.precision == "auto":
             # Written down, so that a run resumes in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
+        stored = _read_config(self.folder / "config.json") or {}
+        config = self.config = cast(ConfigT, config.completed(stored))
         if config.compilation_cache is not None and not config.plan:
             folder = files.local_path(config.compilation_cache, "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -301,7 +310,7 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise ValueError("it holds no JSON object")
         return found
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IsADirectoryError) as error:
         raise RunError(

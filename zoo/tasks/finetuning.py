@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -11,17 +12,22 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import added, may_differ, require
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.nn.attention import Implementation
+from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
+from zoo.nn.remat import Policy
 from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
+from zoo.publishing.families import reconfigured
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
 from zoo.runs import loop
@@ -35,7 +41,8 @@ from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
 from zoo.training import optimizers
 from zoo.training.description import Training
-from zoo.training.state import Trainable
+from zoo.training.pretrained import Pretrained
+from zoo.training.state import Trainable, frozen_leaves
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.lora import Config as LoraConfig
@@ -58,6 +65,34 @@ class Data(text.Source):
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
 
 
+# Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
+LEARNING_RATES = {"full": 3e-4, "lora": 1e-3}
+WEIGHT_DECAYS = {"full": 0.01, "lora": 0.0}
+
+
+@dataclass(frozen=True)
+class Optimizer(optimizers.Config):
+    """An optimizer whose rate and decay are those of the method, where none are given."""
+
+    learning_rate: float | None = None  # type: ignore[assignment]
+    """Peak learning rate; if not given, 3e-4 for method full, and 1e-3 for lora."""
+    weight_decay: float | None = None  # type: ignore[assignment]
+    """Decoupled weight decay, on matrices only; if not given, 0.01 for full, and 0 for lora."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is None or self.weight_decay is None:
+            self.completed("full", {})
+        else:
+            super().__post_init__()
+
+    def completed(self, method: str, stored: Mapping[str, Any]) -> "Optimizer":
+        """The same with numbers: those of the stored run, or else those of the method."""
+        defaults = {"learning_rate": LEARNING_RATES, "weight_decay": WEIGHT_DECAYS}
+        missing = {name: x for name, x in defaults.items() if getattr(self, name) is None}
+        numbers = {name: stored.get(name, x[method]) for name, x in missing.items()}
+        return dataclasses.replace(self, **numbers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
@@ -77,9 +112,18 @@ class Config(RunConfig):
     """Tokens of the samples at the end."""
     sample_every: int | None = may_differ(None)
     """Steps between samples during training, which samples.jsonl keeps."""
+    remat: Policy | None = may_differ(None)
+    """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full; that
+    of the stored model if not given."""
+    dropout: float | None = added(None)
+    """Rate of dropout in training; that of the stored model if not given."""
+    attention: Implementation | None = may_differ(None)
+    """Attention kernel: auto, chunked, xla, or cudnn; that of the stored model if not given."""
+    scan_layers: bool | None = may_differ(None)
+    """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()
     data: Data = Data()
-    optimizer: optimizers.Config = optimizers.Config()
+    optimizer: optimizers.Config = Optimizer()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +134,24 @@ class Config(RunConfig):
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",
         )
+        require(
+            self.method == "lora" or self.lora == type(self).lora,
+            f"lora={self.lora}: method={self.method!r} has no adapters; give --method lora too",
+        )
+
+    def completed(self, stored: Mapping[str, Any]) -> "Config":
+        """The configuration with the numbers of its optimizer."""
+        if not isinstance(self.optimizer, Optimizer):
+            return self
+        optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
+        return dataclasses.replace(self, optimizer=optimizer)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The given values of fields of the model's own configuration."""
+        names = ("remat", "dropout", "attention", "scan_layers")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def batch_size(self) -> int:
@@ -98,24 +160,87 @@ class Config(RunConfig):
 
 
 class Base:
-    """The model that a run begins with: its folder and format, its parameters, its tokenizer."""
+    """The model that a run begins with: its folder and format, its skeleton, its tokenizer."""
 
     def __init__(self, run: Run[Config]):
         config = run.config
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
-        self.model = lora.merge(models.load(self.folder, mesh=run.mesh, dtype=jnp.float32))
-        size = self.model.config.vocab_size if isinstance(self.model, SequenceModel) else None
+        stored = eqx.filter_eval_shape(lora.merge, models.skeleton(self.folder))
+        self.skeleton: Any = reconfigured(stored, config.overrides)
+        self._stored_config, self._run = getattr(stored, "config", None), run
+        is_sequence = isinstance(self.skeleton, SequenceModel)
+        size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:
             raise ValueError(
-                f"model={config.model!r} is a {type(self.model).__name__} that reads no tokens: "
+                f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, a BERT, or an RNN with a vocab_size"
             )
+        _check_lengths(config, self.skeleton.config)
+        _check_trainable(config, self.skeleton)
         self.tokenizer = _load_tokenizer(run, self)
         if self.tokenizer.vocab_size > size:
             raise ValueError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
                 f"vocab_size of {size}: they do not go together"
+            )
+
+    def load(self) -> PyTree:
+        """The model on the run's mesh, whole and in the dtypes that it is stored in.
+
+        Raises:
+            ValueError: a parameter that is not finite.
+        """
+        model = _merged(self._run, models.load(self.folder, mesh=self._run.mesh))
+        check_finite(model, self.folder, self._run.mesh)
+        return reconfigured(model, self._run.config.overrides)
+
+    def as_stored(self, model: PyTree) -> PyTree:
+        """A model of this run with the fields of the base that the run had other values for."""
+        names = self._run.config.overrides
+        return reconfigured(model, {name: getattr(self._stored_config, name) for name in names})
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """The model for a training, which loads it when it begins."""
+        return Pretrained(self.skeleton, self.load, models.weights_checksum(self.folder))
+
+
+def _check_lengths(config: Config, model: Any) -> None:
+    """Refuse rows that are longer than any text that the model was made for."""
+    limit = getattr(model, "max_seq_len", None)
+    flag, longest = "data.seq_len", config.data.seq_len
+    if config.data.rows == "bucketed":
+        flag, longest = "data.buckets", max(config.data.buckets)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{flag}={longest}: {config.model} has {limit} positions (its max_seq_len); give rows "
+            f"of at most {limit} tokens"
+        )
+
+
+def _check_trainable(config: Config, skeleton: PyTree) -> None:
+    """Refuse patterns that match nothing, before the text is read."""
+    num_classes = 2 if config.label else 0  # or however many there are
+    prepared = eqx.filter_eval_shape(
+        lambda key, model: prepare(config, model, key, num_classes), jax.random.key(0), skeleton
+    )
+    frozen_leaves(prepared, trainable(config))
+
+
+def check_finite(model: PyTree, folder: Path, mesh: Mesh) -> None:
+    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
+    floats = eqx.filter(model, eqx.is_inexact_array)
+    check = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
+        out_shardings=sharding.replicated(mesh),
+    )
+    finite = check(floats)
+    for path, is_finite in jtu.tree_leaves_with_path(jax.device_get(finite)):
+        if not is_finite:
+            raise ValueError(
+                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
+                "training diverged; get it again, or begin with another --model"
             )
 
 
@@ -237,7 +362,7 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
     del state, chosen, more  # and the optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
-    published = _merged(run, models.load(base.folder, mesh=run.mesh))
+    published = base.load()
     for when, shown in (("before", published), ("after", model)):
         run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
 
@@ -247,17 +372,30 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
     """The same training, of a model that there is, in full or in part."""
-    return dataclasses.replace(training, pretrained=base.model, trainable=trainable(config))
+    remat = getattr(base.skeleton.config, "remat", None)
+    return dataclasses.replace(
+        training,
+        pretrained=base.pretrained,
+        trainable=trainable(config),
+        remat=remat,
+        remat_flag="--remat",
+    )
 
 
 def _merged(run: Run[Config], model: PyTree) -> PyTree:
-    """The plain model that computes the same, on the run's mesh as the model was."""
-    if not lora.has_adapters(model):
+    """The plain model that computes the same, on the run's mesh as the model was.
+
+    It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
+    """
+    dtypes = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
+    if not lora.has_adapters(model) and len(dtypes) == 1:
         return model
 
     @eqx.filter_jit
     def merge(model: PyTree) -> PyTree:
         model = lora.merge(model)
+        found = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
+        model = cast(model, jnp.result_type(*found))
         return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
 
     return merge(model)
@@ -270,7 +408,8 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
     training = classification.training(run, config.optimizer, data, make_model)
     # No format but the zoo's has this head, and without it adapters are of no use.
     plain = classification.saver(base.tokenizer)
-    save = lambda folder, model, metrics: plain(folder, _merged(run, model), metrics)  # noqa: E731
+    as_stored = lambda model: base.as_stored(_merged(run, model))  # noqa: E731
+    save = lambda folder, model, metrics: plain(folder, as_stored(model), metrics)  # noqa: E731
     classification.train(run, _from_base(training, config, base), save=save)
 
 
@@ -289,7 +428,7 @@ def saver(run: Run[Config], base: Base) -> Save:
     """A function that saves a model, merged, in its base's format with its metrics."""
     return lambda folder, model, metrics: models.save(
         folder,
-        _merged(run, model),
+        base.as_stored(_merged(run, model)),
         format="hf" if base.is_hugging_face else "zoo",
         tokenizer=base.tokenizer,
         metrics=metrics,
