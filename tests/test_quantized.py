@@ -11,7 +11,6 @@ import pytest
 import zoo
 from zoo import sharding, transformer
 from zoo.nn import quantized
-from zoo.nn.precision import in_precision
 from zoo.nn.quantized import NF4, Quantized, dequantize, is_quantized, quantize
 from zoo.publishing import quantizing
 from zoo.publishing.errors import PublishError
@@ -21,7 +20,7 @@ from zoo.training.state import trained_leaves
 
 KINDS = quantized.KINDS
 CONFIG = transformer.Config(
-    vocab_size=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, scan_layers=True
+    vocab_size=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=2
 )
 TOKENS = np.arange(32, dtype=np.int32).reshape(4, 8) % 50
 

@@ -303,7 +303,11 @@ def _times_forward(
         few = on_cpu and b * m <= _FEW_ROWS and not is_transposed
         y = (_sum_of_products if few else _product)(rows, codes, is_transposed)
         y = y * scales.reshape(1, -1).astype(jnp.float32)
-    elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim, False):
+    elif (
+        b * m == 1
+        and platform() in ("cpu", "tpu")
+        and form == ("int4", contract - 1 - codes.ndim, False)
+    ):
         y = _row_product(rows, codes, scales, zeros, contract)
     else:
         y = _product(rows, _dequantize(codes, scales, zeros, form), is_transposed, dtype)
