@@ -24,6 +24,7 @@ from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokeniz
 from zoo.nn.attention import Implementation
 from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
+from zoo.nn.quantized import Kind, dequantize, is_quantized
 from zoo.nn.remat import Policy
 from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
@@ -101,6 +102,8 @@ class Config(RunConfig):
     """Model to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
+    base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
+    """Bits of the matrices that adapters are trained beside: those of the files, 8 or 4."""
     freeze: tuple[str, ...] = ()
     """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
     label: str | None = None
@@ -138,6 +141,11 @@ class Config(RunConfig):
             self.method == "lora" or self.lora == type(self).lora,
             f"lora={self.lora}: method={self.method!r} has no adapters; give --method lora too",
         )
+        require(
+            self.method == "lora" or self.base == "stored",
+            f"base={self.base!r}: quantised matrices are not trained; take method='lora', which "
+            "trains adapters beside them, or base='stored'",
+        )
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the numbers of its optimizer."""
@@ -154,6 +162,11 @@ class Config(RunConfig):
         return {name: value for name, value in values.items() if value is not None}
 
     @property
+    def quantize(self) -> Kind | None:
+        """The kind that the base's matrices are quantised in."""
+        return None if self.base == "stored" else self.base
+
+    @property
     def batch_size(self) -> int:
         """Rows of a global batch."""
         return self.data.batch_size
@@ -166,9 +179,15 @@ class Base:
         config = run.config
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
-        stored = eqx.filter_eval_shape(lora.merge, models.skeleton(self.folder))
-        self.skeleton: Any = reconfigured(stored, config.overrides)
-        self._stored_config, self._run = getattr(stored, "config", None), run
+        stored = models.skeleton(self.folder, quantize=config.quantize)
+        if config.quantize is not None and lora.has_adapters(stored):
+            raise ValueError(
+                f"base={config.base!r}: {config.model} has adapters, and merged with them its "
+                "matrices would be whole: give the model that they adapt, or base='stored'"
+            )
+        merged = eqx.filter_eval_shape(lora.merge, stored)
+        self.skeleton: Any = reconfigured(merged, config.overrides)
+        self._stored_config, self._run = getattr(merged, "config", None), run
         is_sequence = isinstance(self.skeleton, SequenceModel)
         size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:
@@ -191,7 +210,9 @@ class Base:
         Raises:
             ValueError: a parameter that is not finite.
         """
-        model = _merged(self._run, models.load(self.folder, mesh=self._run.mesh))
+        quantize = self._run.config.quantize
+        model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
+        model = model if quantize else _merged(self._run, model)
         check_finite(model, self.folder, self._run.mesh)
         return reconfigured(model, self._run.config.overrides)
 
@@ -386,14 +407,16 @@ def _merged(run: Run[Config], model: PyTree) -> PyTree:
     """The plain model that computes the same, on the run's mesh as the model was.
 
     It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
+    What was quantised is dequantised.
     """
     dtypes = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
-    if not lora.has_adapters(model) and len(dtypes) == 1:
+    quantized = any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
+    if not lora.has_adapters(model) and len(dtypes) == 1 and not quantized:
         return model
 
     @eqx.filter_jit
     def merge(model: PyTree) -> PyTree:
-        model = lora.merge(model)
+        model = dequantize(lora.merge(model))
         found = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
         model = cast(model, jnp.result_type(*found))
         return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
@@ -418,6 +441,11 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
     if lora.has_adapters(model):
         save_adapters(run.folder / "adapters", model, base=run.config.model)
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    if run.config.quantize is not None:
+        run.say(
+            f"the merged model has the {run.config.base} base's matrices as they were trained "
+            "beside, dequantised: it is as large as without --base"
+        )
     merged = _merged(run, model)
     saver(run, base)(run.folder / "model", merged, metrics)
     run.say(f"the model is in {run.folder / 'model'}")
