@@ -121,7 +121,7 @@ def packed_here(folder: Path, convert: Any, described: dict[str, Any], **changes
             tensors[name] = x.detach().half().numpy()
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    values = model.config.to_dict() | {"dtype": "float16", "quantization_config": described}
+    values = model.config.to_diff_dict() | {"dtype": "float16", "quantization_config": described}
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
     return model, {name: x.weight.detach().numpy() for name, x in linears(model).items()}
 
