@@ -8,6 +8,7 @@ eleventh row of some matrices, dequantised as [out, in]: by bitsandbytes, or by 
 Heads are narrower than any group.
 """
 
+import copy
 import json
 import math
 import shutil
@@ -127,31 +128,31 @@ def packed_here(folder: Path, convert: Any, described: dict[str, Any], **changes
 
 
 def by_bitsandbytes(folder: Path, width: int, **options: Any) -> Any:
-    """The folder as transformers saves it, and the model as it computes with it, or would."""
-    # Its kernel for CPUs needs rows of whole blocks of 64.
+    """The folder as transformers saves it, and the model of what it holds.
+
+    Not the model itself, whose products on a CPU round to bf16, or in int8 the activations too.
+    """
     source, sizes = folder.with_name("plain"), {"num_hidden_layers": 1, "intermediate_size": width}
-    plain(**sizes).save_pretrained(source)
+    twin = plain(**sizes)
+    twin.save_pretrained(source)
     config = transformers.BitsAndBytesConfig(**options)
-    # float32 throughout: what bitsandbytes dequantises it rounds to the model's dtype.
+    # float32 throughout: bitsandbytes rounds what it dequantises to the model's dtype.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source, quantization_config=config, dtype=torch.float32
-    ).eval()
+    )
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     shutil.rmtree(source)
-    if config.load_in_4bit:
-        found = {
-            name: bnb.dequantize_4bit(x.weight.data, x.weight.quant_state).numpy()
-            for name, x in linears(model).items()
-        }
-        return model, found
-    # Its products in int8 round the activations too, which is no matter of the weights.
-    value = lambda w: (w.CB if w.CB is not None else w.data).float() * w.SCB[:, None] / 127
-    found = {name: value(x.weight).numpy() for name, x in linears(model).items()}
-    twin = plain(**sizes)
-    for name, x in linears(twin).items():
-        x.weight.data = torch.from_numpy(found[name])
-    return twin, found
+    for name, x in linears(model).items():
+        if config.load_in_4bit:
+            # A block per row: on a CPU bitsandbytes 0.50 is wrong where one ends inside of a row.
+            state = copy.copy(x.weight.quant_state)
+            state.shape = torch.Size((math.prod(state.shape) // state.blocksize, state.blocksize))
+            value = bnb.dequantize_4bit(x.weight.data, state).reshape(x.weight.quant_state.shape)
+        else:
+            value = bnb.int8_vectorwise_dequant(x.weight.data, x.weight.SCB)
+        twin.get_submodule(name).weight.data = value
+    return twin, {name: x.weight.detach().numpy() for name, x in linears(twin).items()}
 
 
 def method(bits: int, group_size: int, **fields: Any) -> dict[str, Any]:
@@ -174,7 +175,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
         folder, awq, method(4, 32, modules_to_not_convert=None, **AWQ)
     ),
     "nf4": lambda folder: by_bitsandbytes(
-        folder, 128, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        folder, 96, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
     "fp4": lambda folder: by_bitsandbytes(folder, 128, load_in_4bit=True),
     "int8": lambda folder: by_bitsandbytes(folder, 64, load_in_8bit=True),
