@@ -13,12 +13,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo.nn.quantized import Kind
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
 from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.matrices import Matrix, Part
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
+from zoo.publishing.quantizing import quantized_skeleton
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill
 from zoo.sharding.axes import keystr
@@ -30,35 +32,50 @@ _ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
-def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+def read_model(
+    folder: Path,
+    values: dict,
+    *,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None,
+    quantize: Kind | None = None,
+) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
-    skeleton, weights, found = _open(folder, values, dtype)
+    skeleton, weights, found = _open(folder, values, dtype, quantize)
+
+    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        with weights.reader() as read:
+            return found[name].read(index, _dtype(weights, found[name], dtype), read)
 
     def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-        layout = found[name]
-        target = _dtype(weights, layout, dtype)
+        return place(shape, where, partial(part, name))
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            with weights.reader() as read:
-                return layout.read(index, target, read)
-
-        return place(shape, where, part)
-
-    return fill(skeleton, mesh, make)
+    # Those that the files have quantised are made array by array, as all others are.
+    return fill(skeleton, mesh, make, None if quantize is None else part)
 
 
-def read_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyTree:
+def read_skeleton(
+    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+) -> PyTree:
     """The skeleton of the model that `read_model` would return."""
-    skeleton, weights, found = _open(folder, values, dtype)
+    return _open(folder, values, dtype, quantize)[0]
 
+
+def _typed(
+    skeleton: PyTree,
+    weights: Weights,
+    found: dict[str, Layout | Part],
+    dtype: DTypeLike | None,
+    quantize: Kind | None,
+) -> PyTree:
     def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
 
-    return fill(skeleton, None, make)
+    return quantized_skeleton(fill(skeleton, None, make), quantize)
 
 
 def _open(
-    folder: Path, values: dict, dtype: DTypeLike | None
+    folder: Path, values: dict, dtype: DTypeLike | None, quantize: Kind | None
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     where = f"{folder / 'config.json'}"
@@ -67,7 +84,7 @@ def _open(
         known = ", ".join(MODEL_TYPES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
     family = MODEL_TYPES[kind]
-    method = quantization.read_method(values, where)
+    method = quantization.read_method(values, where, quantize)
     config = family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
     weights = Weights(folder)
     config = family.adapt(config, weights.tensors)
@@ -80,7 +97,7 @@ def _open(
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
     of_values = _dtype(weights, embedding, dtype)
     skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
-    return skeleton, weights, parts
+    return _typed(skeleton, weights, parts, dtype, quantize), weights, parts
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:

@@ -23,11 +23,14 @@ _MARKS = (".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format")
 _INSTEAD = "open the checkpoint that it was made of, by quantize='int8', 'int4' or 'nf4'"
 
 
-def read_method(values: Mapping[str, Any], where: str) -> Method | None:
+def read_method(
+    values: Mapping[str, Any], where: str, quantize: str | None = None
+) -> Method | None:
     """How a folder's matrices are quantised, by its `config.json`; None if they are not.
 
     Raises:
-        PublishError: another method, or settings that are not supported.
+        PublishError: another method, settings that are not supported, or `quantize`, which is for
+            matrices that are not quantised.
     """
     found = values.get(FIELD)
     if found is None:
@@ -41,6 +44,11 @@ def read_method(values: Mapping[str, Any], where: str) -> Method | None:
         raise PublishError(
             f"{where}: weights quantised by quant_method={kind!r} are not read, only those of "
             f"{', '.join(METHODS)}; {_INSTEAD}"
+        )
+    if quantize is not None:
+        raise PublishError(
+            f"{where}: quantize={quantize!r} is for whole weights, and those here are quantised "
+            f"already, by {kind}; leave it out, or open the checkpoint that they were made of"
         )
     return METHODS[kind].read(Fields(found, f"{where}: {FIELD} of {kind}"))
 
