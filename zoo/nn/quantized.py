@@ -236,8 +236,11 @@ def _in_blocks(
     return x.reshape(cut), tuple(beside), x.shape
 
 
-def pack(codes: Integer[Array, "..."], axis: int, group: int) -> Integer[Array, "..."]:
-    """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low."""
+def pack(codes: Any, axis: int, group: int) -> Any:
+    """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low.
+
+    They are an array of JAX's or of numpy's, and so is what is returned.
+    """
     axis = axis % codes.ndim
     before, size, after = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1 :]
     halves = codes.astype(jnp.uint8).reshape(*before, size // group, 2, group // 2, *after)

@@ -59,6 +59,7 @@ def quantize_parts(
     skeleton: Quantized, names: tuple[str | None, ...], name: str, read: Read
 ) -> Quantized:
     """A matrix in the memory of this host, quantised part by part: `read(name, slices)` is one."""
+    assert skeleton.kind != "fp4", "which files of others have"
     made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
     for part in _parts(skeleton, names):
         found = _quantize(read(name, part), names, skeleton.kind)

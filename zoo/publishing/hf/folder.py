@@ -92,7 +92,7 @@ def _open(
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family.tensors(config), prefix)
-    matrices = quantization.find(method, weights, found)
+    matrices = quantization.find(method, weights, found, kind)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
     of_values = _dtype(weights, embedding, dtype)

@@ -133,7 +133,8 @@ class Part:
         first, last = start // half, -(-stop // half)
         whole = [*slices]
         whole[self.packed] = slice(first * self.group, last * self.group)
-        found = pack(self.layout.read(tuple(whole), dtype, matrix), self.packed, self.group)
+        codes = self.layout.read(tuple(whole), dtype, matrix)
+        found = pack(codes, self.packed, self.group)
         cut = [slice(None)] * len(slices)
         cut[self.packed] = slice(start - first * half, stop - first * half)
         return found[tuple(cut)]
@@ -153,10 +154,8 @@ def stacked(
     Raises:
         ValueError: groups that don't fit the parameter's axes.
     """
-    inputs, outputs = matrix_axes(names)
+    inputs, _ = matrix_axes(names)
     into = [layout.axes[axis] for axis in inputs]
-    if layout.factors != [[layout.axes[axis] for axis in outputs], into]:
-        raise ValueError("the family has no [outputs, inputs] matrix there")
     one, last = next(iter(matrices.values())), inputs[-1]
     size = layout.sizes[into[-1]]
     group = math.gcd(one.group, size)
@@ -180,7 +179,7 @@ def stacked(
         "codes": Part(
             layout,
             np.uint8 if is_packed else np.int8,
-            lambda matrix, where, read: matrix.codes(*where, read),
+            lambda matrix, where, read: matrix.codes(where[0], where[1], read),
             matrices,
             last if is_packed else None,
             group,

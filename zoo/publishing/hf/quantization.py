@@ -15,6 +15,7 @@ from zoo.publishing.hf.matrices import Expected, Matrix, Method, Part, stacked
 from zoo.publishing.hf.names import Layout
 from zoo.publishing.hf.weights import DTYPES, Weights
 from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.kinds import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "bitsandbytes": BitsAndBytes}
@@ -40,7 +41,7 @@ def read_method(
     kind = found.get("quant_method")
     if kind is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
         kind = "bitsandbytes"  # of the time when it was the only one
-    if kind not in METHODS:
+    if not isinstance(kind, str) or kind not in METHODS:
         raise PublishError(
             f"{where}: weights quantised by quant_method={kind!r} are not read, only those of "
             f"{', '.join(METHODS)}; {_INSTEAD}"
@@ -54,7 +55,7 @@ def read_method(
 
 
 def find(
-    method: Method | None, weights: Weights, found: Mapping[str, Layout]
+    method: Method | None, weights: Weights, found: Mapping[str, Layout], family: str
 ) -> dict[str, dict[str, Matrix]]:
     """The quantised matrices by the paths of their parameters, and by their `weight`'s names.
 
@@ -62,15 +63,17 @@ def find(
         PublishError: files and configuration disagree, a size that the method can't have, or a
             parameter of which only some layers are quantised.
     """
-    modules = {_module(name): name for name in weights.tensors if _is_mark(name, weights)}
+    marks = [name for name in weights.tensors if name.endswith(_MARKS) or ".weight." in name]
     if method is None:
-        if modules:
+        if marks:
             raise PublishError(
-                f"{weights.folder}: {next(iter(modules.values()))} is of a quantised matrix, and "
-                f"config.json has no {FIELD}, which says how; take it from quantize_config.json or "
-                "quant_config.json, or get the folder again from its source"
+                f"{weights.folder}: {marks[0]} is of a quantised matrix, and config.json has no "
+                f"{FIELD}, which says how; take it from quantize_config.json or quant_config.json, "
+                "or get the folder again from its source"
             )
         return {}
+    integers = [x for x in weights.tensors if weights.tensors[x].dtype in ("I8", "U8", "I32")]
+    modules = {_module(name) for name in marks + integers}
     matrices = {}
     for path, layout in found.items():
         names = [name for name, _ in layout.names()]
@@ -81,6 +84,11 @@ def find(
                 f"{plain[0]} for one, are not; {_INSTEAD}"
             )
         if not plain:
+            if not _is_linear(layout):
+                raise PublishError(
+                    f"{weights.folder}: {names[0]} of the family {family} is no matrix as "
+                    f"[outputs, inputs], and so it is not read quantised; {_INSTEAD}"
+                )
             matrices[path] = {name: _matrix(method, name, layout, weights) for name in names}
     if not matrices:
         raise PublishError(
@@ -93,17 +101,18 @@ def find(
 def _matrix(method: Method, name: str, layout: Layout, weights: Weights) -> Matrix:
     module, shape = name.removesuffix(".weight"), layout.tensor_shape
     try:
-        if len(shape) != 2 or layout.tensor.part:
-            raise ValueError("the family has no [outputs, inputs] matrix there")
         return method.matrix(module, (shape[0], shape[1]), weights.tensors)
     except ValueError as error:
         raise PublishError(f"{weights.folder}: {module}: {error}; {_INSTEAD}") from error
 
 
-def _is_mark(name: str, weights: Weights) -> bool:
-    """Whether a tensor stands in the place of a quantised matrix, or beside it."""
-    integers = weights.tensors[name].dtype in ("I8", "U8", "I32") and name.endswith(".weight")
-    return integers or name.endswith(_MARKS) or ".weight." in name
+def _is_linear(layout: Layout) -> bool:
+    """Whether a parameter's tensors are matrices as [outputs, inputs], one each."""
+    axes = [axis for axis in layout.axes if axis not in layout.numbered]
+    if not is_matrix(axes):
+        return False
+    inputs, outputs = matrix_axes(axes)
+    return layout.factors == [[axes[axis] for axis in group] for group in (outputs, inputs)]
 
 
 def _module(name: str) -> str:
