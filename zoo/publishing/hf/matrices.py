@@ -205,7 +205,7 @@ def stacked(
         kind=one.kind,
         packed=last - len(names) if is_packed else None,
         dtype_name=str(jnp.dtype(dtype)),
-        axes=axes_of(names, inputs),
+        axes=axes_of(names, parts["scales"].shape),
     )
     arrays = {"zeros": None} | {x: jax.ShapeDtypeStruct(y.shape, y.dtype) for x, y in parts.items()}
     return eqx.filter_eval_shape(made, **arrays), parts
