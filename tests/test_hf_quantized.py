@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +25,7 @@ from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.models import skeleton
 from zoo.sharding.axes import keystr
+from zoo.tasks import finetuning
 from zoo.wrappers import lora
 
 GOLDEN = Path(__file__).parent / "golden" / "hf_quantized"
@@ -308,6 +310,12 @@ def test_adapters_stand_on_quantised_matrices():
     assert sum(map(bool, jax.tree.leaves(lora.trainable(adapted)))) == 14
     merged = lora.base(adapted)
     assert same(merged, model) > 10
+
+
+def test_quantised_matrices_are_not_fine_tuned_in_full():
+    run = SimpleNamespace(config=finetuning.Config(model=str(GOLDEN / "gptq")))
+    with pytest.raises(ValueError, match=r"gptq' is stored quantised.*take method='lora'"):
+        finetuning.Base(run)
 
 
 def drop(suffix: str) -> Callable[[dict[str, np.ndarray]], None]:

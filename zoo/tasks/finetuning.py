@@ -122,6 +122,13 @@ class Base:
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
         stored = models.skeleton(self.folder, quantize=config.quantize)
+        leaves = jax.tree.leaves(stored, is_leaf=is_quantized)
+        if config.method != "lora" and any(map(is_quantized, leaves)):
+            raise ValueError(
+                f"model={config.model!r} is stored quantised, and quantised matrices are not "
+                "trained: take method='lora', which trains adapters beside them, or the model that "
+                "it was made of"
+            )
         self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
         self._run = run
         is_sequence = isinstance(self.skeleton, SequenceModel)
