@@ -2,9 +2,11 @@
 
 A block of a matrix has one scale: in `int8` an output of a product (for all of its inputs), in
 `int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the
-code's entry in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in
-each group, those of the first half are the low bits and those of the second half the high ones, so
-that a group stays whole where a mesh cuts the matrix, and unpacking moves no neighbours apart.
+code's entry in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in each
+group, those of the first half are the low bits and those of the second half the high ones, so that
+a group stays whole where a mesh cuts the matrix, and so that unpacking moves no neighbours apart.
+Files of other programs have `int8` in groups too, another table (`fp4`), and inputs in an order of
+their own.
 """
 
 import dataclasses
@@ -24,11 +26,12 @@ from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import platform, product
 from zoo.sharding.foreign import ANNOTATION
-from zoo.sharding.kinds import matrix_axes
+from zoo.sharding.kinds import is_stack, matrix_axes
 
 Model = TypeVar("Model")
 Kind = Literal["int8", "int4", "nf4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+StoredKind = Kind | Literal["fp4"]  # and what is read alone
 GROUP_SIZE = 64
 
 # The quantiles of N(0, 1) that QLoRA (Dettmers et al. 2023, appendix E) gives, as bitsandbytes has
@@ -39,6 +42,9 @@ NF4 = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# A sign, two bits of an exponent and one of a fraction, as bitsandbytes has them.
+FP4 = tuple(sign * x / 12 for sign in (1, -1) for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+TABLES = {"nf4": NF4, "fp4": FP4}
 _FEW_ROWS = 8  # of decoding: other forms of a product and of a lookup are better for these
 
 
@@ -53,8 +59,8 @@ class Quantized(Operand):
     scales: Float[Array, "*blocks"]
     """Of the matrix's rank: each is for a block of shape / scales.shape values."""
     zeros: Num[Array, "*blocks"] | None
-    """The code of the value zero; None for 0 in int8, 8 in int4, and always in nf4."""
-    kind: Kind = eqx.field(static=True)
+    """The code of the value zero; None for 0 in int8, 8 in int4, and always with a table."""
+    kind: StoredKind = eqx.field(static=True)
     packed: int | None = eqx.field(static=True)
     """The axis along which two codes share a byte, counted from the last: -1 and below."""
     dtype_name: str = eqx.field(static=True)
@@ -63,6 +69,8 @@ class Quantized(Operand):
     is_transposed: bool = eqx.field(static=True, default=False)
     """The matrix is the transpose of what codes and scales say: a table, kept as the head that it
     may be."""
+    order: Int[Array, "*order"] | None = None
+    """Which of the model's inputs each of the codes' is, counted over all axes of inputs."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,6 +86,10 @@ class Quantized(Operand):
     def value(self) -> Float[Array, "..."]:
         """The whole matrix, dequantised."""
         value = _dequantize(self.codes, self.scales, self.zeros, self._form).astype(self.dtype)
+        if self.order is not None:
+            rows = value.reshape(*self.order.shape, -1)
+            places = jnp.argsort(self.order)[..., None]
+            value = jnp.take_along_axis(rows, places, self.order.ndim - 1).reshape(value.shape)
         return value.swapaxes(-1, -2) if self.is_transposed else value
 
     def times(
@@ -89,6 +101,8 @@ class Quantized(Operand):
         rows = x.reshape(
             batch[0] if batch else 1, math.prod(batch[1:]), math.prod(shape[:contract])
         )
+        if self.order is not None:
+            rows = rows.at[:, :, self.order].get(unique_indices=True, mode="promise_in_bounds")
         result = jnp.dtype(x.dtype if dtype is None else dtype)
         y = _times(rows, self.codes, self.scales, self.zeros, self._form, contract, result)
         return y.reshape(*batch, *out)
@@ -120,7 +134,7 @@ class Quantized(Operand):
         return self.kind, self.packed, self.is_transposed
 
 
-_Form = tuple[Kind, int | None, bool]
+_Form = tuple[StoredKind, int | None, bool]
 
 
 def is_quantized(x: Any) -> bool:
@@ -171,13 +185,6 @@ def quantize(
     packed = None if kind == "int8" else axis - array.ndim
     if packed is not None:
         codes = pack(codes, packed, group)
-    # The axes of stacked layers are named from outside. An axis of one block is cut over no mesh.
-    names_of_stack = [name for name in names[: min(inputs + outputs)] if name is not None]
-    known = [*names_of_stack, *(str(name) for name in names[min(inputs + outputs) :])]
-    of_blocks = [
-        f"#{name}" if blocks[each] == 1 else name
-        for each, name in zip(range(array.ndim - len(known), array.ndim), known, strict=True)
-    ]
     return Quantized(
         codes,
         scales,
@@ -185,9 +192,22 @@ def quantize(
         kind=kind,
         packed=packed,
         dtype_name=str(array.dtype),
-        axes=(("*matrix", " ".join(known)), ("*blocks", " ".join(of_blocks))),
+        axes=axes_of(names, blocks),
         named_by=named_by,
         is_transposed=is_table,
+    )
+
+
+def axes_of(names: Sequence[str | None], blocks: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """The field `axes` of a matrix of these logical axes, and of so many blocks along each."""
+    # The axes of stacked layers are named from outside. An axis of one block is cut over no mesh.
+    known = [(name, n) for name, n in zip(names, blocks, strict=True) if name is not None]
+    of_blocks = [f"#{name}" if n == 1 else name for name, n in known]
+    of_order = [name for name in names if name is not None and is_stack(name)]
+    return (
+        ("*matrix", " ".join(name for name, _ in known)),
+        ("*blocks", " ".join(of_blocks)),
+        ("*order", " ".join([*of_order, "element"])),
     )
 
 
@@ -220,12 +240,15 @@ def _in_blocks(x: Array, blocks: Sequence[int]) -> tuple[Array, tuple[int, ...],
     return x.reshape(cut), tuple(beside), x.shape
 
 
-def pack(codes: Integer[Array, "..."], axis: int, group: int) -> Integer[Array, "..."]:
-    """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low."""
+def pack(codes: Any, axis: int, group: int) -> Any:
+    """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low.
+
+    They are an array of JAX's or of numpy's, and so is what is returned.
+    """
     axis = axis % codes.ndim
     before, size, after = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1 :]
     halves = codes.astype(jnp.uint8).reshape(*before, size // group, 2, group // 2, *after)
-    low, high = (lax.index_in_dim(halves, i, axis + 1, keepdims=False) for i in (0, 1))
+    low, high = (halves[(slice(None),) * (axis + 1) + (i,)] for i in (0, 1))
     return (low | (high << 4)).reshape(*before, size // 2, *after)
 
 
@@ -252,8 +275,8 @@ def _dequantize(codes: Array, scales: Array, zeros: Array | None, form: _Form) -
     if packed is not None:
         codes = unpack(codes, packed, 2 * codes.shape[packed] // scales.shape[packed])
     x, beside, shape = _in_blocks(codes, scales.shape)
-    if kind == "nf4":
-        x = _nf4(x)
+    if kind in TABLES:
+        x = _look_up(x, TABLES[kind])
     else:
         x = x.astype(jnp.float32)
         if zeros is not None:
@@ -263,9 +286,9 @@ def _dequantize(codes: Array, scales: Array, zeros: Array | None, form: _Form) -
     return (x * scales.reshape(beside).astype(jnp.float32)).reshape(shape)
 
 
-def _nf4(codes: Array) -> Array:
-    """The entries of NF4, chosen bit by bit: a gather would be an array in memory."""
-    values: list[Any] = [jnp.float32(x) for x in NF4]
+def _look_up(codes: Array, table: Sequence[float]) -> Array:
+    """The entries of a table, chosen bit by bit: a gather would be an array in memory."""
+    values: list[Any] = [jnp.float32(x) for x in table]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1
         values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]

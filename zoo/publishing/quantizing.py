@@ -65,6 +65,7 @@ def quantize_parts(
 
     `names` are those of its codes' axes.
     """
+    assert skeleton.kind != "fp4", "which files of others have"
     names = _as_stored(skeleton, names)
     made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
     for part in _parts(skeleton, names):

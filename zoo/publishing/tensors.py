@@ -133,7 +133,7 @@ def fill(
 ) -> Any:
     """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh.
 
-    Quantised matrices are made of parts, `read(name, slices)`.
+    With `read` quantised matrices are made of parts of whole ones, `read(name, slices)`.
     """
     one = SingleDeviceSharding(jax.local_devices()[0])
     placed = skeleton if mesh is None else sharding.shardings(skeleton, mesh)
@@ -155,7 +155,8 @@ def fill(
 
         return jax.tree.map(place, made, where)
 
-    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_quantized)
+    is_whole = None if read is None else is_quantized
+    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_whole)
 
 
 @contextlib.contextmanager

@@ -188,6 +188,13 @@ class Base:
         merged = eqx.filter_eval_shape(lora.merge, stored)
         self.skeleton: Any = reconfigured(merged, config.overrides)
         self._stored_config, self._run = getattr(merged, "config", None), run
+        leaves = jax.tree.leaves(stored, is_leaf=is_quantized)
+        if config.method != "lora" and any(map(is_quantized, leaves)):
+            raise ValueError(
+                f"model={config.model!r} is stored quantised, and quantised matrices are not "
+                "trained: take method='lora', which trains adapters beside them, or the model that "
+                "it was made of"
+            )
         is_sequence = isinstance(self.skeleton, SequenceModel)
         size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:

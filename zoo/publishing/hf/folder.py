@@ -15,8 +15,9 @@ from jaxtyping import PyTree
 
 from zoo.nn.quantized import Kind
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf import bert, experts, gemma, gpt2, llama
+from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
 from zoo.publishing.hf.family import Family
+from zoo.publishing.hf.matrices import Matrix, Part
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.quantizing import quantized_skeleton
@@ -40,7 +41,7 @@ def read_model(
     quantize: Kind | None = None,
 ) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
-    skeleton, weights, found = _open(folder, values)
+    skeleton, weights, found = _open(folder, values, dtype, quantize)
 
     def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
         with weights.reader() as read:
@@ -49,20 +50,21 @@ def read_model(
     def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
         return place(shape, where, partial(part, name))
 
-    return fill(_typed(skeleton, weights, found, dtype, quantize), mesh, make, part)
+    # Those that the files have quantised are made array by array, as all others are.
+    return fill(skeleton, mesh, make, None if quantize is None else part)
 
 
 def read_skeleton(
     folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
 ) -> PyTree:
     """The skeleton of the model that `read_model` would return."""
-    return _typed(*_open(folder, values), dtype, quantize)
+    return _open(folder, values, dtype, quantize)[0]
 
 
 def _typed(
     skeleton: PyTree,
     weights: Weights,
-    found: dict[str, Layout],
+    found: dict[str, Layout | Part],
     dtype: DTypeLike | None,
     quantize: Kind | None,
 ) -> PyTree:
@@ -72,7 +74,9 @@ def _typed(
     return quantized_skeleton(fill(skeleton, None, make), quantize)
 
 
-def _open(folder: Path, values: dict) -> tuple[PyTree, Weights, dict[str, Layout]]:
+def _open(
+    folder: Path, values: dict, dtype: DTypeLike | None, quantize: Kind | None
+) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
@@ -80,15 +84,20 @@ def _open(folder: Path, values: dict) -> tuple[PyTree, Weights, dict[str, Layout
         known = ", ".join(MODEL_TYPES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
     family = MODEL_TYPES[kind]
-    config = family.read(values, where)
+    method = quantization.read_method(values, where, quantize)
+    config = family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
     weights = Weights(folder)
     config = family.adapt(config, weights.tensors)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family.tensors(config), prefix)
-    _check(family, weights, found)
-    return skeleton, weights, found
+    matrices = quantization.find(method, weights, found, kind)
+    _check(family, weights, found, matrices)
+    embedding = next(x for x in found.values() if x.tensor.name == family.marker)
+    of_values = _dtype(weights, embedding, dtype)
+    skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
+    return _typed(skeleton, weights, parts, dtype, quantize), weights, parts
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
@@ -146,24 +155,43 @@ def _skeleton(family: Family, config: Any) -> PyTree:
     return eqx.filter_eval_shape(lambda key: family.model(config, key=key), jax.random.key(0))
 
 
-def _dtype(weights: Weights, layout: Layout, dtype: DTypeLike | None) -> Any:
-    """`dtype`, or that in which a parameter is stored; the widest one if its tensors differ."""
+def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> Any:
+    """`dtype`, or that in which a parameter is stored; the widest one if its tensors differ.
+
+    Of a quantised parameter's arrays always their own.
+    """
+    if isinstance(layout, Part):
+        return layout.dtype
     if dtype is not None:
         return jnp.dtype(dtype)
     dtypes = {weights.dtype(name) for name, _ in layout.names()}
     return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
 
 
-def _check(family: Family, weights: Weights, found: dict[str, Layout]) -> None:
+def _check(
+    family: Family,
+    weights: Weights,
+    found: dict[str, Layout],
+    matrices: dict[str, dict[str, Matrix]],
+) -> None:
     """Refuse files with missing, surplus or misshapen tensors."""
-    wanted = {name: x.tensor_shape for x in found.values() for name, _ in x.names()}
+    whole = [layout for path, layout in found.items() if path not in matrices]
+    wanted = {name: x.tensor_shape for x in whole for name, _ in x.names()}
     stored = {name: x.shape for name, x in weights.tensors.items()}
+    of_matrices = quantization.tensors(matrices)
+    for name, expected in of_matrices.items():
+        wanted[name] = stored.get(name, (1,)) if expected.shape is None else expected.shape
     for name in stored.keys() - wanted.keys():
-        if name.endswith(family.buffers) or _is_tied_head(weights, name, wanted):
+        if (
+            name.endswith(family.buffers)
+            or _is_tied_head(weights, name, wanted)
+            or quantization.is_zero_bias(weights, name, matrices)
+        ):
             del stored[name]
     check_tensors(f"{weights.folder}", stored, wanted)
-    for name in wanted:
+    for name in wanted.keys() - of_matrices.keys():
         weights.dtype(name)
+    quantization.check_dtypes(weights, of_matrices)
 
 
 def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:

@@ -5,6 +5,7 @@ and keeps heads and their features on separate axes. A family describes this by 
 parameter, in the names of the parameter's logical axes.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -64,13 +65,19 @@ class Layout:
         self._ours = [axis for axis in self.axes if axis not in fields]
         self.factors = [group.split(".") for group in (tensor.axes or " ".join(self._ours)).split()]
         self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
-        self._prefix = prefix
+        self.prefix = prefix
         self._part, self._num_parts = tensor.part or (0, 1)
         assert sorted(self._theirs) == sorted(self._ours), (path, self._theirs, self._ours)
 
     def name(self, index: Mapping[str, int]) -> str:
         """The name of the tensor with these numbers."""
-        return self.tensor.name.format(prefix=self._prefix, **index)
+        return self.tensor.name.format(prefix=self.prefix, **index)
+
+    def resized(self, sizes: Mapping[str, int]) -> "Layout":
+        """The layout of a parameter with other sizes of these axes."""
+        found = copy.copy(self)
+        found.sizes = {**self.sizes, **sizes}
+        return found
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:

@@ -1,0 +1,223 @@
+"""Quantised matrices of Hugging Face's files as the zoo's: slices of codes, scales, zero points.
+
+A file has a matrix as [outputs, inputs] in a method's own packing, with heads flattened. A group
+that spans several heads becomes several with the same scale, so that values stay what they are.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from zoo.nn.quantized import Quantized, StoredKind, axes_of, pack
+from zoo.publishing.hf.family import Fields
+from zoo.publishing.hf.names import Index, Layout, Tensor
+from zoo.publishing.hf.weights import Stored
+from zoo.sharding.kinds import matrix_axes
+
+Read = Callable[[str, Index], np.ndarray]
+FLOATS = ("F16", "BF16", "F32")
+
+
+class Expected(NamedTuple):
+    """A tensor that a quantised matrix needs."""
+
+    shape: tuple[int, ...] | None
+    """None: known once other tensors are read."""
+    dtypes: tuple[str, ...]
+
+
+class Matrix(abc.ABC):
+    """A quantised matrix of a file, [outputs, inputs], of which slices are read.
+
+    `name` is that of the module: its tensors are f"{name}.qweight" and so on. After `prepare` it
+    knows its `group` (the number of inputs, in order, that share a scale), whether it has zero
+    points, and in which order its inputs stand, if not in the model's.
+
+    Raises:
+        ValueError: sizes that the method can't have, or (by `prepare`) damaged tensors.
+    """
+
+    group: int
+    has_zeros: bool = False
+    order: np.ndarray | None = None
+
+    def __init__(self, name: str, shape: tuple[int, int]):
+        self.name = name
+        self.outputs, self.inputs = shape
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> StoredKind:
+        """The kind of the codes."""
+
+    @property
+    def stored_scales(self) -> str | None:
+        """The tensor of the scales, whose dtype they keep; None: they are computed, in fp32."""
+        return None
+
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, Expected]:
+        """The tensors that hold the matrix, by name."""
+
+    def prepare(self, read: Read) -> None:  # noqa: B027 (there need not be any)
+        """Read and check what is small."""
+
+    @abc.abstractmethod
+    def codes(self, rows: slice, columns: slice, read: Read) -> np.ndarray:
+        """The codes of outputs and of inputs (in the matrix's order), one per byte."""
+
+    @abc.abstractmethod
+    def scales(self, rows: slice, at: np.ndarray, read: Read) -> np.ndarray:
+        """The scales of outputs and of the inputs `at`, ascending."""
+
+    def zeros(self, rows: slice, at: np.ndarray, read: Read) -> np.ndarray:
+        """The zero points likewise."""
+        raise NotImplementedError
+
+
+class Method(abc.ABC):
+    """The settings of one `quant_method`, from `quantization_config`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def read(cls, fields: Fields) -> "Method":
+        """The settings; a PublishError, `fields.refusal`, for what is not supported."""
+
+    @abc.abstractmethod
+    def matrix(self, name: str, shape: tuple[int, int], stored: Mapping[str, Stored]) -> Matrix:
+        """The matrix of a module; a ValueError for sizes that the method can't have."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a quantised parameter; read as a `Layout` is."""
+
+    layout: Layout
+    """Of its values one by one: of codes before two share a byte."""
+    dtype: Any
+    read_matrix: Callable[[Matrix, Index, Read], np.ndarray]
+    matrices: Mapping[str, Matrix]
+    """By the names that the layout gives."""
+    packed: int | None = None
+    """The axis along which two codes share a byte, in groups of `group`."""
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        shape = list(self.layout.sizes.values())
+        if self.packed is not None:
+            shape[self.packed] //= 2
+        return tuple(shape)
+
+    def read(self, slices: Index, dtype: Any, read: Read) -> np.ndarray:
+        """The array at `slices`."""
+
+        def matrix(name: str, where: Index) -> np.ndarray:
+            return self.read_matrix(self.matrices[name], where, read)
+
+        if self.packed is None:
+            return self.layout.read(slices, dtype, matrix)
+        # Whole groups are read, for each has its halves in one another's bytes.
+        start, stop, _ = slices[self.packed].indices(self.shape[self.packed])
+        half = self.group // 2
+        first, last = start // half, -(-stop // half)
+        whole = [*slices]
+        whole[self.packed] = slice(first * self.group, last * self.group)
+        codes = self.layout.read(tuple(whole), dtype, matrix)
+        found = pack(codes, self.packed, self.group)
+        cut = [slice(None)] * len(slices)
+        cut[self.packed] = slice(start - first * half, stop - first * half)
+        return found[tuple(cut)]
+
+
+def stacked(
+    layout: Layout,
+    names: tuple[str | None, ...],
+    matrices: Mapping[str, Matrix],
+    scale_dtype: Any,
+    dtype: DTypeLike,
+) -> tuple[Quantized, dict[str, Part]]:
+    """The skeleton of a parameter that stacks matrices, and its arrays by their fields' names.
+
+    `dtype` is that of the values.
+
+    Raises:
+        ValueError: groups that don't fit the parameter's axes.
+    """
+    inputs, _ = matrix_axes(names)
+    into = [layout.axes[axis] for axis in inputs]
+    one, last = next(iter(matrices.values())), inputs[-1]
+    size = layout.sizes[into[-1]]
+    group = math.gcd(one.group, size)
+    blocks = {into[-1]: size // group}
+    is_packed = one.kind != "int8"
+    if one.group == one.inputs and not is_packed:
+        group, blocks = size, dict.fromkeys(into, 1)
+    if group < 8 or (is_packed and group % 2):
+        raise ValueError(
+            f"groups of {one.group} inputs and {into[-1]} of {size} have {group} in common, and "
+            "that many would have a scale of their own; it has to be even, and at least 8"
+        )
+
+    of_blocks = layout.resized(blocks)
+    columns = of_blocks.tensor_shape[1]
+
+    def at(where: slice) -> np.ndarray:
+        return np.arange(where.start, where.stop) * (one.inputs // columns)
+
+    parts = {
+        "codes": Part(
+            layout,
+            np.uint8 if is_packed else np.int8,
+            lambda matrix, where, read: matrix.codes(where[0], where[1], read),
+            matrices,
+            last if is_packed else None,
+            group,
+        ),
+        "scales": Part(
+            of_blocks,
+            scale_dtype,
+            lambda matrix, where, read: matrix.scales(where[0], at(where[1]), read),
+            matrices,
+        ),
+    }
+    if any(matrix.has_zeros for matrix in matrices.values()):
+        parts["zeros"] = Part(
+            of_blocks,
+            parts["codes"].dtype,
+            lambda matrix, where, read: matrix.zeros(where[0], at(where[1]), read),
+            matrices,
+        )
+    if any(matrix.order is not None for matrix in matrices.values()):
+        parts["order"] = Part(_layout_of_order(layout, into, one), np.int32, _order, matrices)
+    made = partial(
+        Quantized,
+        kind=one.kind,
+        packed=last - len(names) if is_packed else None,
+        dtype_name=str(jnp.dtype(dtype)),
+        axes=axes_of(names, parts["scales"].shape),
+    )
+    arrays = {"zeros": None} | {x: jax.ShapeDtypeStruct(y.shape, y.dtype) for x, y in parts.items()}
+    return eqx.filter_eval_shape(made, **arrays), parts
+
+
+def _layout_of_order(layout: Layout, into: list[str], one: Matrix) -> Layout:
+    stack = {x: n for x, n in layout.sizes.items() if x in layout.numbered}
+    tensor = Tensor(layout.tensor.name, "order")
+    shape, names = (*stack.values(), one.inputs), (*stack, "order")
+    return Layout("", shape, names, tensor, layout.prefix)
+
+
+def _order(matrix: Matrix, where: Index, read: Read) -> np.ndarray:
+    order = np.arange(matrix.inputs) if matrix.order is None else matrix.order
+    return order[where[0]]
