@@ -275,7 +275,9 @@ def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
         inner.post_processor = processors.Sequence([blanks, first])
     folder.mkdir(parents=True, exist_ok=True)
     inner.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": {"content": "<eot>"}, "pad_token": "<pad>"}
+    end = {"__type": "AddedToken", "content": "<eot>", "special": True}
+    names = {"bos_token": "<bos>", "eos_token": end, "pad_token": "<pad>"}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
     beside = {"tokenizer_config": {**names, **dict(config)}, **beside}
     for name, content in beside.items():
         (folder / f"{name}.json").write_text(json.dumps(content))

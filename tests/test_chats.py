@@ -218,3 +218,79 @@ def test_refusals_name_the_line(make, tmp_path):
 def test_templates_that_are_no_jinja_are_refused(source, make):
     with pytest.raises(ValueError, match="the chat template is no Jinja: line 1: "):
         make(source)
+
+
+# --- The same by transformers (it is no dependency: these run where it is installed)
+
+
+def variants(folder):
+    """Folders whose templates and special tokens are in different files."""
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": LLAMA}]
+    write_tokenizer(folder / "inline", config={"chat_template": LLAMA})
+    write_tokenizer(folder / "named", config={"chat_template": named}, begins=False)
+    write_tokenizer(folder / "file", template=QWEN)
+    write_tokenizer(folder / "files", template=MARKED)
+    (folder / "files/additional_chat_templates").mkdir()
+    (folder / "files/additional_chat_templates/tool_use.jinja").write_bytes(
+        LLAMA.encode() + b"\r\n"
+    )
+    beside = {"special_tokens_map": {"eos_token": "<eos>", "pad_token": {"content": "<eot>"}}}
+    write_tokenizer(folder / "map", template=CHATML, added_tokens={"<eot>": 278}, **beside)
+    decoder = {"278": {"content": "<eot>", "special": True}}
+    config = {"added_tokens_decoder": decoder, "bos_token": None}
+    write_tokenizer(folder / "decoder", template=PLAIN, config=config, **beside)
+    return sorted(folder.iterdir())
+
+
+def test_files_of_templates_go_out_as_they_came(tmp_path):
+    found = 0
+    for folder in variants(tmp_path / "original"):
+        load_tokenizer(folder).save(tmp_path / "saved" / folder.name)
+        for file in folder.rglob("*"):
+            if file.is_file() and not file.name.startswith("tokenizer"):
+                copy = tmp_path / "saved" / file.relative_to(tmp_path / "original")
+                assert copy.read_bytes() == file.read_bytes()
+                found += 1
+    assert found == 8
+
+
+@pytest.mark.slow
+def test_transformers_reads_saved_tokenizers_as_the_original(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for folder in variants(tmp_path / "original"):
+        ours = load_tokenizer(folder)
+        ours.save(tmp_path / "saved" / folder.name)
+        template = ChatTemplate(ours)
+        one, two = (
+            transformers.AutoTokenizer.from_pretrained(tmp_path / kind / folder.name)
+            for kind in ("original", "saved")
+        )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "chat_template"):
+            assert getattr(one, name) == getattr(two, name), (folder.name, name)
+        assert one.eos_token_id == ours.eos_ids[0]
+        assert (one.bos_token_id, one.pad_token_id) == (ours.bos_id, ours.pad_id)
+        text = "some text <eot> to train <|im_start|>\n on"
+        assert one(text).input_ids == two(text).input_ids
+        # What documents begin with is what transformers puts in front of a text.
+        assert one("12").input_ids[:1] == [ours.begin_id or one("12").input_ids[0]]
+        for prompt in (False, True):
+            options = {"add_generation_prompt": prompt}
+            expected = one.apply_chat_template(CHAT, tokenize=False, **options)
+            assert two.apply_chat_template(CHAT, tokenize=False, **options) == expected
+            assert template(CHAT, **options) == expected
+            ids = one.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+            assert template.encode(CHAT, **options).tolist() == ids
+
+
+@pytest.mark.slow
+def test_masks_of_marked_templates_match_transformers(make, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = make("marked")
+    _, corpus = examples_of(template, tmp_path, CHAT)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = theirs.apply_chat_template(CHAT, tokenize=True, **options)
+    end = len(corpus.counts)
+    assert found["input_ids"][:end] == corpus[0].tolist()
+    assert found["assistant_masks"][:end] == corpus.counts.astype(int).tolist()
+    assert sum(found["assistant_masks"][end:]) == 0 < corpus.counts.sum() < end
