@@ -40,6 +40,7 @@ class ChatTemplate:
         assert isinstance(tokenizer, BPETokenizer)
         self.tokenizer = tokenizer
         self.has_marks = GENERATION.search(source) is not None
+        self.writes_time = "strftime_now" in source
         self._now = now
         self._template = _compile(source)
 

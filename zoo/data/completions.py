@@ -7,6 +7,7 @@ one by one, as a prompt is in generation, and a chat is tokenized as a whole.
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,9 @@ def _tokenize(
     return Corpus.from_arrays(arrays, vocab_size, num_bytes, names, all_counted, framed)
 
 
-def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`."""
-    return ChatTemplate(tokenizer)
+def chat_template(tokenizer: Tokenizer, now: datetime | None = None) -> ChatTemplate:
+    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`.
+
+    `now` is the time that it may write; None is the time of each call.
+    """
+    return ChatTemplate(tokenizer, now)
