@@ -134,23 +134,22 @@ def test_blanks_at_the_end_of_an_answer_count(make, tmp_path):
     assert counted == ["some   <|im_end|>"]
 
 
-@pytest.mark.parametrize("source", ["plain", "marked"])
-def test_no_token_reaches_from_a_prompt_into_its_answer(source, make, tmp_path):
+@pytest.mark.parametrize(
+    "content", ["{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"]
+)
+def test_no_token_reaches_from_a_prompt_into_its_answer(content, make, tmp_path):
     # A prompt that ends with a blank: " text" is a token, and a model is given " ".
-    template = make(
-        PLAIN
-        if source == "plain"
-        else MARKED.replace("{% generation %}", "{{ ' ' }}{% generation %}")
-    )
+    turn = "<|im_start|>{{ m.role }} " + content + "<|im_end|>"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    template = make("{% for m in messages[1:] %}" + turn + "{% endfor %}" + prompt)
     chat = [CHAT[0], {"role": "assistant", "content": "text"}]
-    found, corpus = examples_of(template, tmp_path, chat)
-    [(whole, [counted])] = found
-    [blank] = template.tokenizer.encode(" ")
+    [(whole, _)], corpus = examples_of(template, tmp_path, chat)
+    assert whole == "<|im_start|>assistant text<|im_end|>"
     [joined] = template.tokenizer.encode(" text")
-    assert counted in ("text\n<eot>", "text<|im_end|>")
-    assert blank in corpus[0]
+    assert joined in template.encode(chat, add_generation_prompt=False)
     assert joined not in corpus[0]
-    assert " text" in whole
+    given = template.encode(chat[:1])
+    np.testing.assert_array_equal(corpus[0][: len(given)], given)
 
 
 def test_chats_tokenizers_have_cached_corpora(tmp_path):

@@ -62,12 +62,21 @@ def read_chats(pattern: str, template: ChatTemplate, *, field: str) -> list[Docu
 
 
 def _marked(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
-    parts = template.marked(messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return []
+    parts = template.marked(messages[: answers[-1] + 1])
+    rest = ""
     while parts and not parts[-1][1]:
-        parts.pop()  # nothing after it counts
-    if not parts and any(message["role"] == "assistant" for message in messages):
+        rest = parts.pop()[0] + rest
+    if not parts:
         raise ValueError("the chat template marks no part of it by {% generation %}")
-    return [parts] if parts else []
+    end, ended = template.answer(rest)
+    if (
+        ended and not template.answer(parts[-1][0])[1]
+    ):  # a model that is not taught the end of turn never stops
+        parts.append((end, True))
+    return [parts]
 
 
 def _turns(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
