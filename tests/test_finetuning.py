@@ -1,3 +1,4 @@
+import datetime
 import importlib
 import json
 import shutil
@@ -8,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
-from helpers import arrays
+from helpers import arrays, write_tokenizer
 from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, rnn, transformer
-from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.planning.job import Job
 from zoo.publishing.errors import PublishError
 from zoo.runs import loop, planned
@@ -278,6 +279,44 @@ def test_damaged_parameters_are_named_before_training(tune, tmp_path, shared):
         with pytest.raises(ValueError, match=r"base: blocks.attention.wo has a NaN or an infinity"):
             tune(f"--model={tmp_path / 'base'}")
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
+@pytest.fixture
+def chat_run(tmp_path, shared):
+    """`chat_run(template, *chats)` is the text of a run on chats."""
+
+    def chat_run(template, *chats):
+        write_tokenizer(tmp_path / "tokenizer", template=template)
+        path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat} for chat in chats])
+        config = finetuning.Config(
+            run_dir=tmp_path / "run",
+            steps=1,
+            model=str(shared / "base"),
+            data=finetuning.Data(files=str(path), format="chats"),
+        )
+        with zoo.Run(config) as run:
+            return finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
+
+    return chat_run
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
+
+
+def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return super().now() + datetime.timedelta(1)
+
+    template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = chat_run(template, CHAT, CHAT)
+    assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
+    monkeypatch.setattr(finetuning, "datetime", Tomorrow)
+    assert chat_run(template, CHAT, CHAT).fingerprint == text.fingerprint
+
+
+def test_one_chat_is_too_few(chat_run):
+    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats: give two or more"):
+        chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
 
 
 MISTAKES = {
