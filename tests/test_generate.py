@@ -1,5 +1,6 @@
 """zoo.generate: with the cache as without it, and samples with the model's probabilities."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import Sampling, sample
 from zoo.nn import parameters
+from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
@@ -203,6 +205,24 @@ def test_a_row_ends_with_its_stop_token(model: Any):
     alone = zoo.generate(model, PROMPT[:1], **options)
     np.testing.assert_array_equal(alone, got[:1])
     assert len(list(zoo.stream(model, PROMPT[:1], **options))) == end + 1
+
+
+@pytest.mark.parametrize("name", ["rotary", "gru"])
+def test_a_model_stops_at_its_own_ids(name: str):
+    plain = decoder(name)
+    options: dict = {"max_new_tokens": 12, "temperature": 0.0}
+    whole = zoo.generate(plain, [[1, 2, 3]], **options)[0]
+    stop = next(token for token in whole[3:] if token != whole[3])
+    config = dataclasses.replace(plain.config, eos_ids=(VOCAB - 1, stop))
+    own = with_fields(type(plain), {**vars(plain), "config": config})
+    short = whole[: 4 + whole[3:].index(stop)]
+    assert zoo.generate(own, [[1, 2, 3]], **options) == [short] != [whole]
+    assert len(list(zoo.stream(own, [[1, 2, 3]], **options))) == len(short) - 3
+    assert zoo.generate(own, [[1, 2, 3]], **options, stop_tokens=()) == [whole]
+    other = zoo.generate(own, [[1, 2, 3]], **options, stop_tokens=[whole[3]])
+    assert other == [whole[:4]]  # in place of the model's own
+    array = zoo.generate(own, jnp.array([[1, 2, 3]], jnp.int32), **options)[0].tolist()
+    assert array == [*short, *[stop] * (15 - len(short))]
 
 
 @pytest.mark.parametrize("name", ["rotary", "gru"])

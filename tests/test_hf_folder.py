@@ -635,3 +635,44 @@ def test_hub_ids_are_told_from_paths():
 def test_snapshots_hold_all_tokenizer_files():
     names = {tokenizer.FILE_NAME, tokenizer.CONFIG_NAME, tokenizer.CHAT_TEMPLATE_NAME}
     assert names <= set(hub.FILES)
+
+
+# Token ids
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": [3, 4]}, None, (3, 4)),
+        ({"eos_token_id": 3}, {"eos_token_id": [5, 3]}, (5, 3)),
+        ({"eos_token_id": 3}, {"bos_token_id": 1}, (3,)),
+        ({}, {"eos_token_id": 0}, (0,)),
+        ({}, {}, ()),
+    ],
+    ids=str,
+)
+def test_the_ids_that_end_a_text_are_read(config: dict, generation: Any, ids: Any, copy: Any):
+    folder = copy("llama2")
+    edit(folder, **config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert zoo.load(folder).config.eos_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": [3, 53]}', "the id 53: those of vocab_size=53"),
+        ('{"eos_token_id": -1}', "the id -1"),
+        ('{"eos_token_id": "</s>"}', "eos_ids="),
+        ('{"eos_token_id": [true]}', "eos_ids="),
+        ("[", "is damaged"),
+    ],
+)
+def test_damaged_ids_are_refused(content: str, message: str, copy: Any):
+    folder = copy("llama2")
+    (folder / "generation_config.json").write_text(content)
+    text = refusal(folder)
+    assert message in text
+    assert "generation_config.json" in text

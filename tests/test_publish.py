@@ -12,7 +12,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
+from helpers import VOCAB, FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float, Int
 
 import zoo
@@ -553,3 +553,39 @@ def test_unknown_formats_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'hf'\]"):
         zoo.save(tmp_path / "model", net(), format="gguf")
     assert not list(tmp_path.iterdir())
+
+
+class WithIds(Tokenizer):
+    separator_id = 2
+
+
+class WithEos(WithIds):
+    eos_ids = (5, 6)
+
+
+class Large(Tokenizer):
+    separator_id = VOCAB
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "own", "ids"),
+    [
+        (None, (), ()),
+        (Tokenizer(), (), ()),
+        (WithIds(), (), (2,)),
+        (WithEos(), (), (5, 6)),
+        (WithEos(), (7,), (7,)),
+    ],
+    ids=str,
+)
+def test_ids_that_end_a_text_are_stored(tmp_path, tokenizer, own, ids):
+    model = drawn_transformer(num_layers=1, eos_ids=own)
+    zoo.save(tmp_path / "model", model, tokenizer=tokenizer)
+    assert zoo.load(tmp_path / "model").config.eos_ids == ids
+    assert model.config.eos_ids == own
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    with pytest.raises(PublishError, match=f"the id {VOCAB}.*not the tokenizer of this model"):
+        zoo.save(tmp_path / "model", drawn_transformer(num_layers=1), tokenizer=Large())
+    assert not (tmp_path / "model").exists()

@@ -22,7 +22,7 @@ from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import describe, family_name, read_skeleton
+from zoo.publishing.families import body_of, describe, family_name, read_skeleton
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -35,6 +35,7 @@ from zoo.publishing.folder import (
 from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
+from zoo.publishing.token_ids import choose_eos_ids
 
 Format = Literal["zoo", "hf"]
 
@@ -70,6 +71,9 @@ def save(
             hf.write_model(new, model, family)
         else:
             description = describe(model)
+            ids = choose_eos_ids(getattr(body_of(model), "config", None), tokenizer)
+            if ids and "config" in description:
+                description["config"]["eos_ids"] = ids
             write_tensors(new and new / WEIGHTS, model)
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")

@@ -20,6 +20,7 @@ from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill
+from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
 
@@ -39,7 +40,7 @@ def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLik
     family = MODEL_TYPES[kind]
     config = family.read(values, where)
     weights = Weights(folder)
-    config = family.adapt(config, weights.tensors)
+    config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])

@@ -8,6 +8,7 @@ from zoo.publishing.errors import PublishError
 # No pickled weights, and none in the formats of other libraries.
 FILES = [
     "config.json",
+    "generation_config.json",
     "model.safetensors",
     "model-*.safetensors",
     "model.safetensors.index.json",
