@@ -665,8 +665,8 @@ def test_the_ids_that_end_a_text_are_read(config: dict, generation: Any, ids: An
     [
         ('{"eos_token_id": [3, 53]}', "the id 53: those of vocab_size=53"),
         ('{"eos_token_id": -1}', "the id -1"),
-        ('{"eos_token_id": "</s>"}', "eos_ids="),
-        ('{"eos_token_id": [true]}', "eos_ids="),
+        ('{"eos_token_id": "</s>"}', "eos_token_id="),
+        ('{"eos_token_id": [true]}', "eos_token_id="),
         ("[", "is damaged"),
     ],
 )

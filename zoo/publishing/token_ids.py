@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.base.configuration import check_ids
+from zoo.base.configuration import check_ids, check_value
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json
 
@@ -23,19 +23,20 @@ def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
     """
     if not hasattr(config, "eos_ids"):
         return config
-    ids = read_eos_ids(folder, values)
     try:
-        return dataclasses.replace(config, eos_ids=ids)
+        return dataclasses.replace(config, eos_ids=read_eos_ids(folder, values))
     except ValueError as error:
         raise PublishError(f"{folder}: eos_token_id of {GENERATION} or {CONFIG}: {error}") from None
 
 
-def read_eos_ids(folder: Path, values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As `with_eos_ids`, the ids alone, as the files have them: they may be damaged."""
+def read_eos_ids(folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """As `with_eos_ids`, the ids alone; a ValueError if they are no integers."""
     for source in (read_generation(folder), values):
         given = source.get("eos_token_id")
         if given is not None:
-            return tuple(given) if isinstance(given, list) else (given,)
+            ids = tuple(given) if isinstance(given, list) else (given,)
+            check_value("eos_token_id", ids, tuple[int, ...])
+            return ids
     return ()
 
 
