@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from zoo import tokenizer as tok
 
@@ -100,6 +100,87 @@ def test_hugging_face_config_names_the_separator(tmp_path):
     config = {"bos_token": None, "eos_token": {"content": "b", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert tok.load_tokenizer(tmp_path).separator_id == 1
+
+
+def write_folder(folder, *, begins=True, config=(), **beside):
+    """A folder like a published model's: byte pairs, special tokens, and files beside them."""
+    inner = tok.BPETokenizer.train(["some text to train on, 12 times"] * 9, 300).tokenizer
+    inner.add_special_tokens(["<bos>", "<eos>", "<eot>", "<pad>"])
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", inner.token_to_id("<bos>"))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": {"content": "<eot>"}, "pad_token": "<pad>"}
+    beside = {"tokenizer_config": {**names, **dict(config)}, **beside}
+    for name, content in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return {token: inner.token_to_id(token) for token in ("<bos>", "<eos>", "<eot>", "<pad>")}
+
+
+def test_special_tokens_are_known_apart(tmp_path):
+    ids = write_folder(tmp_path)
+    ends = [ids["<eos>"], ids["<eot>"]]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer = tok.load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "copy")  # without the model's folder
+    for found in (tokenizer, tok.load_tokenizer(tmp_path / "copy")):
+        assert found.bos_id == found.begin_id == found.separator_id == ids["<bos>"]
+        assert found.eos_ids == (ids["<eot>"], ids["<eos>"])  # documents end with the first
+        assert found.pad_id == ids["<pad>"]
+        assert found.special_ids >= set(ids.values())
+
+
+@pytest.mark.parametrize("files", ["config", "special_tokens_map"])
+def test_special_tokens_come_from_all_files(files, tmp_path):
+    ids = write_folder(tmp_path, begins=False, config={"bos_token": None})
+    content = {
+        "config": {"eos_token_id": [ids["<eos>"], ids["<pad>"]]},
+        "special_tokens_map": {"eos_token": {"content": "<eos>"}, "pad_token": "<eot>"},
+    }[files]
+    (tmp_path / f"{files}.json").write_text(json.dumps(content))
+    tokenizer = tok.load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "copy")
+    for found in (tokenizer, tok.load_tokenizer(tmp_path / "copy")):
+        if files == "config":
+            assert found.eos_ids == (ids["<eot>"], ids["<eos>"], ids["<pad>"])
+        else:
+            assert (found.eos_ids, found.pad_id) == ((ids["<eos>"],), ids["<eot>"])
+        assert found.bos_id is found.begin_id is None  # as Qwen's
+        assert found.separator_id == found.eos_ids[0]
+
+
+def test_texts_begin_as_the_tokenizer_says(tmp_path):
+    ids = write_folder(tmp_path, begins=False)
+    found = tok.load_tokenizer(tmp_path)
+    assert (found.bos_id, found.begin_id) == (ids["<bos>"], None)
+    both = tok.load_tokenizer(tmp_path, separator="<eot>")
+    assert (both.bos_id, both.begin_id, both.eos_ids) == (
+        ids["<eot>"],
+        ids["<eot>"],
+        (ids["<eot>"],),
+    )
+
+
+def test_own_tokenizers_have_one_separator(tokenizer):
+    one = tokenizer.separator_id
+    assert tokenizer.bos_id == tokenizer.begin_id == one
+    assert (tokenizer.eos_ids, tokenizer.special_ids, tokenizer.pad_id) == ((one,), {one}, None)
+
+
+@pytest.mark.parametrize("end", [-1, 10_000, "2", True])
+def test_ends_that_are_no_ids_are_refused(end, tmp_path):
+    write_folder(tmp_path, generation_config={"eos_token_id": [2, end]})
+    with pytest.raises(ValueError, match=r"tokenizer.json: eos_token_id=.* is no id .* 0 to 279"):
+        tok.load_tokenizer(tmp_path)
+
+
+def test_damaged_files_beside_a_tokenizer_are_refused(tmp_path):
+    write_folder(tmp_path, config={})
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json beside it is no JSON"):
+        tok.load_tokenizer(tmp_path)
 
 
 def test_missing_separator_lists_candidates(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 
 from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, read_json_lines
-from zoo.data.tokenizer import BPETokenizer, Tokenizer
+from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Tokenizer
 
 Part = tuple[str, bool]  # a text, and whether it counts
 
@@ -137,6 +137,8 @@ def chat_template(tokenizer: Tokenizer) -> Callable[..., str]:
     """
     config = tokenizer.config if isinstance(tokenizer, BPETokenizer) else {}
     source = config.get("chat_template")
+    if isinstance(tokenizer, BPETokenizer) and CHAT_TEMPLATE_NAME in tokenizer.files:
+        source = tokenizer.files[CHAT_TEMPLATE_NAME].decode()
     if isinstance(source, list):  # several by name
         source = next((one["template"] for one in source if one["name"] == "default"), None)
     if source is None:

@@ -124,8 +124,9 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
-        for file in sorted(Path(folder).iterdir()):
-            add(file.read_bytes())
+        for file in sorted(Path(folder).rglob("*")):
+            if file.is_file():
+                add(file.read_bytes())
     for document in documents:
         add(document.name.encode())
         add(document.text.encode())

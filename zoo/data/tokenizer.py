@@ -13,16 +13,26 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from zoo.base.files import local_path
+from zoo.data import special_tokens
+from zoo.data.special_tokens import (
+    END_OF_TEXT,
+    GENERATION_CONFIG_NAME,
+    SPECIAL_TOKENS_MAP_NAME,
+)
 
 Ids = Int32[np.ndarray, "length"]
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
 CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
-END_OF_TEXT = "<|endoftext|>"
-# In order of preference: the separator precedes each document, so begin tokens come first.
-SEPARATORS = ("<|begin_of_text|>", "<bos>", "<s>", END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
-
+# Files beside the tokenizer that belong to it, and go out again as they came.
+BESIDE = (
+    SPECIAL_TOKENS_MAP_NAME,
+    GENERATION_CONFIG_NAME,
+    "added_tokens.json",
+    CHAT_TEMPLATE_NAME,
+    "additional_chat_templates/*.jinja",  # further templates, by name
+)
 # Pre-tokens for source code, which merges never cross. In turn: a line break with the blank lines
 # and the indentation around it; a dotted name with up to two marks before it ("(self.name"); other
 # marks, with a space or a line break after them ("):\n    "); runs of spaces. Held-out Python has
@@ -41,7 +51,11 @@ class Tokenizer(Protocol):
 
     @property
     def separator_id(self) -> int:
-        """Id of the document separator, which precedes each document."""
+        """Id of the document separator, which precedes each document and follows it.
+
+        A tokenizer in which the two differ has them as `begin_id`, an id or None, and as the first
+        of `eos_ids`; see `SpecialTokens`.
+        """
         ...
 
     def encode(self, text: str) -> Ids:
@@ -93,6 +107,10 @@ class ByteTokenizer:
 
     vocab_size = 257
     separator_id = 256
+    bos_id = begin_id = 256
+    eos_ids = (256,)
+    pad_id = None
+    special_ids = frozenset([256])
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
@@ -109,13 +127,16 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """A `tokenizers.Tokenizer` with one of its tokens as the document separator.
+    """A `tokenizers.Tokenizer` that knows its special tokens apart (see `SpecialTokens`).
 
-    `config` is the content of a `tokenizer_config.json`, such as a chat template; it is saved too.
-    Truncation and padding are switched off, whatever the file says: no document is cut.
+    `config` is the content of a `tokenizer_config.json`, and `files` has those beside it, such as
+    chat templates, by name; they are saved too. `separator` is one token that begins documents and
+    ends them, in place of those that `config` names. Truncation and padding are switched off,
+    whatever the file says: no document is cut.
 
     Raises:
-        ValueError: `separator` is no token; or it is None, and no token is one of `SEPARATORS`.
+        ValueError: `separator`, or the token that `config` names, is no token; or there is neither,
+            and no token is one of `SEPARATORS`.
     """
 
     def __init__(
@@ -123,30 +144,24 @@ class BPETokenizer:
         tokenizer: HFTokenizer,
         separator: str | None = None,
         config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ):
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        if separator is None:
-            separator = next((token for token in SEPARATORS if token in vocabulary), None)
-        if separator is None or separator not in vocabulary:
-            special = [t.content for t in tokenizer.get_added_tokens_decoder().values()]
-            problem = "no usual separator" if separator is None else f"no token {separator!r}"
-            raise ValueError(
-                f"the tokenizer has {problem} (looked for {', '.join(SEPARATORS)}): pass "
-                f"separator=, the token to put before each document; its special tokens are "
-                f"{special or 'none'}"
-            )
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        config, self.files = dict(config or {}), dict(files or {})
+        self.tokens = special_tokens.named_tokens(config, self.files, vocabulary)
+        if separator is not None:
+            self.tokens |= {"bos_token": separator, "eos_token": separator}
+        found = special_tokens.find_special_tokens(tokenizer, self.tokens, self.files)
+        self.separator_id, self.bos_id, self.begin_id = found[:3]
+        self.eos_ids, self.pad_id, self.special_ids = found[3:]
         self.tokenizer = tokenizer
-        self.separator = separator
-        self.config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": separator,
-            "eos_token": separator,
-            **(config or {}),
-        }
-        self.separator_id: int = vocabulary[separator]
+        self.config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if separator is not None or not config.keys() & {"bos_token", "eos_token", "cls_token"}:
+            config |= {name: self.tokens[name] for name in ("bos_token", "eos_token")}
+        self.config |= config
         # Ids may have gaps, so that the number of tokens would be too small.
         self.vocab_size: int = max(vocabulary.values()) + 1
 
@@ -203,17 +218,21 @@ class BPETokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / FILE_NAME))
         (folder / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n")
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
 
-    The separator is `separator`; else the bos, eos or cls token of the `tokenizer_config.json`
-    beside it; else the first of `SEPARATORS` in the vocabulary.
+    The special tokens are those that the files beside it name (see `zoo.data.special_tokens`), or
+    the usual ones of its vocabulary; `separator` names one token for begin and end.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no tokenizer, has no separator, or is on another machine.
+        ValueError: the file is no tokenizer, has no separator, or is on another machine; or one
+            beside it is damaged.
     """
     file = local_path(path, "tokenizer")
     if file.is_dir():
@@ -231,23 +250,22 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is no tokenizer: {error}") from error
     try:
-        config = _read_config(file)
-        return BPETokenizer(tokenizer, separator or _configured_separator(config), config)
+        return BPETokenizer(tokenizer, separator, *_read_beside(file.parent))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    config_file, template = file.with_name(CONFIG_NAME), file.with_name(CHAT_TEMPLATE_NAME)
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return config
-
-
-def _configured_separator(config: dict[str, Any]) -> str | None:
-    token = config.get("bos_token") or config.get("eos_token") or config.get("cls_token")
-    return token["content"] if isinstance(token, dict) else token
+def _read_beside(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The content of the `tokenizer_config.json` in a folder, and the files beside it."""
+    names = (CONFIG_NAME, "config.json")
+    found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    config, model = (special_tokens.read_json(found, name) for name in names)
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for pattern in BESIDE
+        for path in sorted(folder.glob(pattern))
+    }
+    return config, special_tokens.with_ends_of(files, model)
 
 
 def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
