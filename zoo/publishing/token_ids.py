@@ -1,4 +1,7 @@
-"""The token ids of a model's folder: those that end a text, read from files and chosen for them."""
+"""The token ids of a model's folder, and its settings of generation: read, chosen and written.
+
+They are no maths, and so no fields of a `Config`, but for the ids that end a text.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,6 +13,7 @@ from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json
 
 GENERATION = "generation_config.json"
+EOS = "eos_token_id"
 
 
 def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
@@ -24,20 +28,9 @@ def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
     if not hasattr(config, "eos_ids"):
         return config
     try:
-        return dataclasses.replace(config, eos_ids=read_eos_ids(folder, values))
+        return dataclasses.replace(config, eos_ids=_listed(read_generation(folder), values))
     except ValueError as error:
-        raise PublishError(f"{folder}: eos_token_id of {GENERATION} or {CONFIG}: {error}") from None
-
-
-def read_eos_ids(folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """As `with_eos_ids`, the ids alone; a ValueError if they are no integers."""
-    for source in (read_generation(folder), values):
-        given = source.get("eos_token_id")
-        if given is not None:
-            ids = tuple(given) if isinstance(given, list) else (given,)
-            check_value("eos_token_id", ids, tuple[int, ...])
-            return ids
-    return ()
+        raise PublishError(f"{folder}: {EOS} of {GENERATION} or {CONFIG}: {error}") from None
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
@@ -66,3 +59,51 @@ def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
     separator = getattr(tokenizer, "separator_id", None)
     return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
+
+
+def describe_ids(
+    config: Any, tokenizer: Any, values: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The token ids of `config.json`: those of the folder that the model came from, as it has them.
+
+    `values` and `generation` are that folder's files. What they do not say is the tokenizer's; the
+    ends of a text are the model's own, in the form that the files have if they are the same.
+    """
+    separator = getattr(tokenizer, "separator_id", None)
+    ends = choose_eos_ids(config, tokenizer) or tokenizer_eos_ids(tokenizer)
+    ids = {
+        "bos_token_id": getattr(tokenizer, "bos_id", separator),
+        EOS: _as_field(ends),
+        "pad_token_id": getattr(tokenizer, "pad_id", None),
+    }
+    kept = {name: values[name] for name in ids if name in values}
+    if {*_listed(generation, values)} != {*ends}:
+        kept.pop(EOS, None)
+    return ids | kept
+
+
+def describe_generation(
+    config: Any, ids: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of `generation_config.json`, given another; empty if it says nothing.
+
+    `ids` are those of `config.json`. The ends of a text are the model's own.
+    """
+    if not hasattr(config, "eos_ids"):
+        return dict(generation)
+    found = {name: x for name, x in ids.items() if x is not None} | generation
+    if config.eos_ids and {*_listed(found)} != {*config.eos_ids}:
+        found[EOS] = _as_field(config.eos_ids)
+    return found
+
+
+def _listed(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text by the first of some files that names any."""
+    given = next((x[EOS] for x in sources if x.get(EOS) is not None), ())
+    ids = tuple(given) if isinstance(given, list | tuple) else (given,)
+    check_value(EOS, ids, tuple[int, ...])
+    return ids
+
+
+def _as_field(ids: tuple[int, ...]) -> int | list[int] | None:
+    return [*ids] if len(ids) > 1 else next(iter(ids), None)

@@ -293,6 +293,7 @@ def saver(run: Run[Config], base: Base) -> Save:
         format="hf" if base.is_hugging_face else "zoo",
         tokenizer=base.tokenizer,
         metrics=metrics,
+        like=base.folder,
     )
 
 
