@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 import shutil
@@ -59,7 +60,7 @@ def corpora(draw: st.DrawFn) -> Corpus:
         counted = draw(st.lists(st.booleans(), min_size=total, max_size=total))
         counts = np.split(np.array(counted, bool), ends)
     documents = np.split(np.arange(1, total + 1), ends)
-    return Corpus.from_arrays(documents, total + 1, total, None, counts)
+    return Corpus.from_arrays(documents, total + 3, total, None, counts)
 
 
 class Case(NamedTuple):
@@ -73,29 +74,53 @@ def plans(draw: st.DrawFn) -> Case:
     corpus, kind = draw(corpora()), draw(st.sampled_from([PackedPlan, BucketPlan, LabelledPlan]))
     batch_size, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**32))
     shuffle = draw(st.booleans())
+    begin, end = len(corpus.tokens) + 1, len(corpus.tokens) + 2
+    ids = st.sampled_from([SEPARATOR, (begin, end), (None, end), (begin, None), (None, None)])
+    ends = draw(ids)
+    pair = ends if isinstance(ends, tuple) else (ends, ends)
+    frame = 2 - pair.count(None)
+    longest = np.diff(corpus.offsets).max() + frame - 1
+    assume(longest > 0)
+    too_long = draw(st.sampled_from(["error", "truncate", "split"]))
     if kind is PackedPlan:
         length = draw(st.integers(1, 40))
-        return Case(PackedPlan(corpus, SEPARATOR, length, batch_size, seed, shuffle), None)
-    buckets = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
-    too_long = draw(st.sampled_from(["error", "truncate", "split"]))
-    assume(too_long != "error" or np.diff(corpus.offsets).max() < max(buckets))
+        lengths, cuts = [length], corpus.counts is not None
+        options: Any = (ends, length, batch_size, seed, shuffle, too_long)
+    else:
+        lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
+        cuts, options = True, (ends, lengths, batch_size, seed, too_long, shuffle)
+    assume(too_long != "error" or not cuts or longest <= max(lengths))
     labels = (np.arange(len(corpus), dtype=np.int32) + 100,) if kind is LabelledPlan else ()
-    plan = kind(corpus, *labels, SEPARATOR, buckets, batch_size, seed, too_long, shuffle)
-    return Case(plan, max(buckets) if too_long == "truncate" else None)
+    cut = max(lengths) if cuts and too_long == "truncate" else None
+    assume(any(len(pairs(corpus, i, pair, cut)) for i in range(len(corpus))))
+    return Case(kind(corpus, *labels, *options), cut)
+
+
+def pairs(corpus: Corpus, i: int, ends: tuple, cut: int | None) -> list[tuple[int, int, float]]:
+    """(token, target, weight) at each position of document i, of which something counts."""
+    text = corpus[i].tolist()
+    counts = (
+        np.ones(len(text))
+        if corpus.counts is None
+        else corpus.counts[slice(*corpus.offsets[i : i + 2])]
+    )
+    framed = [*ends[:1], *text, *ends[1:]]
+    weights = [1.0, *map(float, counts), 1.0]
+    kept = [(id, w) for id, w in zip(framed, weights, strict=True) if id is not None]
+    found = [(a, b, w) for (a, _), (b, w) in itertools.pairwise(kept)]
+    if cut is not None and len(found) > cut and not any(w for _, _, w in found[:cut]):
+        return []
+    return found[:cut]
 
 
 def expected(plan: TokenPlan, cut: int | None) -> Counter:
     """What has to come once: (token, target, weight), or (token, label of its document)."""
-    corpus, wanted = plan.corpus, Counter()
-    for i in range(len(corpus)):
-        framed = [SEPARATOR, *corpus[i].tolist(), SEPARATOR]
-        weights = np.ones(len(framed) - 1)
-        if corpus.counts is not None:
-            weights[:-1] = corpus.counts[corpus.offsets[i] : corpus.offsets[i + 1]]
-        pairs = list(zip(framed[:-1], framed[1:], map(float, weights), strict=True))[:cut]
+    wanted: Counter = Counter()
+    for i in range(len(plan.corpus)):
+        found = pairs(plan.corpus, i, (plan.begin_id, plan.end_id), cut)
         if isinstance(plan, LabelledPlan):
-            pairs = [(token, int(plan.labels[i])) for token, _, _ in pairs]
-        wanted.update(pairs)
+            found = [(token, int(plan.labels[i])) for token, _, _ in found]
+        wanted.update(found)
     return wanted
 
 

@@ -3,6 +3,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from zoo import text
@@ -97,6 +98,43 @@ def test_epoch_weights_count_every_target(corpus):
         plan = load(corpus, **options).held_out
         weight = sum(plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch))
         assert weight == len(plan.corpus.tokens) + len(plan.corpus)
+
+
+class Framed(ByteTokenizer):
+    """Bytes with a begin and an end of their own, or no begin."""
+
+    vocab_size = 259
+    separator_id = begin_id = bos_id = 257
+    eos_ids = (258, 256)
+
+
+class NoBegin(Framed):
+    separator_id, begin_id, bos_id = 258, None, None
+
+
+@pytest.mark.parametrize("options", [{}, {"rows": "bucketed", "buckets": (32, 64)}])
+def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
+    config = text.Config(files=f"{corpus}/*.txt", seq_len=16, batch_size=4, cache=None, **options)
+    parts = text.split(config, text.read_documents_of(config))
+    found = {}
+    for tokenizer in (ByteTokenizer(), Framed(), NoBegin()):
+        loaded = text.make_text(config, parts, tokenizer, seed=0)
+        plan = loaded.train
+        batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
+        kept = [(batch, batch["weights"] > 0) for batch in batches]
+        tokens = np.concatenate([batch["tokens"][used] for batch, used in kept])
+        targets = np.concatenate([batch["targets"][used] for batch, used in kept])
+        assert (targets == tokenizer.eos_ids[0]).sum() == len(plan.corpus)
+        if tokenizer.begin_id is None:
+            assert len(targets) == len(plan.corpus.tokens)
+            assert tokens.max() < 256
+        else:
+            assert (tokens == tokenizer.begin_id).sum() == len(plan.corpus)
+            assert len(targets) == len(plan.corpus.tokens) + len(plan.corpus)
+        found[type(tokenizer)] = loaded
+    assert len({loaded.fingerprint for loaded in found.values()}) == 3
+    # A begin is free; without one the first byte, which has no loss, costs as much as the others.
+    assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1
 
 
 def test_compressors_take_documents_one_by_one(corpus):

@@ -27,7 +27,8 @@ class Corpus:
     `tokens` has any integer dtype and is kept in the smallest unsigned one. Document i is
     `tokens[offsets[i]:offsets[i + 1]]`, or `corpus[i]`. `num_bytes` is the size of the text in
     UTF-8, for bits per byte. `names` are for messages. `counts`, if given, is True for the tokens
-    that count in a loss and in `num_bytes`, such as those of completions.
+    that count in a loss and in `num_bytes`, such as those of completions. `framed` documents have
+    their begin and their end among their tokens, as chats do.
 
     Raises:
         ValueError: there is no token, the offsets do not fit, or a token is outside the vocabulary.
@@ -39,6 +40,7 @@ class Corpus:
     vocab_size: int
     names: Sequence[str] | None = None
     counts: Bool[np.ndarray, "num_tokens"] | None = None
+    framed: bool = False
 
     def __post_init__(self):
         if len(self.tokens) == 0:
@@ -69,12 +71,13 @@ class Corpus:
         num_bytes: int,
         names: Sequence[str] | None = None,
         counts: Sequence[Bool[np.ndarray, "_"]] | None = None,
+        framed: bool = False,
     ) -> "Corpus":
         """A corpus of one array of ids per document and, optionally, one of booleans, `counts`."""
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
         counted = np.concatenate(counts) if counts else None
-        return cls(tokens, offsets, num_bytes, vocab_size, names, counted)
+        return cls(tokens, offsets, num_bytes, vocab_size, names, counted, framed)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

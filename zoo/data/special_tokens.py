@@ -80,7 +80,7 @@ def find_special_tokens(
     if bos is None and eos is None:  # BERT's
         bos, eos = first, last
     end = separator if eos is None else eos
-    begins = bos == end or tokenizer.encode("").ids[:1] == [bos]
+    begins = bos in (end, first) or tokenizer.encode("").ids[:1] == [bos]
     pad = id_of.get("pad_token")
     listed = _listed_ends(files, max(vocabulary.values()))
     return SpecialTokens(

@@ -23,6 +23,7 @@ from zoo.data.documents import (
     read_documents,
     standard_library,
 )
+from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
@@ -40,7 +41,8 @@ class Source:
     documents: Literal["files", "functions"] = "files"
     """A document is a file, line or row, or each function of a Python file."""
     rows: Literal["packed", "bucketed"] = "packed"
-    """Documents packed end to end into rows of seq_len, or each in a row padded to a bucket."""
+    """Documents packed into rows of seq_len, end to end, or with prompts in one piece; or each in a
+    row padded to a bucket."""
     seq_len: int = 256
     """Tokens in a packed row."""
     batch_size: int = 16
@@ -48,7 +50,8 @@ class Source:
     buckets: tuple[int, ...] = (128, 256, 512)
     """Row lengths that bucketed rows are padded to."""
     too_long: Literal["error", "truncate", "split"] = "error"
-    """For a document longer than the largest bucket: an error, its beginning, or its pieces."""
+    """For a document longer than the largest bucket, or with a prompt than a packed row: an error,
+    its beginning, or its pieces."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
@@ -90,7 +93,10 @@ class Text:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
+        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches.
+
+        What has changed since the first version is hashed only where it changes the batches.
+        """
         digest = hashlib.sha256()
         for plan in (self.train, self.held_out):
             labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
@@ -98,6 +104,10 @@ class Text:
             more = () if counts is None else (counts,)
             for array in (plan.corpus.tokens, plan.corpus.offsets, labels, *more):
                 digest.update(np.ascontiguousarray(array).data)
+            if plan.begin_id != plan.end_id:
+                digest.update(f"from {plan.begin_id} to {plan.end_id}".encode())
+            if counts is not None and isinstance(plan, PackedPlan):
+                digest.update(b"packed whole")
         return digest.hexdigest()
 
     def vocab_size(self, at_least: int = 0) -> int:
@@ -107,13 +117,13 @@ class Text:
     def bits_per_byte(self, loss: float) -> float:
         """Bits per byte of held-out text, from a mean loss in nats per token.
 
-        The separators between documents count as tokens to predict, and not as bytes.
+        The ends of documents count as tokens to predict, and not as bytes. A document's first token
+        that nothing precedes, so that the loss leaves it out, is charged with the mean.
         """
-        corpus = self.held_out.corpus
-        num_targets = len(corpus) + (
-            len(corpus.tokens) if corpus.counts is None else int(corpus.counts.sum())
-        )
-        return loss / math.log(2) * num_targets / corpus.num_bytes
+        corpus, ends = self.held_out.corpus, self.held_out.end_id is not None
+        num_tokens = len(corpus.tokens) if corpus.counts is None else int(corpus.counts.sum())
+        num_tokens += len(corpus) * ends
+        return loss / math.log(2) * num_tokens / corpus.num_bytes
 
     @functools.cached_property
     def compressors(self) -> dict[str, float]:
@@ -224,10 +234,11 @@ def _plan(
     seed: int,
     classes: list[str],
 ) -> TokenPlan:
-    separator, batch_size = tokenizer.separator_id, config.batch_size
+    ends, batch_size = (begin_id(tokenizer), end_id(tokenizer)), config.batch_size
     if config.rows == "packed":
-        return PackedPlan(corpus, separator, config.seq_len, batch_size, seed)
-    bucketed = (separator, config.buckets, batch_size, seed, config.too_long)
+        packed = (config.seq_len, batch_size, seed)
+        return PackedPlan(corpus, ends, *packed, too_long=config.too_long)
+    bucketed = (ends, config.buckets, batch_size, seed, config.too_long)
     if classes:
         labels = np.asarray([classes.index(str(d.label)) for d in documents], np.int32)
         return LabelledPlan(corpus, labels, *bucketed)

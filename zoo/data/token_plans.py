@@ -4,12 +4,13 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Integer
 
 from zoo.data.corpus import Corpus
+from zoo.data.packing import EndToEnd, Piece, Whole, cut_documents
 from zoo.data.plans import HostBatch, Row, SeededPlan
 
 TOKEN_BATCH = {
@@ -22,28 +23,39 @@ TOKEN_BATCH = {
 EMPTY_ROW = -1
 
 
-class Piece(NamedTuple):
-    """Tokens [start, stop) of a document; token 0 is the separator before it."""
-
-    document: int
-    start: int
-    stop: int
+Ends = int | tuple[int | None, int | None]  # a separator, or a begin and an end; None is no token
 
 
 class TokenPlan(SeededPlan):
-    """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents."""
+    """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents.
+
+    Each document begins and ends with the separator, or with the first and the second of a pair
+    of ids. Without a begin the first token of a document is an input and no target. The documents
+    of a corpus that is `framed` have both already.
+    """
 
     def __init__(
-        self, corpus: Corpus, separator_id: int, batch_size: int, seed: int, shuffle: bool
+        self, corpus: Corpus, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
     ):
         super().__init__(batch_size, seed, shuffle)
-        if not 0 <= separator_id < corpus.vocab_size:
-            raise ValueError(
-                f"separator_id={separator_id} is outside the vocabulary: "
-                f"vocab_size={corpus.vocab_size}"
-            )
+        pair = separator_id if isinstance(separator_id, tuple) else (separator_id, separator_id)
+        for id in pair:
+            if id is not None and not 0 <= id < corpus.vocab_size:
+                raise ValueError(
+                    f"separator_id={id} is outside the vocabulary: vocab_size={corpus.vocab_size}"
+                )
         self.corpus = corpus
-        self.separator_id = separator_id
+        self.begin_id, self.end_id = (None, None) if corpus.framed else pair
+        frame = (self.begin_id is not None) + (self.end_id is not None)
+        # Of each document; a position has an input and a target.
+        self._positions = np.maximum(np.diff(corpus.offsets) + frame - 1, 0)
+        if not self._positions.any():
+            raise ValueError("no document has a token that follows another: there is no target")
+
+    def _cut(self, longest: int, too_long: str, room: str) -> Int64[np.ndarray, "rows 3"]:
+        """The documents as rows (document, start, stop)."""
+        first = int(self.begin_id is not None)
+        return cut_documents(self.corpus, self._positions, longest, too_long, first, room)
 
     @abc.abstractmethod
     def _pieces(self, k: int, row: int) -> list[Piece]:
@@ -61,83 +73,83 @@ class TokenPlan(SeededPlan):
         return batch
 
     def _fill(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
-        begin = 0
+        begin, first = 0, int(self.begin_id is not None)
         for segment, (document, start, stop) in enumerate(pieces, start=1):
-            # The document between its separator and the next one; the targets are one ahead.
             here = slice(begin, begin + stop - start)
-            text = self.corpus[document]
-            follow = text[start:stop]
-            row["targets"][here] = self.separator_id
-            row["targets"][begin : begin + len(follow)] = follow
-            first = int(start == 0)
-            row["tokens"][begin] = self.separator_id
-            row["tokens"][begin + first : here.stop] = text[start + first - 1 : stop - 1]
+            ids = self._framed(document, start, stop + 1)
+            row["tokens"][here], row["targets"][here] = ids[:-1], ids[1:]
             row["weights"][here] = 1
-            if self.corpus.counts is not None:  # the separator after the document always does
-                offset = self.corpus.offsets[document] + start
-                counted = self.corpus.counts[offset : offset + len(follow)]
-                row["weights"][begin : begin + len(follow)] = counted
+            if self.corpus.counts is not None:  # the end after the document always does
+                text = slice(*self.corpus.offsets[document : document + 2])
+                counted = self.corpus.counts[text][start + 1 - first : stop + 1 - first]
+                row["weights"][begin : begin + len(counted)] = counted
             row["segment_ids"][here] = segment
             row["positions"][here] = np.arange(stop - start)
             begin = here.stop
 
+    def _framed(self, document: int, start: int, stop: int) -> Integer[np.ndarray, "ids"]:
+        """Ids [start, stop) of a document between its begin and its end."""
+        text, first = self.corpus[document], int(self.begin_id is not None)
+        ids = np.full(stop - start, self.end_id or 0, np.int32)
+        inside = text[max(start - first, 0) : stop - first]
+        before = int(first and start == 0)
+        ids[:before] = self.begin_id or 0
+        ids[before : before + len(inside)] = inside
+        return ids
+
 
 class PackedPlan(TokenPlan):
-    """Rows of `seq_len` tokens, cut from the documents end to end with nothing left out.
+    """Rows of `seq_len` tokens, packed with documents, which are the row's segments.
 
-    In each epoch the documents are permuted, each with a separator before it, and cut into rows,
-    which are permuted in turn. Each token of a document, and the separator after it, is a target
-    once per epoch. A row's documents are segments; the parts of a document that a cut splits are
-    segments of different rows. Only the last row is padded, and the last batch with empty rows.
+    In each epoch the documents are permuted and put end to end, each with its begin and its end,
+    and cut into rows, which are permuted in turn. Each token of a document, and the end after it,
+    is a target once per epoch. The parts of a document that a cut splits are segments of different
+    rows. Only the last row is padded, and the last batch with empty rows.
+
+    Documents of which only some tokens count, such as completions, are not cut from what they
+    depend on: each is in one row, with padding after it. One that is too long for a row is an
+    error, is truncated, or is split into rows.
     Memory: 16 bytes per document and 8 per row, for each of two epochs.
     """
 
     def __init__(
         self,
         corpus: Corpus,
-        separator_id: int,
+        separator_id: Ends,
         seq_len: int,
         batch_size: int,
         seed: int,
         shuffle: bool = True,
+        too_long: Literal["error", "truncate", "split"] = "error",
     ):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.seq_len = seq_len
-        self._num_tokens = len(corpus.tokens) + len(corpus)
-        self._num_rows = math.ceil(self._num_tokens / seq_len)
+        if corpus.counts is None:
+            self._layout: EndToEnd | Whole = EndToEnd(self._positions, seq_len)
+        else:
+            rows = self._cut(seq_len, too_long, f"a row seq_len={seq_len}: raise it")
+            self._layout = Whole(rows, seq_len)
         self.buckets = (seq_len,)
-        self.batches_per_epoch = math.ceil(self._num_rows / batch_size)
-        self.padding_waste = 1 - self._num_tokens / (self.batches_per_epoch * batch_size * seq_len)
+        self.batches_per_epoch = math.ceil(self._layout.num_rows / batch_size)
+        places = self.batches_per_epoch * batch_size * seq_len
+        self.padding_waste = 1 - self._layout.num_tokens / places
         # Two, because the prefetching threads cross from one epoch into the next.
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
 
-    def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(documents in order, where each begins and the last ends, rows in order)."""
-        documents = self._order(len(self.corpus), epoch, "documents")
-        lengths = np.diff(self.corpus.offsets)[documents] + 1
-        begins = np.concatenate([[0], np.cumsum(lengths)])
-        return documents, begins, self._order(self._num_rows, epoch, "rows")
+    def _make_epoch_order(self, epoch: int) -> tuple[Any, np.ndarray]:
+        """(the layout's arrangement, rows in order)."""
+        order = self._order(self._layout.num_units, epoch, "documents")
+        return self._layout.arrange(order), self._order(self._layout.num_rows, epoch, "rows")
 
     def _pieces(self, k: int, row: int) -> list[Piece]:
         epoch, batch = divmod(k, self.batches_per_epoch)
         index = batch * self.batch_size + row
-        if index >= self._num_rows:
+        if index >= self._layout.num_rows:
             return []
-        documents, begins, rows = self._epoch_order(epoch)
-        begin = int(rows[index]) * self.seq_len
-        end = min(begin + self.seq_len, self._num_tokens)
-        first = int(np.searchsorted(begins, begin, side="right")) - 1
-        last = int(np.searchsorted(begins, end, side="left"))
-        return [
-            Piece(
-                int(documents[i]),
-                max(begin - int(begins[i]), 0),
-                min(end, int(begins[i + 1])) - int(begins[i]),
-            )
-            for i in range(first, last)
-        ]
+        arrangement, rows = self._epoch_order(epoch)
+        return self._layout.pieces(arrangement, int(rows[index]))
 
 
 class BucketPlan(TokenPlan):
@@ -154,7 +166,7 @@ class BucketPlan(TokenPlan):
     def __init__(
         self,
         corpus: Corpus,
-        separator_id: int,
+        separator_id: Ends,
         buckets: Sequence[int] = (128, 256, 512),
         batch_size: int = 8,
         seed: int = 0,
@@ -164,10 +176,10 @@ class BucketPlan(TokenPlan):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
         if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
             raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-        if too_long not in ("error", "truncate", "split"):
-            raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
         self._lengths = np.sort(np.asarray(buckets, np.int64))
-        self._rows = self._make_rows(int(self._lengths[-1]), too_long)
+        longest = int(self._lengths[-1])
+        room = f"the largest bucket {longest}: add a larger bucket"
+        self._rows = self._cut(longest, too_long, room)
         starts, stops = self._rows[:, 1], self._rows[:, 2]
         self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
@@ -175,25 +187,6 @@ class BucketPlan(TokenPlan):
         self.buckets = tuple(np.unique(batch_lengths).tolist())
         self.batches_per_epoch = len(batch_lengths)
         self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
-
-    def _make_rows(self, longest: int, too_long: str) -> Int64[np.ndarray, "rows 3"]:
-        """The rows as (document, start, stop)."""
-        lengths = np.diff(self.corpus.offsets) + 1
-        if too_long == "error" and (lengths > longest).any():
-            row = int(np.argmax(lengths > longest))
-            raise ValueError(
-                f"document {self.corpus.name(row)} has {lengths[row]} tokens with its separator, "
-                f"and the largest bucket {longest}: add a larger bucket, or set too_long to "
-                f"'truncate' or 'split' (now 'error'); {(lengths > longest).sum()} of "
-                f"{len(lengths)} documents are too long"
-            )
-        if too_long == "truncate":
-            lengths = np.minimum(lengths, longest)
-        counts = -(-lengths // longest)
-        documents = np.repeat(np.arange(len(lengths)), counts)
-        number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = number * longest
-        return np.stack([documents, starts, np.minimum(starts + longest, lengths[documents])], 1)
 
     def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(the bucket of each batch, the rows of each batch); `EMPTY_ROW` is a row of padding."""
