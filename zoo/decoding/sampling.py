@@ -5,6 +5,8 @@ and padded to a bucket, so that a model's two programs, one that reads prompts a
 continues them, are compiled once per bucket. A model computes in the dtype of its parameters.
 """
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
 SMALLEST_BUCKET = 16
+logger = logging.getLogger(__name__)
 
 
 def generate(
@@ -115,6 +118,8 @@ class Rows:
             stop_tokens = getattr(self.decoder.config, "eos_ids", ())
         self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
         self.decoder.check_decoder(longest + max_new_tokens)
+        if longest + max_new_tokens > getattr(self.decoder.config, "max_seq_len", np.inf):
+            _warn_of_length(self.decoder.config.max_seq_len)
         _check_ids("prompt", np.concatenate(self.prompts), self.decoder.config.vocab_size)
         _check_ids("stop_tokens", self.stops, self.decoder.config.vocab_size)
         self.mesh = sharding.mesh_of(model)
@@ -135,6 +140,16 @@ class Rows:
         """A row's new tokens up to its first stop token."""
         stopped = np.flatnonzero(np.isin(tokens, self.stops))
         return tokens[: stopped[0] + 1 if len(stopped) else None].tolist()
+
+
+@functools.cache
+def _warn_of_length(max_seq_len: int) -> None:
+    """Say once that a text may become longer than what the model knows."""
+    logger.warning(
+        "the prompt and max_new_tokens together exceed max_seq_len=%d, the longest text that the "
+        "model was made for: beyond it expect a worse one, or lower max_new_tokens",
+        max_seq_len,
+    )
 
 
 def bucket_of(length: int) -> int:
