@@ -11,6 +11,7 @@ from typing import Any
 from zoo.base.configuration import check_ids, check_value
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json
+from zoo.publishing.parts import with_fields
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
@@ -59,6 +60,15 @@ def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
     separator = getattr(tokenizer, "separator_id", None)
     return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
+
+
+def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
+    """The same model, whose texts may end with these ids as well."""
+    if not ids or not hasattr(model.config, "eos_ids"):
+        return model
+    eos_ids = tuple(dict.fromkeys([*model.config.eos_ids, *ids]))
+    config = dataclasses.replace(model.config, eos_ids=eos_ids)
+    return with_fields(type(model), {**vars(model), "config": config})
 
 
 def describe_ids(
