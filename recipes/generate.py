@@ -12,6 +12,7 @@ is a conversation by the chat template of the model's tokenizer. Each line of st
 next turn, until its end.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -135,21 +136,19 @@ def print_chat(config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, sto
 
 def turns(given: tuple[str, ...]) -> Iterator[str]:
     """The user's turns: those given, and then the lines of standard input."""
-    for text in filter(None, given):
-        print(f"> {text}")
-        yield text
-    if sys.stdin is None:
-        return
-    while True:
+    typed = sys.stdin is not None and sys.stdin.isatty()
+    lines = () if typed or sys.stdin is None else sys.stdin
+    for text in itertools.chain(given, lines):
+        if text := text.strip():
+            print(f"> {text}")
+            yield text
+    while typed:
         try:
-            text = input("> ").strip()
+            if text := input("> ").strip():
+                yield text
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if text:
-            if not sys.stdin.isatty():
-                print(text)  # which a terminal shows by itself
-            yield text
 
 
 def print_beams(
