@@ -101,7 +101,7 @@ def describe_generation(
     """
     if not hasattr(config, "eos_ids"):
         return dict(generation)
-    found = {name: x for name, x in ids.items() if x is not None} | generation
+    found = {name: x for name, x in ids.items() if x is not None} | dict(generation)
     if config.eos_ids and {*_listed(found)} != {*config.eos_ids}:
         found[EOS] = _as_field(config.eos_ids)
     return found
