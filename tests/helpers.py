@@ -1,6 +1,7 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
 import dataclasses
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from jax.extend import core
+from tokenizers import processors
 
 from zoo import losses, mlp, rnn, transformer
+from zoo.data.tokenizer import BPETokenizer
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
 
@@ -252,3 +255,32 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+
+
+SPECIAL = ("<bos>", "<eos>", "<eot>", "<pad>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+
+def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
+    """A folder like a published model's: byte pairs, special tokens, and JSON files beside them.
+
+    Returns the ids of the special tokens by their names.
+    """
+    inner = BPETokenizer.train(["some text to train on, 12 times"] * 9, 300).tokenizer
+    inner.add_special_tokens(list(SPECIAL[:-2]))
+    inner.add_tokens(list(SPECIAL[-2:]))  # no special ones, as Qwen's
+    ids = {token: inner.token_to_id(token) for token in SPECIAL}
+    if begins:  # as Llama's
+        first = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", ids["<bos>"])])
+        blanks = processors.ByteLevel(trim_offsets=True)
+        inner.post_processor = processors.Sequence([blanks, first])
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "<eot>", "special": True}
+    names = {"bos_token": "<bos>", "eos_token": end, "pad_token": "<pad>"}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    beside = {"tokenizer_config": {**names, **dict(config)}, **beside}
+    for name, content in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return ids

@@ -134,7 +134,8 @@ def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     corpus = completions.tokenize_chats(documents, tokenizer)
     batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
     end = 131
-    assert counted(batch) == [[*b"yo", end, 10, *b"ok", end, 10, 128]]
+    # A model stops at the end of turn: neither the line break after it nor another end counts.
+    assert counted(batch) == [[*b"yo", end, *b"ok", end]]
     # The template's own separator is not there twice, and special tokens are one token each.
     assert batch["tokens"][0][:6].tolist() == [128, 132, ord("S"), end, 10, 129]
 

@@ -1,7 +1,8 @@
 """Prompts with completions, and chats: texts of which only some parts count in the loss.
 
-Each becomes a document whose text is JSON, a list of [part, whether it counts]. Parts are tokenized
-one by one, as a prompt is in generation.
+Each becomes a document whose text is JSON, a list of examples, each of which is a list of
+[part, whether it counts]; a chat may be several examples. The parts of a completion are tokenized
+one by one, as a prompt is in generation, and a chat is tokenized as a whole.
 """
 
 import json
@@ -11,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from zoo.data.chats import ChatTemplate, Message, Part
 from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, read_json_lines
-from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Tokenizer
-
-Part = tuple[str, bool]  # a text, and whether it counts
+from zoo.data.special_tokens import end_id
+from zoo.data.tokenizer import BPETokenizer, Tokenizer
 
 
 def read_completions(
@@ -27,55 +28,91 @@ def read_completions(
         ValueError: a line lacks one of the fields, or has something else than text in it.
     """
 
-    def parts(record: dict[str, Any]) -> list[Part]:
+    def examples(record: dict[str, Any]) -> list[list[Part]]:
         texts = [_text(record, field) for field in (prompt, completion)]
-        return [(texts[0], False), (texts[1], True)]
+        return [[(texts[0], False), (texts[1], True)]]
 
-    return _read(pattern, parts)
+    return _read(pattern, examples)
 
 
-def read_chats(pattern: str, template: Callable[..., str], *, field: str) -> list[Document]:
+def read_chats(pattern: str, template: ChatTemplate, *, field: str) -> list[Document]:
     """The chats of the matching `.jsonl` files; the assistant's messages count in the loss.
 
-    `field` holds a chat's messages, each with a `role` and a `content`; `template` is a
-    `chat_template`.
+    `field` holds a chat's messages, each with a `role` and a `content`. What counts is what the
+    template marks by `{% generation %}`, or else each answer up to its end of turn. Where the
+    template writes a turn differently once others follow, as those do that drop earlier thoughts,
+    each answer is an example of its own, after what a model is given to answer.
 
     Raises:
         ValueError: a line is no chat, has no message of the assistant, or is refused by the
             template, or the template does not show where the assistant's messages begin and end.
     """
 
-    def parts(record: dict[str, Any]) -> list[Part]:
-        messages = record.get(field)
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise ValueError(f"no list of messages in {field!r}; its fields are {sorted(record)}")
-        found: list[Part] = []
-        written = ""
-        for i, message in enumerate(messages):
-            if _text(message, "role") != "assistant":
-                continue
-            _text(message, "content")
-            before = template(messages[:i], add_generation_prompt=True)
-            after = template(messages[: i + 1], add_generation_prompt=False)
-            if not before.startswith(written) or not after.startswith(before):
-                raise ValueError(
-                    f"the chat template writes the text before message {i} differently when "
-                    "messages follow, so that the assistant's part can't be told apart"
-                )
-            found += [(before[len(written) :], False), (after[len(before) :], True)]
-            written = after
+    def examples(record: dict[str, Any]) -> list[list[Part]]:
+        messages = _messages(record, field)
+        found = _marked(messages, template) if template.has_marks else _turns(messages, template)
         if not found:
             raise ValueError(f"no message of the assistant in {field!r}")
         return found
 
-    return _read(pattern, parts)
+    return _read(pattern, examples)
 
 
-def _read(pattern: str, parts: Callable[[dict[str, Any]], list[Part]]) -> list[Document]:
+def _marked(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
+    parts = template.marked(messages)
+    while parts and not parts[-1][1]:
+        parts.pop()  # nothing after it counts
+    if not parts and any(message["role"] == "assistant" for message in messages):
+        raise ValueError("the chat template marks no part of it by {% generation %}")
+    return [parts] if parts else []
+
+
+def _turns(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
+    examples: list[list[Part]] = []
+    written, ended = "", False
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = template(messages[:i], add_generation_prompt=True)
+        whole = template(messages[: i + 1], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise ValueError(
+                f"the chat template writes message {i} differently from an answer to the messages "
+                "before it, so that the assistant's part can't be told apart: mark it in the "
+                "template by {% generation %} and {% endgeneration %}"
+            )
+        if not (ended and prompt.startswith(written)):
+            examples.append([])
+            written = ""
+        answer, ended = template.answer(whole[len(prompt) :])
+        examples[-1] += [(prompt[len(written) :], False), (answer, True)]
+        written = prompt + answer
+    return examples
+
+
+def _messages(record: dict[str, Any], field: str) -> list[Message]:
+    messages = record.get(field)
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"no list of messages in {field!r}; its fields are {sorted(record)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"no text in field 'role' of message {i} in {field!r}: {message!r:.80}"
+            )
+        content = message.get("content")
+        empty = content is None and bool(message.get("tool_calls"))
+        if not isinstance(content, str | list) and not empty:
+            raise ValueError(
+                f"no text in field 'content' of message {i} in {field!r}: {message!r:.80}"
+            )
+    return messages
+
+
+def _read(pattern: str, examples: Callable[[dict[str, Any]], list[list[Part]]]) -> list[Document]:
     documents = []
     for name, where, record in read_json_lines(pattern):
         try:
-            documents.append(Document(name, json.dumps(parts(record))))
+            documents.append(Document(name, json.dumps(examples(record))))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     if not documents:
@@ -94,87 +131,60 @@ def tokenize_parts(
     documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
 ) -> Corpus:
     """The corpus of documents of parts, with the tokens that count; there is no cache."""
-    return _tokenize(documents, tokenizer, tokenizer.encode_batch)
+
+    def encode(parts: list[Part]) -> Counted:
+        ids = tokenizer.encode_batch([text for text, _ in parts])
+        counted = [np.full(len(i), counts) for i, (_, counts) in zip(ids, parts, strict=True)]
+        return np.concatenate(ids), np.concatenate(counted)
+
+    return _tokenize(documents, tokenizer.vocab_size, encode)
 
 
 def tokenize_chats(
     documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
 ) -> Corpus:
-    """As `tokenize_parts`; a special token's name, as chat templates write it, is that token.
+    """As `tokenize_parts`, of whole conversations: a special token's name is that token.
 
-    A separator that the template begins with is dropped: each document has one before it already.
+    They begin as the template does. One that ends with no special token gets the tokenizer's end.
     """
     assert isinstance(tokenizer, BPETokenizer)
-    return _tokenize(documents, tokenizer, tokenizer.encode_special)
+
+    def encode(parts: list[Part]) -> Counted:
+        ids, spans = tokenizer.encode_spans("".join(text for text, _ in parts))
+        counted = np.zeros(len(ids), bool)
+        begin = 0
+        for text, counts in parts:
+            here = (spans[:, 0] < begin + len(text)) & (spans[:, 1] > begin)
+            counted |= here & counts
+            begin += len(text)
+        if int(ids[-1]) not in tokenizer.special_ids:
+            ids, counted = np.append(ids, np.int32(end_id(tokenizer))), np.append(counted, True)
+        return ids, counted
+
+    return _tokenize(documents, tokenizer.vocab_size, encode, framed=True)
+
+
+Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
 
 
 def _tokenize(
     documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    encode: Callable[[Sequence[str]], list[np.ndarray]],
+    vocab_size: int,
+    encode: Callable[[list[Part]], Counted],
+    framed: bool = False,
 ) -> Corpus:
-    arrays, counts, num_bytes = [], [], 0
+    names, arrays, all_counted, num_bytes = [], [], [], 0
     for document in documents:
-        parts = json.loads(document.text)
-        ids = encode([text for text, _ in parts])
-        counted = [np.full(len(i), counts) for i, (_, counts) in zip(ids, parts, strict=True)]
-        begins = int(len(ids[0]) > 0 and ids[0][0] == tokenizer.separator_id)
-        arrays.append(np.concatenate(ids)[begins:])
-        counts.append(np.concatenate(counted)[begins:])
-        num_bytes += sum(len(text.encode()) for text, counts in parts if counts)
-    names = [document.name for document in documents]
-    return Corpus.from_arrays(arrays, tokenizer.vocab_size, num_bytes, names, counts)
+        for example in json.loads(document.text):
+            parts = [(text, counts) for text, counts in example]
+            ids, counted = encode(parts)
+            names.append(document.name)
+            arrays.append(ids)
+            all_counted.append(counted)
+            num_bytes += sum(len(text.encode()) for text, counts in parts if counts)
+    return Corpus.from_arrays(arrays, vocab_size, num_bytes, names, all_counted, framed)
 
 
-def chat_template(tokenizer: Tokenizer) -> Callable[..., str]:
-    """The tokenizer's own template as a function `(messages, add_generation_prompt=...) -> text`.
-
-    Templates are Jinja, run in its sandbox, with the functions that Hugging Face's templates use.
-
-    Raises:
-        ImportError: Jinja is not installed.
-        ValueError: the tokenizer has no template.
-    """
-    config = tokenizer.config if isinstance(tokenizer, BPETokenizer) else {}
-    source = config.get("chat_template")
-    if isinstance(tokenizer, BPETokenizer) and CHAT_TEMPLATE_NAME in tokenizer.files:
-        source = tokenizer.files[CHAT_TEMPLATE_NAME].decode()
-    if isinstance(source, list):  # several by name
-        source = next((one["template"] for one in source if one["name"] == "default"), None)
-    if source is None:
-        raise ValueError(
-            "the model's tokenizer has no chat template (chat_template in tokenizer_config.json): "
-            "add one to its folder, or give the data as prompts and completions"
-        )
-    try:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError("a chat template needs an extra: pip install 'zoo[hf]'") from error
-
-    def refuse(message: str) -> None:
-        raise ValueError(f"the chat template refuses it: {message}")
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals |= {"raise_exception": refuse}
-    environment.filters["tojson"] = lambda x, indent=None: json.dumps(
-        x, ensure_ascii=False, indent=indent
-    )
-    tokens = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in config.items()
-        if name.endswith("_token") and token is not None
-    }
-    template = environment.from_string(source)
-
-    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        try:
-            return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template fails on it: {error}") from error
-
-    return render
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`."""
+    return ChatTemplate(tokenizer)

@@ -2,8 +2,9 @@
 
 # ruff: noqa: D102 (`Tokenizer` documents the methods of all tokenizers)
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -204,9 +205,26 @@ class BPETokenizer:
 
         No other thread may encode at the same time.
         """
+        with self._special_names():
+            return self.encode_batch(texts)
+
+    def encode_spans(self, text: str) -> tuple[Ids, Int32[np.ndarray, "length 2"]]:
+        """As `encode_special`, with the characters [start, stop) of each id."""
+        processor = self.tokenizer.post_processor
+        self.tokenizer.post_processor = None  # some leave blanks out of the spans
+        try:
+            with self._special_names():
+                encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self.tokenizer.post_processor = processor
+        spans = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
+        return np.asarray(encoding.ids, np.int32), spans
+
+    @contextlib.contextmanager
+    def _special_names(self) -> Iterator[None]:
         self.tokenizer.encode_special_tokens = False
         try:
-            return self.encode_batch(texts)
+            yield
         finally:
             self.tokenizer.encode_special_tokens = True
 
