@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from zoo.data.completions import chat_template
+from zoo.data.chats import ChatTemplate, Message
 from zoo.data.special_tokens import begin_id
 from zoo.data.tokenizer import TextStream, Tokenizer
 from zoo.decoding import sampling
 from zoo.publishing.token_ids import tokenizer_eos_ids
 
 logger = logging.getLogger(__name__)
-Message = dict[str, str]
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -146,12 +145,11 @@ class Chat:
     """A conversation by the template of a model's tokenizer; `messages` grow with each turn.
 
     Raises:
-        ValueError: the tokenizer has no template.
+        ValueError: the tokenizer has no template, or it is no Jinja.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        self._tokenizer: Any = tokenizer
-        self._template = chat_template(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -163,23 +161,18 @@ class Chat:
             ValueError: the template refuses the conversation, or fails on it.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        rendered = self._template(messages, add_generation_prompt=True)
+        ids = self.template.encode(messages).tolist()
         self.messages = messages
-        return self._tokenizer.encode_special([rendered])[0].tolist()
+        return ids
 
     def hear(self, text: str) -> None:
         """Keep the assistant's answer."""
         self.messages.append({"role": "assistant", "content": text})
 
     def end_of_turn(self) -> tuple[int, ...]:
-        """The special token by which the template ends the assistant's turn, if it writes one."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        """The special token by which the template ends an answer, if it shows one."""
         try:
-            before = self._template(turns[:1], add_generation_prompt=True)
-            after = self._template(turns, add_generation_prompt=False)
-        except ValueError:
+            end = self.template.end_of_turn
+        except ValueError:  # it refuses the plainest of conversations
             return ()
-        if not after.startswith(before):
-            return ()
-        ids = self._tokenizer.encode_special([after[len(before) :]])[0].tolist()
-        return tuple([token for token in ids if token in self._tokenizer.special_ids][:1])
+        return () if end is None else (end,)
