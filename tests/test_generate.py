@@ -16,6 +16,7 @@ from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_
 
 import zoo
 from zoo import mlp, rnn, sharding
+from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import Sampling, sample
@@ -299,6 +300,18 @@ def test_invalid_generation_arguments_are_refused(model: Any, options: dict, mes
     options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, **options)
+
+
+def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):
+    sampling._warn_of_length.cache_clear()
+    model = drawn_transformer(num_layers=1, max_seq_len=8)
+    options: dict = {"temperature": 0.0, "max_new_tokens": 5}
+    zoo.generate(model, PROMPT, **options)
+    assert not caplog.records
+    for _ in range(2):
+        zoo.generate(model, PROMPT, **{**options, "max_new_tokens": 6})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "max_seq_len=8" in caplog.text
 
 
 @pytest.mark.parametrize(

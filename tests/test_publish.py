@@ -629,3 +629,20 @@ def test_checksums_of_weights(tmp_path: Path):
     changed = {name: models.weights_checksum(folder) for name, folder in folders.items()}
     assert changed["zoo"] != first["zoo"]
     assert changed["adapters"] != first["adapters"]  # whose base is another
+
+
+def test_a_model_is_saved_in_the_dtypes_of_another(tmp_path):
+    model = drawn_transformer(num_layers=1)
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
+    zoo.save(tmp_path / "base", small)
+    zoo.save(tmp_path / "again", model, like=tmp_path / "base")
+    assert_same(zoo.load(tmp_path / "again"), small)
+    adapted = lora.adapt(model, lora.Config(), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=tmp_path / "base")
+    zoo.save(tmp_path / "more", model, like=tmp_path / "adapters")
+    assert_same(zoo.load(tmp_path / "more"), small)
+    ours = net()
+    half = {"scale": jnp.dtype("float16")}
+    dtypes = tensors.stored_dtypes(ours, half, jnp.dtype("bfloat16"))
+    assert (dtypes["scale"], dtypes["blocks.0.w"]) == ("float16", "bfloat16")
+    assert dtypes["counts"] == ours.counts.dtype  # integers stay
