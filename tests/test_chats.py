@@ -9,6 +9,8 @@ from helpers import write_tokenizer
 
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
+from zoo.data.corpus import tokenize
+from zoo.data.documents import Document
 from zoo.data.token_plans import PackedPlan
 from zoo.data.tokenizer import load_tokenizer
 
@@ -124,6 +126,38 @@ def test_each_answer_is_an_example_where_turns_are_rewritten(name, ends, make, t
         assert int(np.argmax(counts)) == len(prompt)
     if name == "qwen":
         assert "hm" not in found[1][0]  # the first thoughts are gone
+
+
+def test_blanks_at_the_end_of_an_answer_count(make, tmp_path):
+    chat = [CHAT[0], {"role": "assistant", "content": "some   "}]
+    [(_, counted)], _ = examples_of(make("chatml"), tmp_path, chat)
+    assert counted == ["some   <|im_end|>"]
+
+
+@pytest.mark.parametrize("source", ["plain", "marked"])
+def test_no_token_reaches_from_a_prompt_into_its_answer(source, make, tmp_path):
+    # A prompt that ends with a blank: " text" is a token, and a model is given " ".
+    template = make(
+        PLAIN
+        if source == "plain"
+        else MARKED.replace("{% generation %}", "{{ ' ' }}{% generation %}")
+    )
+    chat = [CHAT[0], {"role": "assistant", "content": "text"}]
+    found, corpus = examples_of(template, tmp_path, chat)
+    [(whole, [counted])] = found
+    [blank] = template.tokenizer.encode(" ")
+    [joined] = template.tokenizer.encode(" text")
+    assert counted in ("text\n<eot>", "text<|im_end|>")
+    assert blank in corpus[0]
+    assert joined not in corpus[0]
+    assert " text" in whole
+
+
+def test_chats_tokenizers_have_cached_corpora(tmp_path):
+    folder = next(folder for folder in variants(tmp_path / "original") if folder.name == "files")
+    documents = [Document("a", "some text")]
+    one, two = (tokenize(documents, load_tokenizer(folder), tmp_path / "cache") for _ in range(2))
+    np.testing.assert_array_equal(one.tokens, two.tokens)
 
 
 def test_only_turns_that_are_rewritten_are_apart(make, tmp_path):

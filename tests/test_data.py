@@ -628,7 +628,7 @@ def test_documents_may_lack_a_begin_or_an_end():
     assert batch["targets"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
     # A document of one token has no target: nothing is in its place, and no segment is left out.
     whole = Corpus.from_arrays(
-        [np.array([4]), np.array([5, 6]), np.array([7, 8])], 10, 6, framed=True
+        [np.array([5, 6]), np.array([4]), np.array([7, 8])], 10, 6, framed=True
     )
     [batch] = epoch_of(counted_plan(whole, 9, 3))
     assert batch["tokens"].tolist() == [[5, 7, 0]]

@@ -1,3 +1,4 @@
+import datetime
 import importlib
 import json
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import tyro
-from helpers import arrays
+from helpers import arrays, write_tokenizer
 from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
@@ -176,7 +177,7 @@ TEMPLATE = (
 )
 GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0, "do_sample": True}
 GENERATION |= {"temperature": 0.6, "top_p": 0.9, "transformers_version": "4.51.0"}
-CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a zoo"}]
+ASKED = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a zoo"}]
 
 
 def write_llama_like(folder):
@@ -217,7 +218,7 @@ def write_llama_like(folder):
 def chatty(request, tune, tmp_path, capsys):
     """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
     base = write_llama_like(tmp_path / "base")
-    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": CHAT}] * 40)
+    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": ASKED}] * 40)
     run_dir = tune(
         f"--model={base}",
         f"--method={request.param}",
@@ -254,7 +255,7 @@ def test_both_stop_at_the_same_token(chatty):
     transformers = pytest.importorskip("transformers", reason="what the model is opened with")
     _, folder, _ = chatty
     opened = transformers.AutoTokenizer.from_pretrained(folder)
-    text = opened.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    text = opened.apply_chat_template(ASKED[:1], tokenize=False, add_generation_prompt=True)
     prompt = opened(text, add_special_tokens=False)["input_ids"]
     chat = Chat(load_tokenizer(folder))
     assert chat.ask("who?") == prompt
@@ -275,6 +276,46 @@ def test_both_stop_at_the_same_token(chatty):
     with torch.no_grad():
         logits = theirs(tokens).logits.numpy()
     np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
+
+
+@pytest.fixture
+def chat_run(tmp_path, shared):
+    """`chat_run(template, *chats)` is the text of a run on chats."""
+
+    def chat_run(template, *chats):
+        write_tokenizer(tmp_path / "tokenizer", template=template)
+        path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat} for chat in chats])
+        config = finetuning.Config(
+            run_dir=tmp_path / "run",
+            steps=1,
+            model=str(shared / "base"),
+            data=finetuning.Data(files=str(path), format="chats"),
+        )
+        with zoo.Run(config) as run:
+            return finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
+
+    return chat_run
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
+
+
+def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return super().now() + datetime.timedelta(1)
+
+    template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = chat_run(template, CHAT, CHAT)
+    assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
+    monkeypatch.setattr(finetuning, "datetime", Tomorrow)
+    assert chat_run(template, CHAT, CHAT).fingerprint == text.fingerprint
+
+
+def test_one_chat_is_too_few(chat_run):
+    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats: give two or more"):
+        chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
 
 
 MISTAKES = {

@@ -567,7 +567,12 @@ class Hub(BaseHTTPRequestHandler):
     """One model, at the addresses that the client asks for."""
 
     folder = GOLDEN / "mistral"
-    others: ClassVar = {"pytorch_model.bin": b"cos\nsystem", "original/model.safetensors": b"x"}
+    others: ClassVar = {
+        "pytorch_model.bin": b"cos\nsystem",
+        "original/model.safetensors": b"x",
+        "model-old/part.safetensors": b"x",
+        "additional_chat_templates/tool_use.jinja": b"x",
+    }
     asked: ClassVar[list[str]] = []
 
     def log_message(self, *_: Any) -> None:
@@ -619,7 +624,8 @@ def test_hub_ids_are_downloaded_and_cached(tmp_path: Path):
     assert f"{endpoint} gave" in missing
     fetched = {path.name for path in tmp_path.rglob("snapshots/*/*")}
     assert "model.safetensors.index.json" in fetched
-    assert not fetched & {"pytorch_model.bin", "golden.npz", "original"}
+    assert not fetched & {"pytorch_model.bin", "golden.npz", "original", "model-old"}
+    assert [path.name for path in tmp_path.rglob("snapshots/*/*/*")] == ["tool_use.jinja"]
 
 
 def test_missing_hub_client_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -634,8 +640,7 @@ def test_hub_ids_are_told_from_paths():
 
 
 def test_snapshots_hold_all_tokenizer_files():
-    names = {tokenizer.FILE_NAME, tokenizer.CONFIG_NAME, tokenizer.CHAT_TEMPLATE_NAME}
-    names |= {"generation_config.json", "special_tokens_map.json"}
+    names = {tokenizer.FILE_NAME, tokenizer.CONFIG_NAME, *tokenizer.BESIDE}
     assert names <= set(hub.FILES)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from zoo import text
+from zoo.data import completions
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import ByteTokenizer
 
@@ -135,6 +136,23 @@ def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
     assert len({loaded.fingerprint for loaded in found.values()}) == 3
     # A begin is free; without one the first byte, which has no loss, costs as much as the others.
     assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1
+
+
+def test_fingerprint_covers_the_packing_of_completions(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "c"}\n' * 9)
+    documents = completions.read_completions(str(tmp_path / "rows.jsonl"))
+    kinds = {"packed": {"seq_len": 8}, "bucketed": {"buckets": (8,)}}
+    found = [
+        text.make_text(
+            text.Config(rows=rows, cache=None, **options),
+            (documents, documents),
+            ByteTokenizer(),
+            seed=0,
+            tokenize=completions.tokenize_parts,
+        ).fingerprint
+        for rows, options in kinds.items()
+    ]
+    assert found[0] != found[1]  # the latter as it was when packed rows cut completions
 
 
 def test_compressors_take_documents_one_by_one(corpus):

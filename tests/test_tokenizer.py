@@ -136,6 +136,12 @@ def test_special_tokens_come_from_all_files(files, tmp_path):
         assert found.separator_id == found.eos_ids[0]
 
 
+def test_listed_tokens_outrank_the_special_tokens_map(tmp_path):
+    listed = {"added_tokens_decoder": {"278": {"content": "<eot>", "special": True}}}
+    ids = write_tokenizer(tmp_path, config=listed, special_tokens_map={"eos_token": "<eos>"})
+    assert tok.load_tokenizer(tmp_path).eos_ids == (ids["<eot>"],)
+
+
 def test_texts_begin_as_the_tokenizer_says(tmp_path):
     ids = write_tokenizer(tmp_path, begins=False)
     found = tok.load_tokenizer(tmp_path)

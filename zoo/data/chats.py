@@ -5,7 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Ids, Tokenizer
 
@@ -40,6 +40,7 @@ class ChatTemplate:
         assert isinstance(tokenizer, BPETokenizer)
         self.tokenizer = tokenizer
         self.has_marks = GENERATION.search(source) is not None
+        self.writes_time = "strftime_now" in source
         self._now = now
         self._template = _compile(source)
 
@@ -141,7 +142,7 @@ def _compile(source: str) -> Any:
     class Generation(Extension):
         """`{% generation %}`: passes what is inside of it to `mark_generation`."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (mypy takes it for the base class's)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

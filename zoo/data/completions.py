@@ -7,6 +7,7 @@ one by one, as a prompt is in generation, and a chat is tokenized as a whole.
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, read_json_lines
 from zoo.data.special_tokens import end_id
 from zoo.data.tokenizer import BPETokenizer, Tokenizer
+
+Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
 
 
 def read_completions(
@@ -150,13 +153,7 @@ def tokenize_chats(
     assert isinstance(tokenizer, BPETokenizer)
 
     def encode(parts: list[Part]) -> Counted:
-        ids, spans = tokenizer.encode_spans("".join(text for text, _ in parts))
-        counted = np.zeros(len(ids), bool)
-        begin = 0
-        for text, counts in parts:
-            here = (spans[:, 0] < begin + len(text)) & (spans[:, 1] > begin)
-            counted |= here & counts
-            begin += len(text)
+        ids, counted = _encode_chat(tokenizer, parts)
         if int(ids[-1]) not in tokenizer.special_ids:
             ids, counted = np.append(ids, np.int32(end_id(tokenizer))), np.append(counted, True)
         return ids, counted
@@ -164,7 +161,19 @@ def tokenize_chats(
     return _tokenize(documents, tokenizer.vocab_size, encode, framed=True)
 
 
-Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
+def _encode_chat(tokenizer: BPETokenizer, parts: list[Part]) -> Counted:
+    ids, spans = tokenizer.encode_spans("".join(text for text, _ in parts))
+    starts, counted = spans[:, 0], np.zeros(len(ids), bool)
+    begin = 0
+    for i, (text, counts) in enumerate(parts):
+        if counts and ((starts < begin) & (spans[:, 1] > begin)).any():
+            # A model is given the prompt's own ids, so that none may reach into the answer.
+            halves = _encode_chat(tokenizer, parts[:i]), _encode_chat(tokenizer, parts[i:])
+            ids, counted = map(np.concatenate, zip(*halves, strict=True))
+            return ids, counted
+        counted |= (starts >= begin) & (starts < begin + len(text)) & counts
+        begin += len(text)
+    return ids, counted
 
 
 def _tokenize(
@@ -185,6 +194,9 @@ def _tokenize(
     return Corpus.from_arrays(arrays, vocab_size, num_bytes, names, all_counted, framed)
 
 
-def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`."""
-    return ChatTemplate(tokenizer)
+def chat_template(tokenizer: Tokenizer, now: datetime | None = None) -> ChatTemplate:
+    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`.
+
+    `now` is the time that it may write; None is the time of each call.
+    """
+    return ChatTemplate(tokenizer, now)

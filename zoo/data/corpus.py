@@ -127,8 +127,8 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
-        for file in sorted(Path(folder).rglob("*")):
-            if file.is_file():
+        for file in sorted(Path(folder).iterdir()):
+            if file.is_file():  # further templates are in a folder
                 add(file.read_bytes())
     for document in documents:
         add(document.name.encode())

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -173,7 +174,12 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
     """The run's text; without files, Python's help texts, which are English and no code."""
     config = run.config.data
     text.check_label(config, label)
-    documents, tokenize = _documents(config, tokenizer, label)
+    documents, tokenize = _documents(run, config, tokenizer, label)
+    if config.format != "text" and len(documents) < 2:
+        raise ValueError(
+            f"data.files={config.files!r} has one line of {config.format}: give two or more, one "
+            "of which is held out"
+        )
     data = text.make_text(
         config,
         text.split(config, documents),
@@ -186,7 +192,9 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
     return data
 
 
-def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[list[Document], Any]:
+def _documents(
+    run: Run[Config], config: Data, tokenizer: Tokenizer, label: str | None
+) -> tuple[list[Document], Any]:
     """The documents, and the function that makes a corpus of them."""
     if config.format != "text" and (label is not None or not config.files):
         raise ValueError(
@@ -198,10 +206,22 @@ def _documents(config: Data, tokenizer: Tokenizer, label: str | None) -> tuple[l
         return completions.read_completions(config.files, **fields), completions.tokenize_parts
     if config.format == "chats":
         template = completions.chat_template(tokenizer)
+        if template.writes_time:  # a run resumed on another day reads the same
+            template = completions.chat_template(tokenizer, _first_start(run))
         chats = completions.read_chats(config.files, template, field=config.messages)
         return chats, completions.tokenize_chats
     documents = text.read_documents_of(config, label) if config.files else help_topics()
     return documents, text.tokenize
+
+
+def _first_start(run: Run[Config]) -> datetime:
+    """The time of the run's first start, which the run keeps."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "time.txt").write_text(datetime.now().isoformat())
+
+    return datetime.fromisoformat((run.once("first_start", write) / "time.txt").read_text())
 
 
 def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:

@@ -16,6 +16,8 @@ FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
 ]
 
 
@@ -40,9 +42,9 @@ def snapshot(name: str) -> Path:
             "huggingface_hub: pip install 'zoo[hf]'"
         ) from None
     try:
-        # In FILES "*" would match slashes too: subfolders are left out.
+        # In FILES "*" would match slashes too: other subfolders are left out.
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=FILES, ignore_patterns="*/*"
+            name, allow_patterns=FILES, ignore_patterns="model-*/*"
         )
     except Exception as error:  # of the client, of its HTTP library, or of the system
         constants = huggingface_hub.constants
