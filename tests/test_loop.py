@@ -311,7 +311,7 @@ def test_indivisible_batches_are_refused_before_compute(tmp_path):
 def test_steps_in_flight_are_bounded(monkeypatch):
     unread, most = [], 0
 
-    def program(batch, state):
+    def program(leaves):
         nonlocal most
         unread.append(jnp.float32(len(unread)))
         most = max(most, len(unread))

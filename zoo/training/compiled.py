@@ -51,13 +51,11 @@ class CompiledStep:
     ):
         sharding.check_rules(rules)
         sharding.check_axes(axes)
-        self._function: Any = eqx.filter_jit(
-            function, donate="all-except-first" if donate else "none"
-        )
+        self._function = function
         self._mesh, self._rules = mesh, rules
         self._in_use = functools.partial(sharding.use, mesh, rules, axes, strict=strict)
         self._accumulate, self._donate = accumulate, donate
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple, Program] = {}
         self._under_way: deque[list[Array]] = deque()
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
@@ -68,18 +66,19 @@ class CompiledStep:
         """
         for batch in batches:
             batch = self._place(jax.tree.map(_zeros, batch))
-            signature = self._signature(state, batch)
+            signature = _signature(*jax.tree.flatten((state, batch)))
             if signature not in self._compiled:
                 self._compiled[signature] = self.lower(state, batch)
 
-    def lower(self, state: PyTree, batch: PyTree) -> Any:
+    def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
-        batch = self._place(batch)
         with self._in_use():
-            return self._function.lower(batch, state).compile()
+            program = self._program(state, self._place(batch))
+            program.compiled  # noqa: B018
+        return program
 
     @property
-    def programs(self) -> list[Any]:
+    def programs(self) -> list[jax.stages.Compiled]:
         """The compiled programs so far, one per bucket."""
         return [each.compiled for each in self._compiled.values()]
 
@@ -88,15 +87,8 @@ class CompiledStep:
 
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """
-        # `eqx.filter_jit` takes a ShapeDtypeStruct for a constant.
-        arrays, static = eqx.partition((self._place(batch), state), is_parameter)
-
-        def train_step(*arrays: PyTree) -> PyTree:
-            outputs = self._function.__wrapped__(*eqx.combine(arrays, static))
-            return eqx.filter(outputs, eqx.is_array)
-
         with self._in_use():
-            return jax.jit(train_step, donate_argnums=(1,) if self._donate else ()).trace(*arrays)
+            return self._program(state, self._place(batch)).traced
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
         """Run a step, asynchronously; where `IN_FLIGHT` are under way, wait for the oldest first.
@@ -105,23 +97,26 @@ class CompiledStep:
             RecompilationError: a state or batch unlike those compiled for, before any compute.
             ValueError: a state that an earlier call took the buffers of.
         """
-        self._check_not_donated(state)
         batch = self._place(batch)
-        signature = self._signature(state, batch)
+        leaves, structure = jax.tree.flatten((state, batch))
+        self._check_not_donated(leaves)
+        signature = _signature(leaves, structure)
         if not self._compiled:
             self._compiled[signature] = self.lower(state, batch)
         if signature not in self._compiled:
             raise RecompilationError(self._difference(signature))
         while len(self._under_way) >= IN_FLIGHT:
             jax.block_until_ready(self._under_way.popleft())
-        outputs = self._compiled[signature](batch, state)
+        outputs = self._compiled[signature](leaves)
         self._under_way.append(jax.tree.leaves(outputs[1])[:1])  # all are ready at once
         return outputs
 
-    def _check_not_donated(self, state: PyTree) -> None:
+    def _program(self, state: PyTree, batch: PyTree) -> "Program":
+        return Program(self._function, state, batch, donate=self._donate)
+
+    def _check_not_donated(self, leaves: list[Any]) -> None:
         """Refuse a state that was given before: on a mesh JAX itself may crash."""
-        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-        if self._donate and any(x.is_deleted() for x in arrays):
+        if self._donate and any(x.is_deleted() for x in leaves if isinstance(x, jax.Array)):
             raise ValueError(
                 "this state was given to a step before, which took its buffers: continue with the "
                 "state that the step returned, as in state, metrics = step(state, batch)"
@@ -152,14 +147,6 @@ class CompiledStep:
             return x if placed else jax.device_put(x, target)
 
         return jtu.tree_map_with_path(place, batch)
-
-    def _signature(self, state: PyTree, batch: PyTree) -> tuple:
-        leaves, structure = jax.tree.flatten((state, batch))
-        described = (
-            (x.shape, x.dtype, sharding.canonical(x.sharding)) if isinstance(x, jax.Array) else x
-            for x in leaves
-        )
-        return (structure, *described)
 
     def _difference(self, signature: tuple) -> str:
         def describe(entry: Any) -> str:
@@ -194,6 +181,58 @@ class CompiledStep:
             + [f"  … and {len(lines) - 8} more"] * (len(lines) > 8)
             + ["Pad to a bucket, or announce the shape first: step.compile(state, batch)"]
         )
+
+
+class Program:
+    """A step, traced and compiled for arguments of one structure; called with their leaves.
+
+    Trees are taken apart and put together once per call. For a model of many small arrays that
+    takes as long as the step itself, and `eqx.filter_jit` does it several times.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: PyTree, batch: PyTree, *, donate: bool):
+        leaves, structure = jax.tree.flatten((state, batch))
+        num_state = len(jax.tree.leaves(state))
+        arrays = [i for i, x in enumerate(leaves) if is_parameter(x)]
+        self._of_state = [i for i in arrays if i < num_state]
+        self._of_batch = [i for i in arrays if i >= num_state]
+        rest = [None if is_parameter(x) else x for x in leaves]
+
+        def flat(of_batch: list[Array], of_state: list[Array]) -> list[Array]:
+            given = list(rest)
+            for places, values in ((self._of_state, of_state), (self._of_batch, of_batch)):
+                for place, value in zip(places, values, strict=True):
+                    given[place] = value
+            state, batch = jax.tree.unflatten(structure, given)
+            outputs, self._structure = jax.tree.flatten(function(batch, state))
+            self._outputs = [None if eqx.is_array(x) else x for x in outputs]
+            return [x for x in outputs if eqx.is_array(x)]
+
+        flat.__name__ = flat.__qualname__ = function.__name__  # the program's, in profiles
+        jitted = jax.jit(flat, donate_argnums=(1,) if donate else ())
+        self.traced: jax.stages.Traced = jitted.trace(*self._arguments(leaves))
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The program, compiled at the first use."""
+        return self.traced.lower().compile()
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """The step's outputs, for the leaves of a state and a batch."""
+        arrays = iter(self.compiled(*self._arguments(leaves)))
+        outputs = [next(arrays) if x is None else x for x in self._outputs]
+        return jax.tree.unflatten(self._structure, outputs)
+
+    def _arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        return [leaves[i] for i in self._of_batch], [leaves[i] for i in self._of_state]
+
+
+def _signature(leaves: list[Any], structure: Any) -> tuple:
+    described = (
+        (x.shape, x.dtype, sharding.canonical(x.sharding)) if isinstance(x, jax.Array) else x
+        for x in leaves
+    )
+    return (structure, *described)
 
 
 def _argument_paths(structure: Any) -> list[str]:
