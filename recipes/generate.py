@@ -1,14 +1,21 @@
-"""Continue texts with a model: one of the shelf, of a folder, or of a run.
+"""Continue texts, or a conversation, with a model: one of the shelf, of a folder, or of a run.
 
     python -m recipes.generate lm-python "def "
 
 The first text appears as its tokens come; the others, which are generated in the same batch, after
 it. Without a text the model begins a document of its own. `--num-beams 4` searches for the
 likeliest continuations in place of sampling.
+
+    python -m recipes.generate runs/chat "Who are you?" --chat
+
+is a conversation by the chat template of the model's tokenizer. Each line of standard input is the
+next turn, until its end.
 """
 
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,22 +24,28 @@ import tyro
 
 import zoo
 from zoo.base import configuration
-from zoo.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+from zoo.data.tokenizer import Tokenizer, load_tokenizer
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
 from zoo.runs.run import check_seed
+from zoo.tasks import generation
+from zoo.tasks.generation import Chat, Stops
 
 RULE = "─" * 20
 
 
 @dataclass(frozen=True)
 class Config:
-    """Continue texts with a model."""
+    """Continue texts, or a conversation, with a model."""
 
     model: tyro.conf.Positional[str] = "lm-python"
     """Name on the shelf, folder of a model, or folder of a run."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ("",)
-    """Texts to continue."""
+    """Texts to continue; with --chat the user's first turns."""
+    chat: bool = False
+    """A conversation by the tokenizer's template, continued by the lines of standard input."""
+    system: str | None = None
+    """The system's message, which a conversation begins with."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
     temperature: float = 0.8
@@ -42,7 +55,7 @@ class Config:
     top_p: float | None = None
     """Sample from the fewest tokens whose probabilities add up to p."""
     stop: tuple[str, ...] = ()
-    """Texts of one token that end a continuation, as the end of the document does."""
+    """Special tokens, by name, or texts that end a continuation, as the model's own ends do."""
     num_beams: int = 1
     """More than one: beam search of that width, with the score of each beam."""
     seed: int = 0
@@ -57,75 +70,101 @@ class Config:
         configuration.check(self)
         count = self.num_beams
         configuration.require(count >= 1, f"num_beams={count}: must be at least 1")
+        configuration.require(
+            not self.chat or count == 1, f"num_beams={count}: a chat is sampled, leave it out"
+        )
+        configuration.require(
+            self.system is None or self.chat, f"system={self.system!r}: needs --chat"
+        )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options of `zoo.stream` but for the key."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names}
 
 
 def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
     tokenizer = load_tokenizer(folder)
+    chat = Chat(tokenizer, config.system) if config.chat else None
+    prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
-    # Every document that the model was trained on begins with the separator.
-    prompts = [[tokenizer.separator_id, *tokenizer.encode(p).tolist()] for p in config.prompts]
-    stop_tokens = [tokenizer.separator_id, *(one_token(tokenizer, text) for text in config.stop)]
-    if config.num_beams > 1:
-        print_beams(config, model, tokenizer, prompts, stop_tokens)
+    stops = generation.make_stops(model, tokenizer, config.stop)
+    if chat is not None:
+        print_chat(config, model, tokenizer, chat, stops)
+    elif config.num_beams > 1:
+        print_beams(config, model, tokenizer, prompts, stops)
     else:
-        print_samples(config, model, tokenizer, prompts, stop_tokens)
-
-
-def one_token(tokenizer: Tokenizer, text: str) -> int:
-    """The id of a text that is one token."""
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) != 1:
-        raise ValueError(f"stop={text!r} is {len(ids)} tokens of this model's, and has to be one")
-    return ids[0]
+        print_samples(config, model, tokenizer, prompts, stops)
 
 
 def print_samples(
-    config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: list[int]
+    config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: Stops
 ) -> None:
     """Print the first text as its tokens come, and then the others."""
-    tokens = zoo.stream(
-        model,
-        prompts,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        stop_tokens=stops,
-        key=jax.random.key(config.seed),
+    key = jax.random.key(config.seed)
+    rows, steps = generation.stream_texts(
+        model, tokenizer, prompts, stops, key=key, **config.sampling
     )
-    streams = [TextStream(tokenizer) for _ in prompts]
-    texts = [stream.add(*ids) for stream, ids in zip(streams, prompts, strict=True)]
-    stopped, times = [False] * len(prompts), []
-    print(texts[0], end="", flush=True)
-    for step in tokens:
+    print(rows[0].prompt, end="", flush=True)
+    times = []
+    for first, *_ in steps:
         times.append(time.perf_counter())
-        for row, token in enumerate(step.tolist()):
-            new = "" if stopped[row] else streams[row].add(token)
-            stopped[row] |= token in stops
-            texts[row] += new
-            if row == 0:
-                print(new, end="", flush=True)
-    print(streams[0].end())
-    for text, stream in zip(texts[1:], streams[1:], strict=True):
-        print(f"{RULE}\n{text}{stream.end()}")
+        print(first, end="", flush=True)
+    print(rows[0].end())
+    for row in rows[1:]:
+        row.end()
+        print(f"{RULE}\n{row.prompt}{row.text}")
     if len(times) > 2:  # the second compiles
         speed = len(prompts) * (len(times) - 2) / (times[-1] - times[1])
         print(f"({speed:.0f} tokens/s)", file=sys.stderr)
 
 
+def print_chat(config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, stops: Stops) -> None:
+    """Print each answer as its tokens come."""
+    stops = stops._replace(ids=(*stops.ids, *chat.end_of_turn()))
+    for turn, text in enumerate(turns(config.prompts)):
+        key = jax.random.fold_in(jax.random.key(config.seed), turn)
+        [row], steps = generation.stream_texts(
+            model, tokenizer, [chat.ask(text)], stops, key=key, **config.sampling
+        )
+        for [new] in steps:
+            print(new, end="", flush=True)
+        print(row.end(), flush=True)
+        chat.hear(row.text)
+
+
+def turns(given: tuple[str, ...]) -> Iterator[str]:
+    """The user's turns: those given, and then the lines of standard input."""
+    typed = sys.stdin is not None and sys.stdin.isatty()
+    lines = () if typed or sys.stdin is None else sys.stdin
+    for text in itertools.chain(given, lines):
+        if text := text.strip():
+            print(f"> {text}")
+            yield text
+    while typed:
+        try:
+            if text := input("> ").strip():
+                yield text
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
 def print_beams(
-    config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: list[int]
+    config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: Stops
 ) -> None:
     """Print the beams of each text, best first, with their log-probabilities."""
+    generation.check_stop_tokens(tokenizer, stops)
     tokens, scores = zoo.beam_search(
         model,
         prompts,
         max_new_tokens=config.max_new_tokens,
         num_beams=config.num_beams,
-        stop_tokens=stops,
+        stop_tokens=stops.ids,
     )
     for beams, beam_scores in zip(tokens, scores.tolist(), strict=True):
         for ids, score in zip(beams, beam_scores, strict=True):

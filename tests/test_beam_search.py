@@ -1,5 +1,6 @@
 """zoo.decoding.beam_search against all continuations there are."""
 
+import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from helpers import drawn_rnn, drawn_transformer
 
 import zoo
 from zoo import sharding
+from zoo.publishing.parts import with_fields
 
 VOCAB, NEW = 5, 3
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -72,6 +74,17 @@ def test_beams_are_padded_with_stop_token():
                 stopped.append(beam.index(stop))
                 assert {*beam[stopped[-1] :]} == {stop}
     assert any(0 < index < 4 for index in stopped)
+
+
+def test_beams_end_at_the_model_s_own_ids():
+    plain, prompt = MODELS["transformer"](), [[1, 2, 3]]
+    options: dict = {"max_new_tokens": 5, "num_beams": 4}
+    stop = zoo.beam_search(plain, prompt, **options)[0][0][0][4]
+    config = dataclasses.replace(plain.config, eos_ids=(stop,))
+    own = with_fields(type(plain), {**vars(plain), "config": config})
+    given, _ = zoo.beam_search(plain, prompt, **options, stop_tokens=[stop])
+    assert zoo.beam_search(own, prompt, **options)[0] == given
+    assert any(beam[-1] == stop and len(beam) < 8 for beam in given[0])
 
 
 def test_array_prompts_give_arrays_on_any_mesh(monkeypatch: pytest.MonkeyPatch):

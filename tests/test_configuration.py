@@ -308,6 +308,14 @@ def test_rope_scaling_must_be_positive(name: str, value: float):
         RopeScaling(**{name: value})
 
 
+@pytest.mark.parametrize("token", [-1, 8])
+@pytest.mark.parametrize("config", [transformer.Config, rnn.Config])
+def test_ids_out_of_the_vocabulary_are_refused(config: Any, token: int):
+    assert config(vocab_size=8, eos_ids=(0, 7)).eos_ids == (0, 7)
+    with pytest.raises(ValueError, match=rf"^eos_ids has the id {token}: .*vocab_size=8"):
+        config(vocab_size=8, eos_ids=(1, token))
+
+
 def test_finite_numbers_are_taken():
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     assert transformer.Config(vocab_size=8, rope_scaling=scaling, norm_eps=1e-6)
@@ -324,8 +332,10 @@ OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches 
     tensorboard norms_every profile compilation_cache patience keep_best"""
 OF_TEXT = "sample_tokens sample_every data.files data.cache"
 MAY_DIFFER = {
-    recipes.lm: f"{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers",
-    recipes.rnn: f"{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll",
+    recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers
+        model.eos_ids""",
+    recipes.rnn: f"""{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll
+        model.eos_ids""",
     recipes.mlp: f"{OF_A_RUN} data.file model.remat model.in_size model.out_size",
     recipes.finetune: f"{OF_A_RUN} {OF_TEXT} remat attention scan_layers",
     recipes.generate: "",
@@ -340,9 +350,9 @@ def test_recipe_fields_that_may_differ_are_listed(recipe: Any):
 def test_family_fields_that_may_differ_are_listed():
     found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
     assert found == {
-        "transformer": {"attention", "remat", "scan_layers"},
+        "transformer": {"attention", "remat", "scan_layers", "eos_ids"},
         "bert": {"attention", "remat", "scan_layers"},
-        "rnn": {"remat", "implementation", "hoist", "unroll"},
+        "rnn": {"remat", "implementation", "hoist", "unroll", "eos_ids"},
         "mlp": {"remat"},
     }
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import tyro
 from helpers import arrays, write_tokenizer
 from jax.experimental.compilation_cache import compilation_cache
@@ -16,11 +17,13 @@ from recipe_cases import Recipe, shared
 import zoo
 from zoo import finetuning, rnn, transformer
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+from zoo.nn.layers import RopeScaling
 from zoo.planning.job import Job
 from zoo.publishing.errors import PublishError
 from zoo.runs import loop, planned
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
+from zoo.tasks.generation import Chat
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -111,7 +114,9 @@ def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
         "--data.held-out=0.2",
         "--label=kind",
         "--optimizer.learning-rate=0.03",
-        "--steps=40",
+        "--steps=60",
+        "--lora.rank=16",
+        "--lora.alpha=32",
     )
     assert "held out: accuracy 100.00%" in capsys.readouterr().out
     model = zoo.load(run_dir)
@@ -155,12 +160,16 @@ def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
         "--data.tokenizer=",
         "--optimizer.learning-rate=0.01",
     )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    stored = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype="auto")
+    assert stored.dtype == torch.bfloat16  # as the base
+    theirs, base = (
+        stored.float(),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
+    )
     ids = torch.tensor(np.asarray(TOKENS), dtype=torch.long)
     with torch.no_grad():
         expected, before = theirs(ids).logits.numpy(), base(ids).logits.float().numpy()
-    np.testing.assert_allclose(zoo.load(run_dir)(TOKENS), expected, atol=1e-4)
+    np.testing.assert_allclose(zoo.load(run_dir, dtype="fp32")(TOKENS), expected, atol=1e-4)
     assert np.abs(expected - before).max() > 1e-2
     opened = transformers.AutoTokenizer.from_pretrained(run_dir / "model")
     assert opened.apply_chat_template(chat, tokenize=False).startswith("user: hi\nassistant: some")
@@ -279,6 +288,117 @@ def test_damaged_parameters_are_named_before_training(tune, tmp_path, shared):
         with pytest.raises(ValueError, match=r"base: blocks.attention.wo has a NaN or an infinity"):
             tune(f"--model={tmp_path / 'base'}")
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|bot|>", "<|end|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|bot|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0, "do_sample": True}
+GENERATION |= {"temperature": 0.6, "top_p": 0.9, "transformers_version": "4.51.0"}
+ASKED = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a zoo"}]
+
+
+def write_llama_like(folder):
+    """A folder with a begin, two ends and padding of its own, a template and llama3's positions."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["who is there? a zoo"] * 9, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    scaling = RopeScaling(8.0, 1.0, 4.0, 16)
+    shape = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    shape |= {"d_ff": 48, "max_seq_len": 128}
+    config = transformer.Config(320, **shape, rope_scaling=scaling)
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    # Adapters leave the head as it is, which has to be able to tell tokens apart.
+    model = eqx.tree_at(lambda m: m.head.weight, model, 8 * model.head.weight)
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    zoo.save(folder, model, format="hf")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+@pytest.fixture(params=["full", "lora"])
+def chatty(request, tune, tmp_path, capsys):
+    """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
+    base = write_llama_like(tmp_path / "base")
+    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": ASKED}] * 40)
+    run_dir = tune(
+        f"--model={base}",
+        f"--method={request.param}",
+        f"--data.files={path}",
+        "--data.format=chats",
+        "--data.tokenizer=",
+        "--optimizer.learning-rate=0.02",
+        "--steps=60",
+        "--lora.rank=16",
+        "--lora.alpha=32",
+    )
+    return base, run_dir / "model", capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_finetuned_folder_says_what_its_base_says(chatty):
+    base, model, printed = chatty
+    before, after = (json.loads((x / "config.json").read_text()) for x in (base, model))
+    assert after == before
+    assert (after["dtype"], after["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert (after["bos_token_id"], after["eos_token_id"], after["pad_token_id"]) == (1, 2, 0)
+    assert json.loads((model / "generation_config.json").read_text()) == GENERATION
+    assert (model / "chat_template.jinja").read_text() == TEMPLATE
+    dtypes = [{str(a.dtype) for a in arrays(zoo.load(x)).values()} for x in (base, model)]
+    assert dtypes == [{"bfloat16"}] * 2
+    assert zoo.load(model).config.eos_ids == (2, 5)
+    # The recipe's sample is the chat, and ends with the answer.
+    assert printed.endswith("--- a sample after ---\nwho?a zoo\n")
+
+
+@pytest.mark.slow
+def test_both_stop_at_the_same_token(chatty):
+    torch = pytest.importorskip("torch", reason="compared with transformers, which needs torch")
+    transformers = pytest.importorskip("transformers", reason="what the model is opened with")
+    _, folder, _ = chatty
+    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    text = opened.apply_chat_template(ASKED[:1], tokenize=False, add_generation_prompt=True)
+    prompt = opened(text, add_special_tokens=False)["input_ids"]
+    chat = Chat(load_tokenizer(folder))
+    assert chat.ask("who?") == prompt
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    settings = theirs.generation_config
+    assert (settings.bos_token_id, settings.eos_token_id) == (1, [2, 5])
+    assert (settings.pad_token_id, settings.temperature, settings.top_p) == (0, 0.6, 0.9)
+    ids = (opened.bos_token_id, opened.eos_token_id, opened.pad_token_id)
+    assert ids == (1, 2, 0)
+    want = theirs.float().generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)
+    model = zoo.load(folder, dtype="fp32")
+    got = zoo.generate(model, [prompt], temperature=0.0, max_new_tokens=40)
+    assert got == want.tolist()
+    assert got[0][-1] == 5
+    assert opened.decode(got[0][len(prompt) :], skip_special_tokens=True) == "a zoo"
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = theirs(tokens).logits.numpy()
+    np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
+
+
 @pytest.fixture
 def chat_run(tmp_path, shared):
     """`chat_run(template, *chats)` is the text of a run on chats."""

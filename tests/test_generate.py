@@ -1,5 +1,6 @@
 """zoo.generate: with the cache as without it, and samples with the model's probabilities."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_
 
 import zoo
 from zoo import mlp, rnn, sharding
+from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import Sampling, sample
 from zoo.nn import parameters
+from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
@@ -206,6 +209,24 @@ def test_a_row_ends_with_its_stop_token(model: Any):
 
 
 @pytest.mark.parametrize("name", ["rotary", "gru"])
+def test_a_model_stops_at_its_own_ids(name: str):
+    plain = decoder(name)
+    options: dict = {"max_new_tokens": 12, "temperature": 0.0}
+    whole = zoo.generate(plain, [[1, 2, 3]], **options)[0]
+    stop = next(token for token in whole[3:] if token != whole[3])
+    config = dataclasses.replace(plain.config, eos_ids=(VOCAB - 1, stop))
+    own = with_fields(type(plain), {**vars(plain), "config": config})
+    short = whole[: 4 + whole[3:].index(stop)]
+    assert zoo.generate(own, [[1, 2, 3]], **options) == [short] != [whole]
+    assert len(list(zoo.stream(own, [[1, 2, 3]], **options))) == len(short) - 3
+    assert zoo.generate(own, [[1, 2, 3]], **options, stop_tokens=()) == [whole]
+    other = zoo.generate(own, [[1, 2, 3]], **options, stop_tokens=[whole[3]])
+    assert other == [whole[:4]]  # in place of the model's own
+    array = zoo.generate(own, jnp.array([[1, 2, 3]], jnp.int32), **options)[0].tolist()
+    assert array == [*short, *[stop] * (15 - len(short))]
+
+
+@pytest.mark.parametrize("name", ["rotary", "gru"])
 def test_stream_yields_the_generated_tokens(name: str):
     options: dict = {"max_new_tokens": 9, "top_p": 0.9, "temperature": 1.3, "key": KEY}
     streamed = np.stack(list(zoo.stream(decoder(name), PROMPT, **options)), axis=1)
@@ -279,6 +300,18 @@ def test_invalid_generation_arguments_are_refused(model: Any, options: dict, mes
     options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, **options)
+
+
+def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):
+    sampling._warn_of_length.cache_clear()
+    model = drawn_transformer(num_layers=1, max_seq_len=8)
+    options: dict = {"temperature": 0.0, "max_new_tokens": 5}
+    zoo.generate(model, PROMPT, **options)
+    assert not caplog.records
+    for _ in range(2):
+        zoo.generate(model, PROMPT, **{**options, "max_new_tokens": 6})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "max_seq_len=8" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import zoo
 from zoo import hf, sharding, transformer
 from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
+from zoo.publishing import token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import hub
 
@@ -641,3 +642,124 @@ def test_hub_ids_are_told_from_paths():
 def test_snapshots_hold_all_tokenizer_files():
     names = {tokenizer.FILE_NAME, tokenizer.CONFIG_NAME, *tokenizer.BESIDE}
     assert names <= set(hub.FILES)
+
+
+# Token ids
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": [3, 4]}, None, (3, 4)),
+        ({"eos_token_id": 3}, {"eos_token_id": [5, 3]}, (5, 3)),
+        ({"eos_token_id": 3}, {"bos_token_id": 1}, (3,)),
+        ({}, {"eos_token_id": 0}, (0,)),
+        ({}, {}, ()),
+    ],
+    ids=str,
+)
+def test_the_ids_that_end_a_text_are_read(config: dict, generation: Any, ids: Any, copy: Any):
+    folder = copy("llama2")
+    edit(folder, **config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert zoo.load(folder).config.eos_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": [3, 53]}', "the id 53: those of vocab_size=53"),
+        ('{"eos_token_id": -1}', "the id -1"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id="),
+        ('{"eos_token_id": [true]}', "eos_token_id="),
+        ("[", "is damaged"),
+    ],
+)
+def test_damaged_ids_are_refused(content: str, message: str, copy: Any):
+    folder = copy("llama2")
+    (folder / "generation_config.json").write_text(content)
+    text = refusal(folder)
+    assert message in text
+    assert "generation_config.json" in text
+
+
+class Ends:
+    """A tokenizer that knows its ids, and writes no settings of its own."""
+
+    bos_id, eos_ids, pad_id, separator_id = 1, (2, 3), 0, 1
+
+    def save(self, folder: Path) -> None:
+        pass
+
+
+def contents(folder: Path) -> tuple[dict, dict | None]:
+    generation = folder / "generation_config.json"
+    values = json.loads((folder / "config.json").read_text())
+    return values, json.loads(generation.read_text()) if generation.exists() else None
+
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "own", "ids", "generation"),
+    [
+        (None, (), (None, None, None), None),
+        (None, (4,), (None, 4, None), {"eos_token_id": 4}),
+        (Ends(), (), (1, [2, 3], 0), dict(zip(IDS, (1, [2, 3], 0), strict=True))),
+        (Ends(), (4, 5), (1, [4, 5], 0), dict(zip(IDS, (1, [4, 5], 0), strict=True))),
+    ],
+    ids=str,
+)
+def test_ids_are_written(tokenizer: Any, own: Any, ids: Any, generation: Any, tmp_path: Path):
+    model = drawn_transformer(num_layers=1, eos_ids=own)
+    zoo.save(tmp_path / "model", model, format="hf", tokenizer=tokenizer)
+    values, written = contents(tmp_path / "model")
+    assert tuple(values[name] for name in IDS) == ids
+    assert written == generation
+    eos = ids[1] if isinstance(ids[1], list) else [ids[1]] if ids[1] is not None else []
+    assert zoo.load(tmp_path / "model").config.eos_ids == tuple(eos)
+
+
+def test_a_model_is_saved_like_the_one_it_came_from(copy: Any, tmp_path: Path):
+    folder = copy("llama3")
+    given = dict(zip(IDS, (7, 5, 8), strict=True))
+    settings = {"eos_token_id": [5, 6], "temperature": 0.6, "do_sample": True}
+    edit(folder, **given)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    stored = {
+        name: x if name.endswith("norm.weight") else x.astype(jnp.bfloat16)
+        for name, x in tensors(folder).items()
+    }
+    safetensors.numpy.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    model = zoo.load(folder, dtype="fp32")
+    zoo.save(tmp_path / "again", model, format="hf", tokenizer=Ends(), like=folder)
+    values, written = contents(tmp_path / "again")
+    assert {name: values[name] for name in IDS} == given
+    assert written == {"bos_token_id": 7, "pad_token_id": 8, **settings}
+    again = tensors(tmp_path / "again")
+    assert {str(x.dtype) for x in again.values()} == {"bfloat16", "float32"}
+    assert {name: x.dtype for name, x in again.items()} == {k: x.dtype for k, x in stored.items()}
+    assert all(x.tobytes() == stored[name].tobytes() for name, x in again.items())
+    assert (values["dtype"], values["torch_dtype"]) == ("bfloat16", "bfloat16")
+    # Other ends than the folder's are those of both files.
+    other = token_ids.with_more_ends(model, (9, 5))
+    zoo.save(tmp_path / "other", other, format="hf", like=folder)
+    values, written = contents(tmp_path / "other")
+    assert values["eos_token_id"] == written["eos_token_id"] == [5, 6, 9]
+    assert written["temperature"] == 0.6
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "llama_linear", "gemma3", "qwen3_moe"])
+def test_rotary_parameters_are_written_as_transformers_5_does(name: str, tmp_path: Path):
+    model = zoo.load(GOLDEN / name)
+    zoo.save(tmp_path / name, model, format="hf")
+    values, _ = contents(tmp_path / name)
+    golden = json.loads((GOLDEN / name / "config.json").read_text())["rope_parameters"]
+    assert values["rope_parameters"] == golden
+    # And for the versions before it, as `test_older_config_spellings_are_read` has them.
+    edit(tmp_path / name, rope_parameters=...)
+    (tmp_path / name / "checksums.json").unlink()
+    assert zoo.load(tmp_path / name).config == model.config

@@ -12,7 +12,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
+from helpers import VOCAB, FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float, Int
 
 import zoo
@@ -556,6 +556,42 @@ def test_unknown_formats_are_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+class WithIds(Tokenizer):
+    separator_id = 2
+
+
+class WithEos(WithIds):
+    eos_ids = (5, 6)
+
+
+class Large(Tokenizer):
+    separator_id = VOCAB
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "own", "ids"),
+    [
+        (None, (), ()),
+        (Tokenizer(), (), ()),
+        (WithIds(), (), (2,)),
+        (WithEos(), (), (5, 6)),
+        (WithEos(), (7,), (7,)),
+    ],
+    ids=str,
+)
+def test_ids_that_end_a_text_are_stored(tmp_path, tokenizer, own, ids):
+    model = drawn_transformer(num_layers=1, eos_ids=own)
+    zoo.save(tmp_path / "model", model, tokenizer=tokenizer)
+    assert zoo.load(tmp_path / "model").config.eos_ids == ids
+    assert model.config.eos_ids == own
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    with pytest.raises(PublishError, match=f"the id {VOCAB}.*not the tokenizer of this model"):
+        zoo.save(tmp_path / "model", drawn_transformer(num_layers=1), tokenizer=Large())
+    assert not (tmp_path / "model").exists()
+
+
 def folders_of_three_kinds(tmp_path: Path) -> dict[str, Path]:
     """A model in bf16 in the zoo's format, adapters of it in fp32, and Hugging Face's format."""
     model = parameters.cast(drawn_transformer(num_layers=1), jnp.bfloat16)
@@ -648,3 +684,20 @@ def test_fields_that_can_be_overridden_change_no_parameter():
             count += 1
             assert tensors.parameter_shapes(make(changed)) == shapes, field.name
     assert count >= 4 + 4 + 2 + 5
+
+
+def test_a_model_is_saved_in_the_dtypes_of_another(tmp_path):
+    model = drawn_transformer(num_layers=1)
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
+    zoo.save(tmp_path / "base", small)
+    zoo.save(tmp_path / "again", model, like=tmp_path / "base")
+    assert_same(zoo.load(tmp_path / "again"), small)
+    adapted = lora.adapt(model, lora.Config(), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=tmp_path / "base")
+    zoo.save(tmp_path / "more", model, like=tmp_path / "adapters")
+    assert_same(zoo.load(tmp_path / "more"), small)
+    ours = net()
+    half = {"scale": jnp.dtype("float16")}
+    dtypes = tensors.stored_dtypes(ours, half, jnp.dtype("bfloat16"))
+    assert (dtypes["scale"], dtypes["blocks.0.w"]) == ("float16", "bfloat16")
+    assert dtypes["counts"] == ours.counts.dtype  # integers stay

@@ -350,7 +350,7 @@ def test_beams_are_printed_with_scores(model_folder, capsys):
     ("flags", "message"),
     [
         (["nowhere"], "'nowhere' is neither a folder nor on the shelf"),
-        (["{folder}", "--stop", "ab"], "stop='ab' is 2 tokens"),
+        (["{folder}", "--stop", "ab", "--num-beams=2"], "stop='ab' is 2 tokens"),
         (["{folder}", "--top-k=0"], "top_k=0"),
     ],
     ids=str,

@@ -36,6 +36,12 @@ def test_digits_accuracy_matches_the_card():
 
 
 @pytest.mark.parametrize("name", sorted(CARDS.keys() - {"mlp-digits"}))
+def test_language_models_know_the_ids_that_end_a_text(name):
+    separator = load_tokenizer(CARDS[name].folder).separator_id
+    assert zoo.load(name).config.eos_ids == (separator,)
+
+
+@pytest.mark.parametrize("name", sorted(CARDS.keys() - {"mlp-digits"}))
 def test_language_models_prefer_forward_python(name):
     tokenizer = load_tokenizer(CARDS[name].folder)
     text = "def __init__(self):\n    return None\n"

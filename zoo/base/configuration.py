@@ -11,7 +11,7 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -74,7 +74,7 @@ def names_that_may_differ(config: Any, prefix: str = "") -> set[str]:
 
 def _marks(cls: type, name: str) -> bool:
     fields = getattr(cls, "__dataclass_fields__", {})
-    return name in fields and _MAY_DIFFER in fields[name].metadata
+    return name in fields and bool(fields[name].metadata.get(_MAY_DIFFER))
 
 
 class _Former(NamedTuple):
@@ -93,15 +93,32 @@ def formerly(
     return dataclasses.field(default=default, metadata={_FORMERLY: _Former(name, convert)})
 
 
-def added(default: Any) -> Any:
-    """A field that files of earlier versions lack; they have its default, a plain JSON value."""
-    return dataclasses.field(default=default, metadata={_ADDED: True})
+def added(default: Any, *, may_differ: bool = False) -> Any:
+    """A field that files of earlier versions lack; they have its default, a plain JSON value.
+
+    It may also be a field that `may_differ`.
+    """
+    return dataclasses.field(default=default, metadata={_ADDED: True, _MAY_DIFFER: may_differ})
+
+
+def defaults_of_added(cls: Any) -> dict[str, Any]:
+    """The fields of a configuration that are `added`, with their defaults."""
+    return {x.name: x.default for x in dataclasses.fields(cls) if _ADDED in x.metadata}
 
 
 def require(condition: bool, message: str) -> None:
     """Raise a ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check_ids(name: str, ids: Collection[int], vocab_size: int | None) -> None:
+    """Raise a ValueError for a token id that a vocabulary of that size does not have."""
+    for token in ids:
+        require(
+            0 <= token < (vocab_size or 0),
+            f"{name} has the id {token}: those of vocab_size={vocab_size} are below it, from 0",
+        )
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -138,8 +155,7 @@ def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = found.pop(former.name)
         if former.convert is not None and name in found:
             found[name] = former.convert(found[name])
-        if _ADDED in field.metadata:
-            found.setdefault(name, field.default)
+    found = defaults_of_added(cls) | found
     for name, annotation in annotations(cls).items():
         if dataclasses.is_dataclass(annotation) and isinstance(found.get(name), dict):
             found[name] = current(annotation, found[name])

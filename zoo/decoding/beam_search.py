@@ -20,7 +20,7 @@ def beam_search(
     *,
     max_new_tokens: int = 64,
     num_beams: int = 4,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Sequence[int] | None = None,
 ) -> tuple[Any, Float[np.ndarray, "batch beams"]]:
     """The `num_beams` likeliest continuations that the search finds, best first, and their scores.
 
@@ -29,6 +29,7 @@ def beam_search(
     of the log-probabilities of the new tokens, float32[batch, beams], and -inf where there are
     fewer continuations than beams. A beam that has come to one of the `stop_tokens` keeps its score
     and repeats the token to its end; divide scores by length to not prefer short ones.
+    `stop_tokens` are the `eos_ids` of the model's configuration if not given.
 
     Raises:
         ValueError: as for `zoo.generate`, and fewer than one beam.

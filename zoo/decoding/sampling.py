@@ -5,6 +5,8 @@ and padded to a bucket, so that a model's two programs, one that reads prompts a
 continues them, are compiled once per bucket. A model computes in the dtype of its parameters.
 """
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
 SMALLEST_BUCKET = 16
+logger = logging.getLogger(__name__)
 
 
 def generate(
@@ -30,14 +33,15 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Sequence[int] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Any:
     """The prompts and up to `max_new_tokens` sampled tokens after each.
 
     A prompt int32[batch, prompt] gives int32[batch, prompt + max_new_tokens], in which a row that
     has come to one of the `stop_tokens` repeats it to its end. Lists of ids, of any lengths, give
-    lists of ids, which end with the stop token.
+    lists of ids, which end with the stop token. `stop_tokens` are the `eos_ids` of the model's
+    configuration if not given, and none if empty.
 
     Temperature 0 is greedy and needs no key. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest whose probabilities add up to p (Holtzman et al. 2020). A row's tokens depend neither on
@@ -71,7 +75,7 @@ def stream(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Sequence[int] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Iterator[Int[np.ndarray, "batch"]]:
     """The tokens of `generate` as they come, int32[batch] at a time, until all rows have stopped.
@@ -103,15 +107,19 @@ class Rows:
     """Prompts, checked and aligned to the right in a bucket, in rows that the mesh divides."""
 
     def __init__(
-        self, model: PyTree, prompt: Prompt, max_new_tokens: int, stop_tokens: Sequence[int]
+        self, model: PyTree, prompt: Prompt, max_new_tokens: int, stop_tokens: Sequence[int] | None
     ):
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
         self.prompts = _check_prompts(prompt)
-        self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
         longest = max(len(ids) for ids in self.prompts)
         self.decoder = decoder_of(model)
+        if stop_tokens is None:  # a decoder of another class may have none
+            stop_tokens = getattr(self.decoder.config, "eos_ids", ())
+        self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
         self.decoder.check_decoder(longest + max_new_tokens)
+        if longest + max_new_tokens > getattr(self.decoder.config, "max_seq_len", np.inf):
+            _warn_of_length(self.decoder.config.max_seq_len)
         _check_ids("prompt", np.concatenate(self.prompts), self.decoder.config.vocab_size)
         _check_ids("stop_tokens", self.stops, self.decoder.config.vocab_size)
         self.mesh = sharding.mesh_of(model)
@@ -132,6 +140,16 @@ class Rows:
         """A row's new tokens up to its first stop token."""
         stopped = np.flatnonzero(np.isin(tokens, self.stops))
         return tokens[: stopped[0] + 1 if len(stopped) else None].tolist()
+
+
+@functools.cache
+def _warn_of_length(max_seq_len: int) -> None:
+    """Say once that a text may become longer than what the model knows."""
+    logger.warning(
+        "the prompt and max_new_tokens together exceed max_seq_len=%d, the longest text that the "
+        "model was made for: beyond it expect a worse one, or lower max_new_tokens",
+        max_seq_len,
+    )
 
 
 def bucket_of(length: int) -> int:

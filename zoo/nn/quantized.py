@@ -166,7 +166,7 @@ def quantize(
     """
     if group_size < 8:
         raise ValueError(f"group_size={group_size}: must be at least 8")
-    inputs, outputs = matrix_axes(names)
+    inputs, _ = matrix_axes(names)
     is_table = names[inputs[0]] == "vocab"
     if is_table:
         array, names = array.swapaxes(-1, -2), (*names[:-2], names[-1], names[-2])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -21,9 +22,9 @@ from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
 from zoo.nn.quantized import Kind, is_quantized
-from zoo.publishing import adapters, hf
+from zoo.publishing import adapters, hf, token_ids
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import describe, family_name, read_skeleton, reconfigured
+from zoo.publishing.families import body_of, describe, family_name, read_skeleton, reconfigured
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -41,8 +42,10 @@ from zoo.publishing.tensors import (
     parse_dtype,
     read_dtypes,
     read_tensors,
+    stored_dtypes,
     write_tensors,
 )
+from zoo.sharding.axes import is_parameter, keystr
 
 Format = Literal["zoo", "hf"]
 
@@ -55,8 +58,12 @@ def save(
     tokenizer: Any = None,
     card: str = "",
     metrics: dict | None = None,
+    like: Path | str | None = None,
 ) -> None:
     """Write `model`, in its own dtypes, as a folder that `load` opens: all of it or nothing.
+
+    `like` is the model that it came from, for example by fine-tuning, as an argument of `load`: its
+    dtypes are taken over, and in Hugging Face's format its token ids and settings of generation.
 
     A model already there is replaced; a folder with other files is refused. transformers opens
     `format="hf"` too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown for the
@@ -78,24 +85,61 @@ def save(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
             "zoo.save_adapters"
         )
+    config = getattr(body_of(model), "config", None)
+    values, generation, dtypes = _taken_over(model, like)
     with replacing(folder) as new:
         if format == "hf":
-            family, description = hf.describe(model, tokenizer)
-            hf.write_model(new, model, family)
+            family, description = hf.describe(model)
+            ids = token_ids.describe_ids(config, tokenizer, values, generation)
+            dtype = str(
+                next(iter(dtypes.values()))
+            )  # in the words of version 5 and of those before
+            description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
+            hf.write_model(new, model, family, dtypes)
         else:
             description = describe(model)
-            write_tensors(new and new / WEIGHTS, model)
+            eos_ids = token_ids.choose_eos_ids(config, tokenizer)
+            if eos_ids and "config" in description:
+                description["config"]["eos_ids"] = eos_ids
+            write_tensors(new and new / WEIGHTS, model, dtypes)
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
             readme = _readme(Path(folder).absolute().name, model, card)
             (new / README).write_text(readme, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(new)
+            if format == "hf":
+                # The tokenizer may have brought the settings along.
+                given = generation or token_ids.read_generation(new)
+                if settings := token_ids.describe_generation(config, ids, given):
+                    (new / token_ids.GENERATION).write_text(json.dumps(settings, indent=1) + "\n")
             # The card is in no checksum, so that it may be edited by hand.
             if metrics is not None:
                 measured = {**metrics, "files": checksums.of(new, skip=(README,))}
                 (new / METRICS).write_text(json.dumps(measured, indent=1) + "\n")
             checksums.write(new, skip=(README,))
+
+
+def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dict[str, Any]]:
+    """What a saved model takes over from the one that it came from.
+
+    The contents of `config.json` and `generation_config.json`, both empty if it is the zoo's, and
+    the dtype to store each parameter in, by path.
+    """
+    if like is None:
+        return {}, {}, stored_dtypes(model, {}, None)
+    folder = find(like)
+    while hugging_face_config(folder) is None and adapters.are_adapters(folder):
+        folder = find(adapters.base_of(folder))
+    found = jax.tree_util.tree_leaves_with_path(skeleton(folder))
+    stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
+    values = hugging_face_config(folder)
+    if values is None:
+        return {}, {}, stored_dtypes(model, stored, None)
+    # Of quantised weights, which other parameters stand for, it is that of their computation.
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    dtype = jnp.dtype(dtype) if dtype in ("bfloat16", "float16", "float32") else None
+    return values, token_ids.read_generation(folder), stored_dtypes(model, stored, dtype)
 
 
 def load(

@@ -181,21 +181,39 @@ class Tensor(NamedTuple):
     pieces: Callable[[], Iterator[np.ndarray]]
 
 
-def write_tensors(path: Path | None, model: PyTree) -> None:
+def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> dict[str, Any]:
+    """The dtype to store each array in, by its dotted path.
+
+    It is the array's own; but for floating point the one `like` has for its path, or else `default`
+    if that is given.
+    """
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if is_parameter(leaf):
+            name, floating = keystr(path), jnp.issubdtype(leaf.dtype, jnp.floating)
+            found[name] = like.get(name, default or leaf.dtype) if floating else leaf.dtype
+    return found
+
+
+def write_tensors(
+    path: Path | None, model: PyTree, dtypes: Mapping[str, np.dtype] | None = None
+) -> None:
     """Write the arrays of a model by name; all processes call it, one of them with a path.
 
-    A parameter that stacks layers is gathered layer by layer, to save memory.
+    `dtypes` are by name, the arrays' own if not given. A parameter that stacks layers is gathered
+    layer by layer, to save memory.
     """
     tensors: dict[str, Tensor] = {}
 
     def add(path: tuple, leaf: Any) -> None:
         in_parts = _stacks_parts(model, path, leaf)
+        dtype = leaf.dtype if dtypes is None else dtypes[keystr(path)]
 
         def pieces() -> Iterator[np.ndarray]:
             for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
-                yield on_host(part)
+                yield on_host(part).astype(dtype, copy=False)
 
-        tensors[keystr(path)] = Tensor(leaf.shape, leaf.dtype, pieces)
+        tensors[keystr(path)] = Tensor(leaf.shape, dtype, pieces)
 
     for place, leaf in jax.tree_util.tree_leaves_with_path(model):
         if is_parameter(leaf):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, of_training, require
+from zoo.base.configuration import added, may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
 from zoo.rnn.time import Chunks
@@ -49,9 +49,12 @@ class Config:
     """Take the products with the input out of the scan, into one."""
     unroll: int = may_differ(1)
     """Steps that an iteration of the scan runs."""
+    eos_ids: tuple[int, ...] = added((), may_differ=True)
+    """Ids of the tokens that end a text, where generation stops."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
+        configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
         for name in ("hidden_size", "num_layers", "unroll"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):

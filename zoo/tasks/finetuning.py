@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
 from zoo.base.configuration import added, may_differ, require
@@ -27,7 +27,7 @@ from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
 from zoo.nn.quantized import Kind, dequantize, is_quantized
 from zoo.nn.remat import Policy
-from zoo.publishing import models
+from zoo.publishing import models, token_ids
 from zoo.publishing.adapters import save_adapters
 from zoo.publishing.families import reconfigured
 from zoo.publishing.folder import hugging_face_config
@@ -41,6 +41,7 @@ from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
+from zoo.tasks.generation import Chat
 from zoo.training import optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
@@ -385,6 +386,7 @@ def _adapters_and_head(model: PyTree) -> PyTree:
 def train(run: Run[Config], base: Base, data: text.Text) -> None:
     """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
     config, prompt = run.config, sample_prompt(data)
+    ends = answer_ends(config, base) if config.data.format != "text" else None
     training = _from_base(
         language.training(
             run, config.optimizer, data, lambda key, model: prepare(config, model, key)
@@ -399,6 +401,7 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
         num_tokens=config.sample_tokens,
         seed=config.seed,
         prompt=prompt,
+        stop_tokens=ends,
     )
     chosen = Chosen(run, save=saver(run, base))
     more = []
@@ -480,23 +483,35 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
 
 
 def saver(run: Run[Config], base: Base) -> Save:
-    """A function that saves a model, merged, in its base's format with its metrics."""
+    """A function that saves a model, merged, in its base's format with its metrics.
+
+    A model of chats ends its texts with the end of a turn as well.
+    """
+    more = answer_ends(run.config, base) if run.config.data.format == "chats" else ()
     return lambda folder, model, metrics: models.save(
         folder,
-        base.as_stored(_merged(run, model)),
+        token_ids.with_more_ends(base.as_stored(_merged(run, model)), more),
         format="hf" if base.is_hugging_face else "zoo",
         tokenizer=base.tokenizer,
         metrics=metrics,
+        like=base.folder,
     )
 
 
-def sample_prompt(data: text.Text) -> Int[np.ndarray, "prompt"]:
-    """The beginning of a sample: the first held-out prompt, or nothing."""
-    corpus = data.held_out.corpus
+def sample_prompt(data: text.Text) -> list[int]:
+    """The beginning of a sample: that of a document, or the first held-out prompt."""
+    corpus, begin = data.held_out.corpus, language.document_begin(data.tokenizer)
     if corpus.counts is None:
-        return np.zeros(0, np.int32)
-    first = corpus[0].astype(np.int32)
-    return first[: int(np.argmax(corpus.counts))]
+        return begin
+    first = corpus[0][: int(np.argmax(corpus.counts))].tolist()
+    return first if first and corpus.framed else [*begin, *first]
+
+
+def answer_ends(config: Config, base: Base) -> tuple[int, ...]:
+    """The tokens that end a completion, or in a chat the assistant's turn."""
+    ends = token_ids.choose_eos_ids(base.skeleton.config, base.tokenizer)
+    turns = Chat(base.tokenizer).end_of_turn() if config.data.format == "chats" else ()
+    return tuple(dict.fromkeys([*ends, *turns]))
 
 
 def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from zoo.base.configuration import may_differ, require
 from zoo.data import text
+from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
@@ -146,7 +146,7 @@ def saver(data: text.Text) -> Save:
     return save
 
 
-def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: int = 0) -> None:
+def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: int = 1) -> None:
     """Refuse a model before any compute that could not be trained on the text, or sampled from.
 
     Raises:
@@ -159,7 +159,7 @@ def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: in
     decoder.check_decoder(0)
     lengths = {
         "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
-        f"sample_tokens={sample_tokens}": 1 + prompt + sample_tokens,
+        f"sample_tokens={sample_tokens}": prompt + sample_tokens,
     }
     for what, length in lengths.items():
         try:
@@ -174,17 +174,26 @@ def sample(
     *,
     num_tokens: int,
     seed: int,
-    prompt: Sequence[int] | np.ndarray = (),
+    prompt: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] | None = None,
 ) -> str:
-    """Text from a model, where it lies, after a prompt if there is one.
+    """Text from a model, where it lies, after a prompt, or from the beginning of a document.
 
-    All processes call it, as a model may lie on the devices of several.
+    It ends with one of the `stop_tokens`, the model's own if not given. All processes call it, as a
+    model may lie on the devices of several.
     """
     tokens = sampling.generate(
         model,
-        jnp.asarray([[tokenizer.separator_id, *prompt]], jnp.int32),
+        [document_begin(tokenizer) if prompt is None else prompt],
         max_new_tokens=num_tokens,
         temperature=0.7,
+        stop_tokens=stop_tokens,
         key=jax.random.key(seed),
     )
-    return tokenizer.decode(tokens[0].tolist())
+    return tokenizer.decode(tokens[0])
+
+
+def document_begin(tokenizer: Tokenizer) -> list[int]:
+    """The token from which a model begins a document; without one, the end of another document."""
+    begin = begin_id(tokenizer)
+    return [end_id(tokenizer) if begin is None else begin]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxtyping import Array
 
 from zoo.base import configuration
-from zoo.base.configuration import formerly, may_differ, of_training, require
+from zoo.base.configuration import added, formerly, may_differ, of_training, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
 from zoo.nn.remat import Policy
@@ -109,9 +109,12 @@ class Config:
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = may_differ(True)
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
+    eos_ids: tuple[int, ...] = added((), may_differ=True)
+    """Ids of the tokens that end a text, where generation stops."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
+        configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
         for name in POSITIVE:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value}: must be positive")

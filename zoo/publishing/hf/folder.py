@@ -1,6 +1,6 @@
 """Models of the zoo read from and written to folders in Hugging Face's format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.quantizing import quantized_skeleton
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill
+from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
 
@@ -87,7 +88,7 @@ def _open(
     method = quantization.read_method(values, where, quantize)
     config = family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
     weights = Weights(folder)
-    config = family.adapt(config, weights.tensors)
+    config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
@@ -100,8 +101,8 @@ def _open(
     return _typed(skeleton, weights, parts, dtype, quantize), weights, parts
 
 
-def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
-    """The family of a model, and the content of its `config.json`.
+def describe(model: eqx.Module) -> tuple[Family, dict]:
+    """The family of a model, and what its `config.json` says of the maths.
 
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
@@ -122,14 +123,13 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
         )
     family = MODEL_TYPES[kind]
     check_model(model, _skeleton(family, config))
-    separator = getattr(tokenizer, "separator_id", None)
-    tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
-    dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf))
-    return family, family.write(config) | tokens | {"torch_dtype": dtype}
+    return family, family.write(config)
 
 
-def write_model(folder: Path | None, model: Any, family: Family) -> None:
-    """Write the weights; all processes call it, and those without a folder write nothing."""
+def write_model(
+    folder: Path | None, model: Any, family: Family, dtypes: Mapping[str, np.dtype]
+) -> None:
+    """Write the weights, in `dtypes` by path; all processes call it, those without folder too."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
     tensors, prefix = family.tensors(model.config), family.prefixes[0]
@@ -145,7 +145,7 @@ def write_model(folder: Path | None, model: Any, family: Family) -> None:
 
     described = {}
     for name, parts in pieces(found).items():
-        dtype = np.result_type(*[arrays[part.path].dtype for part in parts])
+        dtype = np.result_type(*[dtypes[part.path] for part in parts])
         shape = found[parts[0].path].tensor_shape
         described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
     write_weights(folder, described)

@@ -64,8 +64,8 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 class Rotary(Rule):
     """`max_position_embeddings` and the rotary wavelengths, in the old and the new format.
 
-    `local` is the base of layers with a window, if they have their own, as in Gemma 3. The old
-    format is written, which all versions of transformers read.
+    `local` is the base of layers with a window, if they have their own, as in Gemma 3. Both formats
+    are written: version 5 of transformers keeps to the new one, and those before know only the old.
     """
 
     theta: float = 10_000.0
@@ -92,15 +92,21 @@ class Rotary(Rule):
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
+        theta, scaling = config.rope_theta, _write_scaling(config.rope_scaling)
+        new = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
         values = {
             "max_position_embeddings": config.max_seq_len,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": _write_scaling(config.rope_scaling),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
         }
-        if self.local is not None:
-            base = config.local_rope_theta
-            values["rope_local_base_freq"] = config.rope_theta if base is None else base
-        return values
+        if self.local is None:
+            return values | {"rope_parameters": new}
+        local = theta if config.local_rope_theta is None else config.local_rope_theta
+        kinds = {
+            "full_attention": new,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+        return values | {"rope_local_base_freq": local, "rope_parameters": kinds}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""zoo.tasks.generation: prompts, stops and chats as tokens; `recipes.generate --chat` with them."""
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import tyro
+from helpers import drawn_rnn
+
+import zoo
+from recipes import generate
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from zoo.tasks import generation
+from zoo.tasks.generation import Chat, Continuation, Stops
+
+NAMES = ["<s>", "</s>", "<|user|>", "<|bot|>", "<|end|>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ '<|bot|>' if m.role == 'assistant' else '<|user|>' if m.role == 'user' else '' }}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+
+
+def make_tokenizer(template: str = TEMPLATE, **config: Any) -> BPETokenizer:
+    """One token per byte but for "ab", and some special ones."""
+    tokenizer = BPETokenizer.train(["ab ab ab"], 258).tokenizer
+    tokenizer.add_special_tokens(NAMES)
+    config = {"bos_token": "<s>", "eos_token": "</s>", **config}
+    return BPETokenizer(
+        tokenizer, config=config | ({"chat_template": template} if template else {})
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BPETokenizer:
+    return make_tokenizer()
+
+
+def id_of(tokenizer: BPETokenizer, name: str) -> int:
+    found = tokenizer.tokenizer.token_to_id(name)
+    assert found is not None
+    return found
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text).tolist()
+
+
+# --- Prompts and stops --------------------------------------------------------------------------
+
+
+def test_prompts_begin_as_texts_do():
+    assert generation.encode_prompt(ByteTokenizer(), "ab") == [256, *b"ab"]
+    assert generation.encode_prompt(ByteTokenizer(), "") == [256]
+    both = make_tokenizer(bos_token="</s>")
+    assert generation.encode_prompt(both, "x") == [id_of(both, "</s>"), *ids_of(both, "x")]
+    none = make_tokenizer(bos_token=None)
+    assert generation.encode_prompt(none, "x") == ids_of(none, "x")
+    with pytest.raises(
+        ValueError, match=r"the prompt is empty, and .* has no token that texts begin"
+    ):
+        generation.encode_prompt(none, "")
+
+
+class Model:
+    class config:
+        eos_ids = (7,)
+
+
+def test_stops_are_the_model_s_or_else_the_tokenizer_s(tokenizer: BPETokenizer):
+    assert generation.make_stops(Model(), tokenizer) == Stops((7,))
+    assert generation.make_stops(None, tokenizer) == Stops((id_of(tokenizer, "</s>"),))
+    assert generation.make_stops(None, ByteTokenizer()) == Stops((256,))
+
+
+def test_given_stops_are_special_tokens_or_texts(tokenizer: BPETokenizer, caplog: Any):
+    stops = generation.make_stops(Model(), tokenizer, ["<|end|>", "ab", "abc"])
+    [one] = ids_of(tokenizer, "ab")
+    assert stops == Stops((7, id_of(tokenizer, "<|end|>"), one), ("ab", "abc"))
+    assert len(ids_of(tokenizer, "<|end|>")) > 1  # as a text it is several tokens
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert generation.make_stops(Model(), tokenizer, ["<|fin|>"]) == Stops((7,), ("<|fin|>",))
+    assert "stop='<|fin|>' is no special token" in caplog.text
+    with pytest.raises(ValueError, match="stop=''"):
+        generation.make_stops(Model(), tokenizer, [""])
+    generation.check_stop_tokens(tokenizer, Stops((), ("ab",)))
+    with pytest.raises(ValueError, match=r"stop='abc' is 2 tokens .*num_beams=1"):
+        generation.check_stop_tokens(tokenizer, stops)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("hello\n\nworld", ["\n\n"], "hello\n\n"),
+        ("aab abc", ["abc"], "aab abc"),
+        ("xab", ["b", "ab"], "xab"),
+        ("xyab", ["xy", "x"], "x"),
+        ("one 漢two", ["漢"], "one 漢"),
+        ("nothing", ["\n"], "nothing"),
+    ],
+)
+def test_a_text_ends_with_the_first_stop(text: str, stops: Any, shown: str, tokenizer: Any):
+    row = Continuation(tokenizer, ids_of(tokenizer, "ab\n\nabc"), Stops((), tuple(stops)))
+    parts = [row.add(token) for token in ids_of(tokenizer, text)]
+    assert row.prompt == "ab\n\nabc"  # in which nothing stops
+    assert "".join([*parts, row.end()]) == row.text == shown
+    assert row.stopped == (stops != ["\n"])
+
+
+def test_an_incomplete_character_is_shown_at_the_end(tokenizer: BPETokenizer):
+    row = Continuation(tokenizer, [], Stops((id_of(tokenizer, "</s>"),)))
+    first, *_ = ids_of(tokenizer, "漢")
+    assert [row.add(first), row.add(id_of(tokenizer, "</s>")), row.add(first)] == ["", "", ""]
+    assert row.stopped
+    assert row.end() == "\ufffd"
+
+
+# --- Chats --------------------------------------------------------------------------------------
+
+
+def rendered(tokenizer: BPETokenizer, *parts: str) -> list[int]:
+    """Names of special tokens are those, and the rest is text."""
+    ids = [[id_of(tokenizer, x)] if x in NAMES else ids_of(tokenizer, x) for x in parts]
+    return [token for part in ids for token in part]
+
+
+def test_a_chat_grows_by_its_template(tokenizer: BPETokenizer):
+    chat = Chat(tokenizer, "be brief")
+    first = rendered(tokenizer, "be brief", "<|end|>", "<|user|>", "hi", "<|end|>", "<|bot|>")
+    assert chat.ask("hi") == first
+    with pytest.raises(ValueError, match="refuses it: not that"):
+        chat.ask("no")
+    chat.hear("ab")
+    more = rendered(tokenizer, "ab", "<|end|>", "<|user|>", "who", "<|end|>", "<|bot|>")
+    assert chat.ask("who") == first + more
+    assert [message["role"] for message in chat.messages] == [
+        "system",
+        *["user", "assistant"],
+        "user",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (TEMPLATE, "<|end|>"),
+        (TEMPLATE.replace("<|end|>", "</s>"), "</s>"),
+        (TEMPLATE.replace("<|end|>", "\n"), None),
+        ("{{ raise_exception('never') }}", None),
+        ("{{ messages|length }}{% if add_generation_prompt %}x{% endif %}", None),
+    ],
+)
+def test_the_end_of_a_turn_is_found(template: str, name: str | None):
+    tokenizer = make_tokenizer(template)
+    found = Chat(tokenizer).end_of_turn()
+    assert found == (() if name is None else (id_of(tokenizer, name),))
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: BPETokenizer, tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    zoo.save(folder, drawn_rnn("gru", vocab_size=tokenizer.vocab_size), tokenizer=tokenizer)
+    return folder
+
+
+def run(capsys: Any, *flags: Any) -> str:
+    args = ["--max-new-tokens=8", "--temperature=0.0", *map(str, flags)]
+    generate.main(tyro.cli(generate.Config, args=args))
+    return capsys.readouterr().out
+
+
+def test_a_conversation_goes_on_by_lines(
+    folder: Path, tokenizer: BPETokenizer, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model, history, expected = zoo.load(folder), "S<|end|>", ""
+    ends = [id_of(tokenizer, "</s>"), id_of(tokenizer, "<|end|>")]
+    for text in ("hi", "and you?"):
+        history += f"<|user|>{text}<|end|><|bot|>"
+        prompt = tokenizer.encode_special([history])[0].tolist()
+        options: dict = {"max_new_tokens": 8, "temperature": 0.0, "stop_tokens": ends}
+        answer = tokenizer.decode(zoo.generate(model, [prompt], **options)[0][len(prompt) :])
+        history += f"{answer}<|end|>"
+        expected += f"> {text}\n{answer}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nand you?\n"))  # an empty line is no turn
+    assert run(capsys, folder, "hi", "--chat", "--system=S") == expected
+
+
+def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    lines = iter(["", "and you?"])
+
+    def ask(prompt: str) -> str:
+        assert prompt == "> "
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin", io.StringIO("not read"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert [*generate.turns(("hi",))] == ["hi", "and you?"]
+    assert capsys.readouterr().out == "> hi\n\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["lm-python", "hi", "--chat"], "has no chat template"),
+        (["{folder}", "no", "--chat"], "the chat template refuses it: not that"),
+        (["{folder}", "--chat", "--num-beams=2"], "num_beams=2: a chat is sampled"),
+        (["{folder}", "--system=x"], "system='x': needs --chat"),
+    ],
+)
+def test_mistakes_of_chats_are_reported(
+    flags: list[str], message: str, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "jit", None)  # before any compute
+    with pytest.raises((ValueError, SystemExit)) as error:
+        run(capsys, *(flag.format(folder=folder) for flag in flags))
+    assert message in str(error.value) + capsys.readouterr().err

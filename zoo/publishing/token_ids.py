@@ -1,0 +1,129 @@
+"""The token ids of a model's folder, and its settings of generation: read, chosen and written.
+
+They are no maths, and so no fields of a `Config`, but for the ids that end a text.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+
+from zoo.base.configuration import check_ids, check_value
+from zoo.publishing.errors import PublishError
+from zoo.publishing.folder import CONFIG, read_json
+from zoo.publishing.parts import with_fields
+
+GENERATION = "generation_config.json"
+EOS = "eos_token_id"
+
+
+def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
+    """The configuration of a model in Hugging Face's format with the ids that end its texts.
+
+    Those are in `generation_config.json`, or else among the `values` of `config.json`. A family
+    without such a field keeps its configuration.
+
+    Raises:
+        PublishError: a damaged file, or ids that the vocabulary does not have.
+    """
+    if not hasattr(config, "eos_ids"):
+        return config
+    try:
+        return dataclasses.replace(config, eos_ids=_listed(read_generation(folder), values))
+    except ValueError as error:
+        raise PublishError(f"{folder}: {EOS} of {GENERATION} or {CONFIG}: {error}") from None
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """The content of `generation_config.json`; empty if there is no such file."""
+    path = folder / GENERATION
+    return read_json(path) if path.is_file() else {}
+
+
+def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a model's texts: its configuration's, or if it has none the tokenizer's.
+
+    Raises:
+        PublishError: the tokenizer's are not in the model's vocabulary.
+    """
+    if not hasattr(config, "eos_ids") or config.vocab_size is None:
+        return ()
+    ids = config.eos_ids or tokenizer_eos_ids(tokenizer)
+    try:
+        check_ids("the tokenizer", ids, config.vocab_size)
+    except ValueError as error:
+        raise PublishError(f"{error}: it is not the tokenizer of this model") from None
+    return ids
+
+
+def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
+    separator = getattr(tokenizer, "separator_id", None)
+    return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
+
+
+def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
+    """The same model, whose texts may end with these ids as well."""
+    if not ids or not hasattr(model.config, "eos_ids"):
+        return model
+    old = model.config
+    new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
+
+    def replaced(x: Any) -> Any:  # modules inside of the model keep the configuration too
+        if isinstance(x, eqx.Module):
+            return with_fields(type(x), {name: replaced(field) for name, field in vars(x).items()})
+        if type(x) in (tuple, list):
+            return type(x)(map(replaced, x))
+        return new if type(x) is type(old) and x == old else x
+
+    return replaced(model)
+
+
+def describe_ids(
+    config: Any, tokenizer: Any, values: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The token ids of `config.json`: those of the folder that the model came from, as it has them.
+
+    `values` and `generation` are that folder's files. What they do not say is the tokenizer's; the
+    ends of a text are the model's own, in the form that the files have if they are the same.
+    """
+    separator = getattr(tokenizer, "separator_id", None)
+    ends = choose_eos_ids(config, tokenizer) or tokenizer_eos_ids(tokenizer)
+    ids = {
+        "bos_token_id": getattr(tokenizer, "bos_id", separator),
+        EOS: _as_field(ends),
+        "pad_token_id": getattr(tokenizer, "pad_id", None),
+    }
+    kept = {name: values[name] for name in ids if name in values}
+    if {*_listed(generation, values)} != {*ends}:
+        kept.pop(EOS, None)
+    return ids | kept
+
+
+def describe_generation(
+    config: Any, ids: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of `generation_config.json`, given another; empty if it says nothing.
+
+    `ids` are those of `config.json`. The ends of a text are the model's own.
+    """
+    if not hasattr(config, "eos_ids"):
+        return dict(generation)
+    found = {name: x for name, x in ids.items() if x is not None} | dict(generation)
+    if config.eos_ids and {*_listed(found)} != {*config.eos_ids}:
+        found[EOS] = _as_field(config.eos_ids)
+    return found
+
+
+def _listed(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text by the first of some files that names any."""
+    given = next((x[EOS] for x in sources if x.get(EOS) is not None), ())
+    ids = tuple(given) if isinstance(given, list | tuple) else (given,)
+    check_value(EOS, ids, tuple[int, ...])
+    return ids
+
+
+def _as_field(ids: tuple[int, ...]) -> int | list[int] | None:
+    return [*ids] if len(ids) > 1 else next(iter(ids), None)

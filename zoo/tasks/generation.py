@@ -1,0 +1,178 @@
+"""Generation as text: prompts and chats as tokens, what ends a text, its words as they come."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import PyTree
+
+from zoo.data.chats import ChatTemplate, Message
+from zoo.data.special_tokens import begin_id
+from zoo.data.tokenizer import TextStream, Tokenizer
+from zoo.decoding import sampling
+from zoo.publishing.token_ids import tokenizer_eos_ids
+
+logger = logging.getLogger(__name__)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text to continue, after the one that the tokenizer's texts begin with.
+
+    Raises:
+        ValueError: there is no token at all.
+    """
+    begin = begin_id(tokenizer)
+    ids = [*([] if begin is None else [begin]), *tokenizer.encode(text).tolist()]
+    if not ids:
+        raise ValueError(
+            "the prompt is empty, and this model's tokenizer has no token that texts begin with: "
+            "give the beginning of a text"
+        )
+    return ids
+
+
+class Stops(NamedTuple):
+    """What ends a continuation: one of some tokens, or its text coming to one of some texts."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+
+
+def make_stops(model: PyTree, tokenizer: Tokenizer, given: Sequence[str] = ()) -> Stops:
+    """The model's own ends of text, or if it has none the tokenizer's, and some `given` ones.
+
+    Of those the name of a special token is that token, and any other a text.
+
+    Raises:
+        ValueError: an empty text.
+    """
+    own = getattr(getattr(model, "config", None), "eos_ids", ()) or tokenizer_eos_ids(tokenizer)
+    ids, texts = [*own], []
+    for stop in given:
+        if not stop:
+            raise ValueError(
+                "stop='': give the name of a token, or a text of one character or more"
+            )
+        special = _special_id(tokenizer, stop)
+        if special is not None:
+            ids.append(special)
+            continue
+        texts.append(stop)
+        if re.fullmatch(r"<\S+>", stop):
+            logger.warning("stop=%r is no special token of this model's, but taken as text", stop)
+        if len(one := tokenizer.encode(stop).tolist()) == 1:
+            ids += one
+    return Stops(tuple(dict.fromkeys(ids)), tuple(texts))
+
+
+def check_stop_tokens(tokenizer: Tokenizer, stops: Stops) -> None:
+    """Raise a ValueError for a stop of several tokens, which a beam search does not look for."""
+    for stop in stops.texts:
+        if (count := len(tokenizer.encode(stop))) != 1:
+            raise ValueError(
+                f"stop={stop!r} is {count} tokens of this model's: a search of several beams stops "
+                "at tokens alone, so name one, or sample with num_beams=1"
+            )
+
+
+def _special_id(tokenizer: Tokenizer, name: str) -> int | None:
+    """The id of the special token of that name; None if there is none."""
+    encode = getattr(tokenizer, "encode_special", None)
+    ids = [] if encode is None else encode([name])[0].tolist()
+    return ids[0] if len(ids) == 1 and ids[0] in getattr(tokenizer, "special_ids", ()) else None
+
+
+class Continuation:
+    """The text of one row as its tokens come, to the first stop; `prompt` is the text before it."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Stops):
+        self._stream = TextStream(tokenizer)
+        self._stops = stops
+        self.prompt = self._stream.add(*prompt)
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The new text; none after a stop."""
+        if self.stopped:
+            return ""
+        self.stopped = token in self._stops.ids
+        return self._take(self._stream.add(token))
+
+    def end(self) -> str:
+        """The rest of the text, after the last token."""
+        came_to_text = any(self.text.endswith(stop) for stop in self._stops.texts)
+        return "" if came_to_text else self._take(self._stream.end())
+
+    def _take(self, new: str) -> str:
+        before = len(self.text)
+        self.text += new
+        ends = []
+        for stop in self._stops.texts:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            ends += [] if at < 0 else [at + len(stop)]
+        if ends:
+            self.stopped = True
+            self.text = self.text[: min(ends)]
+        return self.text[before:]
+
+
+def stream_texts(
+    model: PyTree,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    stops: Stops,
+    **options: Any,
+) -> tuple[list[Continuation], Iterator[list[str]]]:
+    """A continuation of each prompt, and an iterator that makes them and yields their new texts.
+
+    The `options` are those of `zoo.stream`, which is called at once.
+    """
+    rows = [Continuation(tokenizer, ids, stops) for ids in prompts]
+    tokens = sampling.stream(model, prompts, stop_tokens=stops.ids, **options)
+
+    def texts() -> Iterator[list[str]]:
+        for step in tokens:
+            yield [row.add(token) for row, token in zip(rows, step.tolist(), strict=True)]
+            if all(row.stopped for row in rows):
+                return
+
+    return rows, texts()
+
+
+class Chat:
+    """A conversation by the template of a model's tokenizer; `messages` grow with each turn.
+
+    Raises:
+        ValueError: the tokenizer has no template, or it is no Jinja.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, system: str | None = None):
+        self.template = ChatTemplate(tokenizer)
+        self.messages: list[Message] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def ask(self, text: str) -> list[int]:
+        """The tokens of the whole conversation, from its beginning to where the answer begins.
+
+        Raises:
+            ValueError: the template refuses the conversation, or fails on it.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self.template.encode(messages).tolist()
+        self.messages = messages
+        return ids
+
+    def hear(self, text: str) -> None:
+        """Keep the assistant's answer."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def end_of_turn(self) -> tuple[int, ...]:
+        """The special token by which the template ends an answer, if it shows one."""
+        try:
+            end = self.template.end_of_turn
+        except ValueError:  # it refuses the plainest of conversations
+            return ()
+        return () if end is None else (end,)
