@@ -20,7 +20,8 @@ from jaxtyping import PyTree
 from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
-from zoo.publishing import adapters, hf
+from zoo.publishing import adapters, hf, peft
+from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import describe, family_name, read_skeleton
 from zoo.publishing.folder import (
@@ -112,12 +113,14 @@ def load(
     """
     dtype = parse_dtype(dtype)
     folder = find(name_or_folder)
-    values = hugging_face_config(folder)
-    if values is None or (folder / checksums.NAME).exists():
+    is_peft = peft.is_peft(folder)
+    values = None if is_peft else hugging_face_config(folder)
+    if (values is None and not is_peft) or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
         return hf.read_model(folder, values, mesh=mesh, dtype=dtype)
     if adapters.are_adapters(folder):
+        adapters.check_base(folder)
         base = load(
             adapters.base_of(folder),
             mesh=mesh,
@@ -138,23 +141,13 @@ def skeleton(name_or_folder: str | Path, *, dtype: DTypeLike | None = None) -> P
     """
     dtype = parse_dtype(dtype)
     folder = find(name_or_folder)
-    values = hugging_face_config(folder)
+    values = None if peft.is_peft(folder) else hugging_face_config(folder)
     if values is not None:
         return hf.read_skeleton(folder, values, dtype=dtype)
     if adapters.are_adapters(folder):
         base = skeleton(adapters.base_of(folder), dtype=dtype)
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
     return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype)
-
-
-def weights_checksum(folder: Path) -> str:
-    """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
-    files, or else of their bytes; of adapters, with that of their base.
-    """
-    own = checksums.digest(folder, hf.weight_files(folder))
-    if hugging_face_config(folder) is None and adapters.are_adapters(folder):
-        return checksums.joined(weights_checksum(find(adapters.base_of(folder))), own)
-    return own
 
 
 def _readme(name: str, model: PyTree, card: str) -> str:

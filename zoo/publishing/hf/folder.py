@@ -81,6 +81,15 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
     """
+    family, config = family_of(model), getattr(model, "config", None)
+    separator = getattr(tokenizer, "separator_id", None)
+    tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+    dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf))
+    return family, family.write(config) | tokens | {"torch_dtype": dtype}
+
+
+def family_of(model: PyTree) -> Family:
+    """The family of a model, or of its skeleton; errors as of `describe`."""
     config = getattr(model, "config", None)
     differences = {
         kind: family.difference(config)
@@ -97,10 +106,7 @@ def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
         )
     family = MODEL_TYPES[kind]
     check_model(model, _skeleton(family, config))
-    separator = getattr(tokenizer, "separator_id", None)
-    tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
-    dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf))
-    return family, family.write(config) | tokens | {"torch_dtype": dtype}
+    return family
 
 
 def write_model(folder: Path | None, model: Any, family: Family) -> None:
