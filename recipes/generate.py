@@ -17,7 +17,8 @@ import tyro
 
 import zoo
 from zoo.base import configuration
-from zoo.data.tokenizer import TextStream, Tokenizer, load_tokenizer
+from zoo.data.tokenizer import FILE_NAME, TextStream, Tokenizer, load_tokenizer
+from zoo.publishing.adapters import nearest
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
 from zoo.runs.run import check_seed
@@ -30,7 +31,7 @@ class Config:
     """Continue texts with a model."""
 
     model: tyro.conf.Positional[str] = "lm-python"
-    """Name on the shelf, folder of a model, or folder of a run."""
+    """Name on the shelf, folder of a model, of adapters or of a run, or a hub id."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ("",)
     """Texts to continue."""
     max_new_tokens: int = 256
@@ -60,7 +61,7 @@ class Config:
 def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     model = zoo.load(folder, mesh=zoo.make_mesh(config.mesh) if config.mesh else None)
     # Every document that the model was trained on begins with the separator.
     prompts = [[tokenizer.separator_id, *tokenizer.encode(p).tolist()] for p in config.prompts]

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -40,7 +39,6 @@ from zoo.publishing.tensors import (
     read_tensors,
     write_tensors,
 )
-from zoo.sharding.axes import keystr
 from zoo.wrappers import lora
 
 BASE = "adapters_of"  # a field of `config.json` that only adapters have
@@ -68,10 +66,11 @@ def save_adapters(
     configuration.check_value("format", format, Format)
     config = _config_of(model)
     name, base_folder, revision = bases.locate(base)
-    if format == "peft" and base_folder is not None and are_adapters(base_folder):
+    check_format(format, model, config, base_folder)
+    if lora.has_adapters(lora.base(model)) and not (base_folder and are_adapters(base_folder)):
         raise PublishError(
-            f"{name} holds adapters itself, and PEFT's format names a whole model: merge them by "
-            "zoo.lora.merge, save the model, and name that; or take format='zoo'"
+            f"the model has other adapters below those to save, and base={name!r} has none: save "
+            "those first, from the model without these, and name their folder"
         )
     sample = bases.sample_of(model)
     with replacing(folder) as new:
@@ -100,18 +99,29 @@ def save_adapters(
 
 
 def _config_of(model: PyTree) -> lora.Config:
-    """The configuration that makes a model's adapters; a PublishError if none does."""
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    found = {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
-    if not found:
-        raise ValueError("the model has no adapters to save")
-    one = next(iter(found.values()))
-    rank = one.down.shape[-1]
-    config = lora.Config(rank, one.scale * rank, tuple(found))
-    base_skeleton = skeleton_of(eqx.filter_eval_shape(lora.merge, model))
+    """The configuration of a model's adapters, after a check that it suffices to make them."""
+    config = lora.config_of(model)
+    below = eqx.filter_eval_shape(lora.base, model)
+    base_skeleton = below if lora.has_adapters(below) else skeleton_of(below)
     skeleton = eqx.filter_eval_shape(lora.adapt, base_skeleton, config, key=jax.random.key(0))
     check_model(model, skeleton)
     return config
+
+
+def check_format(format: Format, model: PyTree, config: lora.Config, base: Path | None) -> None:
+    """Raise a PublishError if `save_adapters` cannot write such adapters of a model in a format.
+
+    `config` has the paths of its matrices as targets; `base` is the folder of their base, if that
+    is on this machine.
+    """
+    if format != "peft":
+        return
+    if base is not None and are_adapters(base):
+        raise PublishError(
+            f"{base} holds adapters itself, and PEFT's format names a whole model: merge them by "
+            "zoo.lora.merge, save the model, and begin with that; or take the zoo's format"
+        )
+    peft.check(model, config)
 
 
 def load_adapters(
@@ -206,7 +216,7 @@ def base_of(folder: Path) -> Path:
         )
     found = base.folder()
     if found.samefile(folder):
-        raise PublishError(f"{folder}: {base.name!r}, the base of its adapters, is itself")
+        raise PublishError(f"{folder}: the base of its adapters, {base.name!r}, is this folder itself")
     return found
 
 
@@ -224,6 +234,13 @@ def check_base(folder: Path) -> None:
 def nearest(folder: Path, file: str) -> Path:
     """A model's folder, or if it is of adapters without that file, the nearest base with it."""
     while not (folder / file).is_file() and are_adapters(folder):
+        folder = base_of(folder)
+    return folder
+
+
+def whole(folder: Path) -> Path:
+    """The folder of a whole model: that which adapters are on in the end, or the folder itself."""
+    while are_adapters(folder):
         folder = base_of(folder)
     return folder
 

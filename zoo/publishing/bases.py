@@ -42,12 +42,9 @@ class Base:
 
     def check_values(self, adapted: PyTree, where: Path) -> None:
         """Raise a PublishError if a model with adapters is far from the one that they are for."""
-        for path, node in _adapted(adapted).items():
-            wanted, found = np.array(self.sample.get(path, []), np.float32), _values(node)
-            if len(wanted) == 0 or len(wanted) != len(found):
-                continue
-            size = max(np.linalg.norm(wanted), np.linalg.norm(found))
-            if np.linalg.norm(wanted - found) > _FAR * size:
+        for path, node in _trained(adapted).items():
+            wanted = np.array(self.sample.get(path, []), np.float32)
+            if len(wanted) > 0 and all(_are_far(wanted, x) for x in _values(node)):
                 raise PublishError(
                     f"{where} holds adapters of {self.name!r}, and the model is another one of the "
                     f"same shape: its {path} has other values"
@@ -64,9 +61,9 @@ def locate(name: Path | str) -> tuple[str, Path | None, str | None]:
 
 
 def sample_of(adapted: PyTree) -> dict[str, list[float]]:
-    """A sample of what adapters are on; all processes call it."""
-    path, node = next(iter(_adapted(adapted).items()))
-    return {path: _values(node).tolist()}
+    """A sample of what the trained adapters of a model are on; all processes call it."""
+    path, node = next(iter(_trained(adapted).items()))
+    return {path: _values(node)[0].tolist()}
 
 
 def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
@@ -93,15 +90,30 @@ def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
         raise PublishError(f"{where}: {error}") from error
 
 
-def _adapted(model: PyTree) -> dict[str, lora.Adapted]:
+def _trained(model: PyTree) -> dict[str, lora.Adapted]:
     leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    return {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
+    return {keystr(path): x for path, x in leaves if lora.is_adapted(x) and not x.frozen}
 
 
-def _values(node: lora.Adapted) -> np.ndarray:
-    """Values of the last axis of what an adapter is on, in fp32; of its first layer, if stacked."""
+def _values(node: lora.Adapted) -> list[np.ndarray]:
+    """Values of the matrix that an adapter is on, with other adapters below it and without.
+
+    They are in fp32, of the last axis, and of the first layer of stacked ones.
+    """
     num_stacked = node.down.ndim - node.num_inputs - 1
-    matrix = jax.tree.map(lambda x: x[(0,) * num_stacked], node.weight)
-    matrix = matrix.value() if is_derived(matrix) else matrix
-    row = matrix[(0,) * (matrix.ndim - 1)][:_NUM_VALUES]
-    return on_host(row).astype(np.float32)
+    matrix: Any = jax.tree.map(lambda x: x[(0,) * num_stacked], node.weight)
+    found = []
+    while True:
+        whole = matrix.value() if is_derived(matrix) else matrix
+        row = whole[(0,) * (whole.ndim - 1)][:_NUM_VALUES]
+        found.append(on_host(row).astype(np.float32))
+        if not lora.is_adapted(matrix):
+            return found
+        matrix = matrix.weight
+
+
+def _are_far(wanted: np.ndarray, found: np.ndarray) -> bool:
+    if wanted.shape != found.shape:
+        return True
+    size = max(np.linalg.norm(wanted), np.linalg.norm(found))
+    return bool(np.linalg.norm(wanted - found) > _FAR * size)

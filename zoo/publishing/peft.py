@@ -35,7 +35,7 @@ from zoo.wrappers import lora
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 _ROOT = "base_model.model."
-_ENDS = {"down": "lora_A.weight", "up": "lora_B.weight"}
+_ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
 def is_peft(folder: Path) -> bool:
@@ -44,13 +44,14 @@ def is_peft(folder: Path) -> bool:
 
 
 def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Layout:
-    """The place of an adapter's `down` or `up` in the tensors of the modules."""
+    """The place of an adapter's `down`, `up` or `magnitude` in the tensors of the modules."""
     stacked, axes = linear.stacked, [*linear.sizes]
     inside = [axis for axis in axes if axis in linear.inputs.split(".")]
     outside = [axis for axis in axes if axis in linear.outputs.split(".")]
     ours, theirs, part = {
         "down": ([*inside, "rank"], f"rank {linear.inputs}", None),
         "up": (["rank", *outside], f"{linear.outputs} rank", linear.part),
+        "magnitude": (outside, linear.outputs, linear.part),
     }[field]
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
@@ -88,15 +89,20 @@ class Opened:
         }
         check_tensors(f"{self.path}", stored, self._shapes())
         first = max(self._modules, key=self.options.rank)
+        self._scale = self.options.scale(first)
+        # Dropout is for training, and only hidden matrices have it.
+        has_dropout = self.table.keys() <= {*lora.targets(base, lora.Config())}
         try:
             self.config = lora.Config(
                 rank=self.options.rank(first),
                 alpha=self.options.alpha(first),
                 targets=tuple(self.table),
+                rank_stabilized=self.options.use_rslora,
+                dora=self.options.use_dora,
+                dropout=self.options.lora_dropout if has_dropout else 0.0,
             )
         except ValueError as error:
             raise PublishError(f"{self._where}: {error}") from error
-        self._scale = self.options.scale(first)
 
     def read(self, adapters: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
         """The arrays for a skeleton of the adapters; each device gets its own slices."""
@@ -135,15 +141,29 @@ class Opened:
         if refused and self.options.target_modules != peft_config.ALL_LINEAR:
             raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
+        partly = [
+            path
+            for path, linear in self.table.items()
+            if not all(map(self.options.has, linear.names(self.prefix)))
+        ]
+        if partly and self.options.use_dora:
+            raise PublishError(
+                f"{self._where}: use_dora=True and adapters on some layers of {partly[0]} only; "
+                "the zoo has them on all layers, and those that are missing would be trained too"
+            )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor has to have."""
         found = {}
         for name, linear in self._modules.items():
-            for field, end in _ENDS.items():
+            for field in self._fields:
                 of_module = layout("", linear, field, self.options.rank(name), self.prefix)
-                found[f"{_ROOT}{name}.{end}"] = of_module.tensor_shape
+                found[f"{_ROOT}{name}.{_ENDS[field]}"] = of_module.tensor_shape
         return found
+
+    @property
+    def _fields(self) -> list[str]:
+        return [field for field in _ENDS if field != "magnitude" or self.options.use_dora]
 
     def _layout(self, name: str) -> Layout:
         path, _, field = name.rpartition(".")
@@ -163,19 +183,17 @@ class Opened:
 
     def _tensor(self, file: Any, name: str) -> np.ndarray:
         """A tensor, of the common rank and for the common scale."""
-        module, is_down = name.removeprefix(_ROOT).rsplit(".", 2)[0], "lora_A" in name
-        rank = self.config.rank
+        field = next(field for field, end in _ENDS.items() if name.endswith(end))
+        module, rank = name.removeprefix(_ROOT).removesuffix(f".{_ENDS[field]}"), self.config.rank
         if module not in self._modules:
             linear = next(x for x in self.table.values() if module in x.names(self.prefix))
-            field = "down" if is_down else "up"
             return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
-        tensor = file.get_tensor(name)
+        tensor, lacking = file.get_tensor(name), rank - self.options.rank(module)
         factor = self.options.scale(module) / self._scale
-        if not is_down and factor != 1:
+        if field == "up" and factor != 1:
             tensor = tensor.astype(np.float32) * np.float32(factor)
-        lacking = rank - self.options.rank(module)
-        widths = ((0, lacking), (0, 0)) if is_down else ((0, 0), (0, lacking))
-        return np.pad(tensor, widths) if lacking else tensor
+        widths = {"down": ((0, lacking), (0, 0)), "up": ((0, 0), (0, lacking))}
+        return np.pad(tensor, widths[field]) if lacking and field in widths else tensor
 
 
 def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) -> str:
@@ -205,7 +223,7 @@ def write(
     family, table = linears(model)
     prefix, modules = family.prefixes[0], _modules(table, config)
     leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    nodes = {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
+    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
     tensors: dict[str, Tensor] = {}
     for parts in modules:
         tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
@@ -221,12 +239,27 @@ def write(
     write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", METADATA: metadata})
 
 
+def check(model: PyTree, config: lora.Config) -> None:
+    """Raise a PublishError if `write` cannot write adapters of a model on these paths."""
+    for parts in _modules(linears(model)[1], config):
+        _check_parts(parts, dora=config.dora)
+
+
+def _check_parts(parts: Mapping[str, Linear], *, dora: bool) -> None:
+    count = next(iter(parts.values())).part[1]
+    if dora and len(parts) < count:
+        raise PublishError(
+            f"PEFT's format has DoRA for all {count} matrices of a module or for none, and here "
+            f"only {', '.join(parts)} would have it; take the zoo's format, or adapt all of them"
+        )
+
+
 def _modules(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
     """The matrices with adapters, by their paths, of one module after the other."""
     found: dict[str, dict[str, Linear]] = {}
     for path in config.targets:
         if table[path].refusal:
-            raise PublishError(_refusal(path, table[path].refusal) + "; save them by format='zoo'")
+            raise PublishError(_refusal(path, table[path].refusal) + "; take the zoo's format")
         found.setdefault(table[path].module, {})[path] = table[path]
     return [*found.values()]
 
@@ -237,33 +270,33 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
     Of several, the ranks are one after the other in A, and B is zero where the rank of one meets
     the outputs of another; so are both where a matrix has no adapter.
     """
-    places, numbers = {}, {}
-    for path, (node, linear) in parts.items():
-        index, count = linear.part
-        numbers[index] = node
-        for field in _ENDS:
-            places[index, field] = layout(path, linear, field, node.down.shape[-1], prefix)
+    nodes = {linear.part[0]: node for node, linear in parts.values()}
+    count = next(iter(parts.values()))[1].part[1]
+    one = next(iter(nodes.values()))
+    fields = [field for field in _ENDS if getattr(one, field) is not None]
+    places = {
+        (linear.part[0], field): layout(path, linear, field, one.rank, prefix)
+        for path, (_, linear) in parts.items()
+        for field in fields
+    }
 
-    def block(field: str, number: int, at: Mapping[str, int]) -> np.ndarray:
-        known = number if number in numbers else min(numbers)
-        found, array = places[known, field], getattr(numbers[known], field)
-        values = found.write(at, on_host(array[found.at(at)]))
-        return values if number in numbers else np.zeros_like(values)
+    def pieces(field: str, at: Mapping[str, int]) -> Iterator[np.ndarray]:
+        for number in range(count):
+            known = number if number in nodes else min(nodes)
+            found, array = places[known, field], getattr(nodes[known], field)
+            values = found.write(at, on_host(array[found.at(at)]))
+            values = values if number in nodes else np.zeros_like(values)
+            if field == "up":
+                before, after = number * one.rank, (count - 1 - number) * one.rank
+                values = np.pad(values, ((0, 0), (before, after)))
+            yield values
 
-    def down(at: Mapping[str, int]) -> Iterator[np.ndarray]:
-        yield from (block("down", i, at) for i in range(count))
-
-    def up(at: Mapping[str, int]) -> Iterator[np.ndarray]:
-        for i in range(count):
-            values = block("up", i, at)
-            rank = values.shape[1]
-            yield np.pad(values, ((0, 0), (i * rank, (count - 1 - i) * rank)))
-
-    found = {}
-    for field, pieces, axis in (("down", down, 0), ("up", up, 1)):
-        first = places[min(numbers), field]
+    tensors = {}
+    for field in fields:
+        first = places[min(nodes), field]
+        axis = {"down": 0, "up": 1}.get(field)  # of the rank
         shape = tuple(n * count if i == axis else n for i, n in enumerate(first.tensor_shape))
-        dtype = np.result_type(*[getattr(node, field).dtype for node in numbers.values()])
+        dtype = np.result_type(*[getattr(node, field).dtype for node in nodes.values()])
         for name, at in first.names():
-            found[name] = Tensor(shape, dtype, partial(pieces, at))
-    return found
+            tensors[name] = Tensor(shape, dtype, partial(pieces, field, at))
+    return tensors

@@ -165,6 +165,7 @@ def fields(
     Where several matrices with adapters are parts of one module, `modules` has one of them.
     """
     rank, alpha = config.rank, config.alpha
+    root = math.sqrt if config.rank_stabilized else float  # what alpha is divided by
     names = {linear.module: short_names(linear, others, prefix) for linear in modules}
     joined = {re.escape(x): y.part[1] for y in modules if y.part[1] > 1 for x in names[y.module]}
     return {
@@ -173,11 +174,11 @@ def fields(
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": sorted(name for found in names.values() for name in found),
         "rank_pattern": {name: rank * n for name, n in joined.items()},
-        "alpha_pattern": {name: alpha * n for name, n in joined.items()},
+        "alpha_pattern": {name: alpha * root(n) for name, n in joined.items()},
         "fan_in_fan_out": any(linear.is_transposed for linear in modules),
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rank_stabilized,
+        "use_dora": config.dora,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,

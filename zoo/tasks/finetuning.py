@@ -16,16 +16,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import added, may_differ, require
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
-from zoo.publishing import models
-from zoo.publishing.adapters import save_adapters
+from zoo.publishing import adapters, models
 from zoo.publishing.folder import hugging_face_config
+from zoo.publishing.hf.linears import with_paths
 from zoo.publishing.shelf import find
 from zoo.runs import loop
 from zoo.runs.callbacks.best import Save
@@ -67,7 +67,8 @@ class Config(RunConfig):
     """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
 
     model: str = "lm-python"
-    """Model to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
+    """Model to begin with: a name on the shelf, a run's folder, a model's or one of adapters, which
+    are merged, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
     freeze: tuple[str, ...] = ()
@@ -82,6 +83,8 @@ class Config(RunConfig):
     sample_every: int | None = may_differ(None)
     """Steps between samples during training, which samples.jsonl keeps."""
     lora: LoraConfig = LoraConfig()
+    adapter_format: adapters.Format = added("zoo")
+    """Format in which the trained adapters are saved; PEFT's is peft."""
     data: Data = Data()
     optimizer: optimizers.Config = optimizers.Config()
 
@@ -107,7 +110,7 @@ class Base:
     def __init__(self, run: Run[Config]):
         config = run.config
         self.folder = find(config.model)
-        self.is_hugging_face = hugging_face_config(self.folder) is not None
+        self.is_hugging_face = hugging_face_config(adapters.whole(self.folder)) is not None
         stored = models.skeleton(self.folder)
         self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
         self._run = run
@@ -118,6 +121,12 @@ class Base:
                 f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, a BERT, or an RNN with a vocab_size"
             )
+        if config.method == "lora":  # before the text is read
+            adapted = eqx.filter_eval_shape(
+                lambda model: prepare(config, model, jax.random.key(0)), self.skeleton
+            )
+            chosen = lora.config_of(adapted)
+            adapters.check_format(config.adapter_format, self.skeleton, chosen, self.folder)
         self.tokenizer = _load_tokenizer(run, self)
         if self.tokenizer.vocab_size > size:
             raise ValueError(
@@ -160,11 +169,10 @@ def check_finite(model: PyTree, folder: Path, mesh: Mesh) -> None:
 def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     """The model's own, in a copy that the run keeps."""
     given = run.config.data.tokenizer
-    if not given and not (base.folder / FILE_NAME).is_file():
-        raise ValueError(
-            f"{base.folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'"
-        )
-    tokenizer = get_tokenizer(given) if given else load_tokenizer(base.folder)
+    folder = adapters.nearest(base.folder, FILE_NAME)
+    if not given and not (folder / FILE_NAME).is_file():
+        raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
+    tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 
@@ -207,7 +215,7 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     """A model as training begins with it: with adapters and a head, if it trains those."""
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
-        model = lora.adapt(model, config.lora, key=adapters_key)
+        model = lora.adapt(model, with_paths(config.lora, model), key=adapters_key)
     if num_classes:
         model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
     return model
@@ -321,7 +329,13 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
 def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
     """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
-        save_adapters(run.folder / "adapters", model, base=run.config.model)
+        adapters.save_adapters(
+            run.folder / "adapters",
+            model,
+            base=run.config.model,
+            format=run.config.adapter_format,
+            tokenizer=base.tokenizer,
+        )
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
     merged = _merged(run, model)
     saver(run, base)(run.folder / "model", merged, metrics)

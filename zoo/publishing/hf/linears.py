@@ -102,6 +102,7 @@ def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
 
     A target that is a path of the model, or a pattern of one, stays. `q_proj` stands for all
     modules of that name, as in PEFT, and "all-linear" for all matrices but embeddings and heads.
+    A comma separates targets too.
 
     Raises:
         ValueError: a target that matches nothing; it names what there is.
@@ -120,7 +121,7 @@ def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
         return [path for path, name in modules.items() if f".{name}".endswith(f".{target}")]
 
     found: dict[str, None] = {}
-    for target in config.targets:
+    for target in (name for names in config.targets for name in names.split(",")):
         if not (chosen := paths(target)):
             names = sorted({name.rpartition(".")[2] for name in modules.values()})
             raise ValueError(
