@@ -8,6 +8,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,6 +21,7 @@ from zoo.nn import parameters
 from zoo.publishing import adapters, models
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.linears import with_paths
+from zoo.sharding.axes import keystr
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in (GOLDEN / "peft").glob("*/golden.npz"))
@@ -73,35 +75,31 @@ def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     tokens = jnp.asarray(golden["tokens"])
     folder = opened(name, tmp_path / "adapters")
     model = zoo.load(folder)
-    assert lora.has_adapters(model)
     np.testing.assert_allclose(model(tokens), golden["logits"], atol=1e-5)
-    plain = zoo.load(base_of(name))
-    assert np.abs(plain(tokens) - golden["logits"]).max() > 0.1
+    merged, plain = arrays(lora.merge(model)), zoo.load(base_of(name))
+    changed = [path for path, x in arrays(plain).items() if np.abs(x - merged[path]).max() > 0.1]
+    assert set(changed) == set(lora.config_of(model).targets)
     # Once more as the zoo writes them, in both formats.
-    zoo.save_adapters(tmp_path / "again", model, base=base_of(name), format="peft")
-    again = zoo.load_adapters(tmp_path / "again", plain)
-    np.testing.assert_allclose(again(tokens), golden["logits"], atol=1e-5)
-    zoo.save_adapters(tmp_path / "own", model, base=base_of(name))
-    own = arrays(zoo.load(tmp_path / "own"))
-    for path, array in arrays(model).items():
-        np.testing.assert_array_equal(own[path], array)
+    for format, atol in (("peft", 1e-6), ("zoo", 0)):
+        zoo.save_adapters(tmp_path / format, model, base=base_of(name), format=format)
+        again = arrays(lora.merge(zoo.load_adapters(tmp_path / format, plain)))
+        for path, array in merged.items():
+            np.testing.assert_allclose(again[path], array, rtol=0, atol=atol)
 
 
 def test_adapters_of_peft_are_read_onto_meshes_and_in_other_dtypes(tmp_path: Path):
-    folder = opened("dora", tmp_path / "adapters")
-    alone, mesh = zoo.load(folder), zoo.make_mesh("fsdp=2,tensor=2")
-    sharded = zoo.load(folder, mesh=mesh)
-    np.testing.assert_allclose(sharded(TOKENS), alone(TOKENS), atol=1e-5)
-    up = sharded.blocks.mlp.w_down.up
-    assert up.sharding.is_equivalent_to(
-        sharding.shardings(sharded, mesh).blocks.mlp.w_down.up, up.ndim
-    )
+    folder, mesh = opened("dora", tmp_path / "adapters"), zoo.make_mesh("fsdp=4")
+    alone, sharded = zoo.load(folder), zoo.load(folder, mesh=mesh)
+    leaves = jax.tree_util.tree_leaves_with_path(sharding.shardings(sharded, mesh))
+    wanted = {keystr(path): where for path, where in leaves}
+    for path, array in arrays(alone).items():
+        np.testing.assert_array_equal(arrays(sharded)[path], array)
+        assert arrays(sharded)[path].sharding.is_equivalent_to(wanted[path], array.ndim), path
     for dtype in (None, "bf16"):
         loaded, skeleton = zoo.load(folder, dtype=dtype), models.skeleton(folder, dtype=dtype)
         assert jax.tree.structure(loaded) == jax.tree.structure(skeleton)
         both = zip(jax.tree.leaves(loaded), jax.tree.leaves(skeleton), strict=True)
         assert all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in both)
-    assert np.isfinite(np.asarray(loaded(TOKENS), np.float32)).all()
 
 
 FAMILIES = {
@@ -127,15 +125,15 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
     assert values["fan_in_fan_out"] == (family == "gpt2")
     again = zoo.load(tmp_path / "adapters")
     for path in config.targets:
-        get = lambda tree: lora.merge(tree).blocks.mlp.w_down  # noqa: E731
+        get = lambda tree: lora.merge(tree).blocks.mlp.w_down
         if path.endswith("wq"):
-            get = lambda tree: lora.merge(tree).blocks.attention.wq  # noqa: E731
+            get = lambda tree: lora.merge(tree).blocks.attention.wq
         assert np.abs(get(adapted) - get(model)).max() > 0.1
         np.testing.assert_allclose(get(again), get(adapted), atol=1e-6)
 
 
-def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
-    save = lambda model, targets, **options: zoo.save_adapters(  # noqa: E731
+def test_adapters_that_peft_has_not_are_refused(tmp_path: Path, monkeypatch):
+    save = lambda model, targets, **options: zoo.save_adapters(
         tmp_path / "a",
         drawn(model, lora.Config(2, targets=targets, **options)),
         base="base",
@@ -152,6 +150,7 @@ def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
         save(zoo.load(GOLDEN / "hf" / "gpt2"), ("blocks.attention.wq",), dora=True)
     with pytest.raises(PublishError, match="has no RNN like the zoo's"):
         save(make_rnn(0.0)(KEY), ())
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'peft'\]"):
         zoo.save_adapters(tmp_path / "a", experts, base="base", format="gguf")
 
@@ -162,9 +161,15 @@ REFUSED = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, r"lacks: modules_to_save=\['lm_head'\]"),
     "other bases": ({"init_lora_weights": "pissa"}, r"lacks: init_lora_weights='pissa'"),
     "unknown": ({"new_option": 3}, r"lacks: new_option=3"),
-    "targets": ({"target_modules": ["query"]}, r"\('query',\) matches no matrix .*self_attn.q_proj"),
+    "targets": (
+        {"target_modules": ["query"]},
+        r"\('query',\) matches no matrix .*self_attn.q_proj",
+    ),
     "no targets": ({"target_modules": None}, r"target_modules=None: PEFT's defaults change"),
-    "embedding": ({"target_modules": ["embed_tokens"]}, r"embedding.weight: an embedding is no"),
+    "embedding": (
+        {"target_modules": ["embed_tokens"], "layers_to_transform": None},
+        r"on embedding.weight: an embedding is no",
+    ),
     "rank": ({"r": 4}, r"q_proj.lora_A.weight: \(3, 20\) here, \(4, 20\) by the configuration"),
     "type": ({"r": "4"}, r"r='4': must be an integer"),
     "zero": ({"r": 0}, r"r=0, lora_alpha=6.0: must be positive"),
@@ -213,7 +218,7 @@ def test_other_tensors_are_refused(tmp_path: Path):
         with pytest.raises(PublishError, match=message):
             zoo.load(folder)
     (folder / WEIGHTS).unlink()
-    with pytest.raises(PublishError, match="adapter_model.safetensors is missing"):
+    with pytest.raises(PublishError, match=r"adapter_model\.safetensors is missing"):
         zoo.load(folder)
 
 
@@ -222,7 +227,7 @@ def test_other_tensors_are_refused(tmp_path: Path):
 
 def test_targets_have_the_names_of_peft():
     llama, gpt2 = (zoo.load(GOLDEN / "peft" / name) for name in ("llama", "gpt2"))
-    paths = lambda model, *names: with_paths(lora.Config(targets=names), model).targets  # noqa: E731
+    paths = lambda model, *names: with_paths(lora.Config(targets=names), model).targets
     attention = ("blocks.attention.wq", "blocks.attention.wv")
     assert paths(llama, "q_proj", "v_proj") == paths(llama, "q_proj,v_proj") == attention
     assert paths(llama, "self_attn.q_proj", "blocks.mlp.*") == (attention[0], "blocks.mlp.*")
@@ -237,7 +242,9 @@ def test_targets_have_the_names_of_peft():
         paths(llama, "q_proj", "query")
     rnn = make_rnn(0.0)(KEY)
     assert paths(rnn, "all-linear") == tuple(lora.targets(rnn, lora.Config()))
-    with pytest.raises(ValueError, match=r"targets='q_proj' matches no matrix; those are embedding"):
+    with pytest.raises(
+        ValueError, match=r"targets='q_proj' matches no matrix; those are emb"
+    ):
         paths(rnn, "q_proj")
 
 
@@ -340,12 +347,12 @@ def test_malformed_bases_are_refused(saved):
     folder = saved[0] / "a"
     if (folder / CONFIG).exists():
         tensors = safetensors.numpy.load_file(folder / WEIGHTS)
-        write = lambda value: safetensors.numpy.save_file(  # noqa: E731
+        write = lambda value: safetensors.numpy.save_file(
             tensors, folder / WEIGHTS, {"zoo": json.dumps(value)}
         )
     else:
         values = json.loads((folder / "config.json").read_text())
-        write = lambda value: (folder / "config.json").write_text(  # noqa: E731
+        write = lambda value: (folder / "config.json").write_text(
             json.dumps({**values, "base": value})
         )
     for value in (None, [], 3, {"weights": 3}, {"sample": []}, {"sample": {"x": ["y"]}}):

@@ -92,9 +92,7 @@ def make(name: str, tokens: np.ndarray) -> None:
     (folder / "README.md").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = base  # the test makes a path of it
-    config["target_modules"] = (
-        sorted(x) if isinstance(x := config["target_modules"], list) else x
-    )
+    config["target_modules"] = sorted(x) if isinstance(x := config["target_modules"], list) else x
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     np.savez_compressed(folder / "golden.npz", tokens=tokens.astype(np.int32), logits=logits)
     effect = np.abs(logits - plain).max()

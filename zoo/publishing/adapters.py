@@ -216,7 +216,9 @@ def base_of(folder: Path) -> Path:
         )
     found = base.folder()
     if found.samefile(folder):
-        raise PublishError(f"{folder}: the base of its adapters, {base.name!r}, is this folder itself")
+        raise PublishError(
+            f"{folder}: the base of its adapters, {base.name!r}, is this folder itself"
+        )
     return found
 
 
@@ -270,11 +272,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
         raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
     try:
         configuration.check_value(BASE, description[BASE], str)
-        fields = {
-            name: description.get(name)
-            for name in configuration.annotations(lora.Config)
-            if name in description or name in ("rank", "alpha", "targets")
-        }
+        values = configuration.current(lora.Config, description)
+        fields = {name: values.get(name) for name in configuration.annotations(lora.Config)}
         return description, configuration.from_json(lora.Config, fields)
     except (TypeError, ValueError) as error:
         raise PublishError(f"{path}: {error}") from error
