@@ -242,9 +242,7 @@ def test_targets_have_the_names_of_peft():
         paths(llama, "q_proj", "query")
     rnn = make_rnn(0.0)(KEY)
     assert paths(rnn, "all-linear") == tuple(lora.targets(rnn, lora.Config()))
-    with pytest.raises(
-        ValueError, match=r"targets='q_proj' matches no matrix; those are emb"
-    ):
+    with pytest.raises(ValueError, match=r"targets='q_proj' matches no matrix; those are emb"):
         paths(rnn, "q_proj")
 
 
