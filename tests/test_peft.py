@@ -69,7 +69,11 @@ def drawn(model, config: lora.Config):
     return jax.tree.map(draw, lora.adapt(model, config, key=KEY), is_leaf=lora.is_adapted)
 
 
-@pytest.mark.parametrize("name", CASES)
+def some_slow(names, *slow: str) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "conv1d", "patterns", "some_layers"))
 def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     golden = np.load(GOLDEN / "peft" / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"])
@@ -110,7 +114,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_slow(FAMILIES, "llama3", "gemma2"))
 def test_families_name_their_modules(family: str, tmp_path: Path):
     base = GOLDEN / "hf" / family
     model = zoo.load(base)
@@ -251,7 +255,7 @@ def test_targets_have_the_names_of_peft():
 FORMATS = ("zoo", "peft")
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=some_slow(FORMATS, "peft"))
 def saved(request, tmp_path: Path):
     """A base, and a folder of adapters of it."""
     base = drawn_transformer()

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo import sharding
 from zoo.base import checksums, configuration
 from zoo.base.files import local_path
 from zoo.publishing import bases, hf, peft, peft_config
@@ -142,6 +143,8 @@ def load_adapters(
     opened = _open(folder, base)
     read = opened.read(opened.adapters, mesh, dtype)
     adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))
+    if mesh is not None:  # the seeds of dropout, which are new
+        adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, mesh))
     base_in(folder).check_values(adapted, folder)
     return adapted
 
