@@ -24,7 +24,8 @@ import tyro
 
 import zoo
 from zoo.base import configuration
-from zoo.data.tokenizer import Tokenizer, load_tokenizer
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.publishing.adapters import nearest
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
 from zoo.runs.run import check_seed
@@ -39,7 +40,7 @@ class Config:
     """Continue texts, or a conversation, with a model."""
 
     model: tyro.conf.Positional[str] = "lm-python"
-    """Name on the shelf, folder of a model, or folder of a run."""
+    """Name on the shelf, folder of a model, of adapters or of a run, or a hub id."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ("",)
     """Texts to continue; with --chat the user's first turns."""
     chat: bool = False
@@ -87,7 +88,7 @@ class Config:
 def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     chat = Chat(tokenizer, config.system) if config.chat else None
     prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None

@@ -439,6 +439,46 @@ def test_one_chat_is_too_few(chat_run):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
 
 
+@pytest.mark.slow
+def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
+    config = transformer.Config(320, d_model=32, num_layers=2, num_heads=4, mlp="swiglu")
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", model, format="hf", tokenizer=ByteTokenizer())
+    base = f"--model={tmp_path / 'base'}"
+    flags = ("--adapter-format=peft", "--lora.targets", "q_proj,v_proj", "--data.tokenizer=")
+    run_dir = tune(base, *flags, "--optimizer.learning-rate=0.01")
+    values = json.loads((run_dir / "adapters" / "adapter_config.json").read_text())
+    assert values["target_modules"] == ["q_proj", "v_proj"]
+    assert values["base_model_name_or_path"] == str(tmp_path / "base")
+    assert not (run_dir / "adapters" / "config.json").exists()
+    # They open as they are, with the tokenizer beside them.
+    adapted = zoo.load(run_dir / "adapters")
+    np.testing.assert_allclose(adapted(TOKENS), zoo.load(run_dir)(TOKENS), atol=1e-5)
+    assert np.abs(adapted(TOKENS) - model(TOKENS)).max() > 1e-3
+    assert load_tokenizer(run_dir / "adapters").encode("a").tolist() == [97]
+    # A run on them begins with both merged; PEFT's format cannot name such a base.
+    on_top = (f"--model={run_dir / 'adapters'}", "--data.tokenizer=")
+    with pytest.raises(PublishError, match=r"adapters holds adapters itself, and PEFT's format"):
+        tune(*on_top, "--adapter-format=peft", run_dir=tmp_path / "again")
+    again = tune(*on_top, run_dir=tmp_path / "again")
+    opened = zoo.load(again / "adapters")
+    np.testing.assert_allclose(opened(TOKENS), zoo.load(again)(TOKENS), atol=1e-5)
+    assert "model_type" in json.loads((again / "model" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--lora.targets", "q_porj"], ["--lora.targets", "embed_tokens", "--adapter-format=peft"]],
+)
+def test_targets_are_checked_before_the_text_is_read(flags, tune, monkeypatch):
+    def read_text(*arguments, **options):
+        pytest.fail("the text was read")
+
+    monkeypatch.setattr(finetuning, "read_text", read_text)
+    with pytest.raises((ValueError, PublishError), match=r"matches no matrix|no adapters on embed"):
+        tune(*flags)
+
+
 MISTAKES = {
     "length": (["--data.seq-len=4096"], "data.seq_len=4096: {shared}/base has 2048 positions"),
     "buckets": (

@@ -11,6 +11,7 @@ from rich.table import Table
 from zoo import sharding
 from zoo.base import checksums
 from zoo.planning import command as planning
+from zoo.publishing import adapters
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
@@ -18,6 +19,7 @@ from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import environment
 from zoo.runs.command_line import cli_errors
+from zoo.wrappers import lora
 
 
 def list_models() -> None:
@@ -38,7 +40,7 @@ def describe(
     """Show a model's card, and where each of its parameters goes.
 
     Args:
-        model: Name on the shelf, folder of a model, or id on the Hugging Face hub.
+        model: Name on the shelf, folder of a model or of adapters, or id on the Hugging Face hub.
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
         allow_import: Modules that may be imported for classes that the model needs.
     """
@@ -50,6 +52,10 @@ def describe(
         print(readme.read_text(encoding="utf-8"))
     if (config := getattr(body_of(loaded), "config", None)) is not None:
         print(config, end="\n\n")
+    if adapters.are_adapters(folder):
+        base, chosen = adapters.base_in(folder), lora.config_of(loaded)
+        print(f"adapters of {base.name}, weights {base.checksum or 'without a checksum'}")
+        print(chosen, end="\n\n")
     print(sharding.placement_table(loaded, devices))
 
 

@@ -17,6 +17,7 @@ from zoo.base.files import local_path
 from zoo.publishing.errors import PublishError
 
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
+ADAPTER_CONFIG = "adapter_config.json"  # of adapters in PEFT's format
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
 from zoo.nn.quantized import Kind, is_quantized
-from zoo.publishing import adapters, hf, token_ids
+from zoo.publishing import adapters, hf, peft, token_ids
+from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of, describe, family_name, read_skeleton, reconfigured
 from zoo.publishing.folder import (
@@ -175,13 +176,15 @@ def load(
     dtype = parse_dtype(dtype)
     check_kind(quantize)
     folder = find(name_or_folder)
-    values = hugging_face_config(folder)
-    if values is None or (folder / checksums.NAME).exists():
+    is_peft = peft.is_peft(folder)
+    values = None if is_peft else hugging_face_config(folder)
+    if (values is None and not is_peft) or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
         model = hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
         return reconfigured(model, overrides)
     if adapters.are_adapters(folder):
+        adapters.check_base(folder)
         base = load(
             adapters.base_of(folder),
             mesh=mesh,
@@ -212,7 +215,7 @@ def skeleton(
     dtype = parse_dtype(dtype)
     check_kind(quantize)
     folder = find(name_or_folder)
-    values = hugging_face_config(folder)
+    values = None if peft.is_peft(folder) else hugging_face_config(folder)
     if values is not None:
         plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
         return reconfigured(plain, overrides)
@@ -223,16 +226,6 @@ def skeleton(
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
     plain = reconfigured(read_skeleton(folder), overrides)
     return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
-
-
-def weights_checksum(folder: Path) -> str:
-    """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
-    files, or else of their bytes; of adapters, with that of their base.
-    """
-    own = checksums.digest(folder, hf.weight_files(folder))
-    if hugging_face_config(folder) is None and adapters.are_adapters(folder):
-        return checksums.joined(weights_checksum(find(adapters.base_of(folder))), own)
-    return own
 
 
 def _readme(name: str, model: PyTree, card: str) -> str:

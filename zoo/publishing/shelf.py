@@ -7,7 +7,7 @@ from zoo.base.files import local_path
 from zoo.publishing import hf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name
-from zoo.publishing.folder import CONFIG, METRICS, README, read_json
+from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, METRICS, README, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +48,18 @@ def _card(folder: Path) -> Card:
     )
 
 
-def find(name_or_folder: str | Path) -> Path:
+def find(name_or_folder: str | Path, *, revision: str | None = None) -> Path:
     """The folder of a model, given its path, its name on the shelf or its hub id.
 
-    A run's folder stands for the model in it.
+    A run's folder stands for the model in it. Of a hub id, `revision` may name a commit.
 
     Raises:
         PublishError: there is none.
         ValueError: the folder is on another machine.
     """
     given = local_path(name_or_folder, "model")
-    for folder in (given / "model", given, _shelf() / name_or_folder):
-        if (folder / CONFIG).is_file():
-            return folder
+    if (folder := _local(name_or_folder)) is not None:
+        return folder
     if (given / "checkpoints").is_dir():
         raise PublishError(f"{given} is a run that has not finished: it has no model yet")
     if Path(name_or_folder).is_file():
@@ -68,8 +67,23 @@ def find(name_or_folder: str | Path) -> Path:
     if Path(name_or_folder).exists():
         raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
     if hf.is_hub_id(str(name_or_folder)):
-        return hf.snapshot(str(name_or_folder))
+        return hf.snapshot(str(name_or_folder), revision=revision)
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")
     )
+
+
+def find_here(name_or_folder: str | Path) -> Path | None:
+    """The folder of a model as `find` gives it, if it is on this machine; nothing is downloaded."""
+    if (folder := _local(name_or_folder)) is not None or Path(name_or_folder).exists():
+        return folder
+    return hf.cached(str(name_or_folder)) if hf.is_hub_id(str(name_or_folder)) else None
+
+
+def _local(name_or_folder: str | Path) -> Path | None:
+    """The folder of a path or of a name on the shelf."""
+    given = local_path(name_or_folder, "model")
+    folders = (given / "model", given, _shelf() / name_or_folder)
+    files = (CONFIG, ADAPTER_CONFIG)
+    return next((x for x in folders if any((x / file).is_file() for file in files)), None)

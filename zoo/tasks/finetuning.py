@@ -27,10 +27,10 @@ from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
 from zoo.nn.quantized import Kind, dequantize, is_quantized
 from zoo.nn.remat import Policy
-from zoo.publishing import models, token_ids
-from zoo.publishing.adapters import save_adapters
+from zoo.publishing import adapters, models, token_ids
 from zoo.publishing.families import reconfigured
 from zoo.publishing.folder import hugging_face_config
+from zoo.publishing.hf.linears import with_paths
 from zoo.publishing.shelf import find
 from zoo.runs import loop
 from zoo.runs.callbacks.best import Save
@@ -101,7 +101,8 @@ class Config(RunConfig):
     """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
 
     model: str = "lm-python"
-    """Model to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
+    """Model to begin with: a name on the shelf, a run's folder, a model's or one of adapters, which
+    are merged, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
     base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
@@ -127,6 +128,8 @@ class Config(RunConfig):
     scan_layers: bool | None = may_differ(None)
     """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()
+    adapter_format: adapters.Format = added("zoo")
+    """Format in which the trained adapters are saved; PEFT's is peft."""
     data: Data = Data()
     optimizer: optimizers.Config = Optimizer()
 
@@ -180,7 +183,7 @@ class Base:
     def __init__(self, run: Run[Config]):
         config = run.config
         self.folder = find(config.model)
-        self.is_hugging_face = hugging_face_config(self.folder) is not None
+        self.is_hugging_face = hugging_face_config(adapters.whole(self.folder)) is not None
         stored = models.skeleton(self.folder, quantize=config.quantize)
         if config.quantize is not None and lora.has_adapters(stored):
             raise ValueError(
@@ -206,6 +209,12 @@ class Base:
             )
         _check_lengths(config, self.skeleton.config)
         _check_trainable(config, self.skeleton)
+        if config.method == "lora":  # before the text is read
+            adapted = eqx.filter_eval_shape(
+                lambda model: prepare(config, model, jax.random.key(0)), self.skeleton
+            )
+            chosen = lora.config_of(adapted)
+            adapters.check_format(config.adapter_format, self.skeleton, chosen, self.folder)
         self.tokenizer = _load_tokenizer(run, self)
         if self.tokenizer.vocab_size > size:
             raise ValueError(
@@ -277,11 +286,10 @@ def check_finite(model: PyTree, folder: Path, mesh: Mesh) -> None:
 def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     """The model's own, in a copy that the run keeps."""
     given = run.config.data.tokenizer
-    if not given and not (base.folder / FILE_NAME).is_file():
-        raise ValueError(
-            f"{base.folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'"
-        )
-    tokenizer = get_tokenizer(given) if given else load_tokenizer(base.folder)
+    folder = adapters.nearest(base.folder, FILE_NAME)
+    if not given and not (folder / FILE_NAME).is_file():
+        raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
+    tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 
@@ -343,7 +351,7 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     """A model as training begins with it: with adapters and a head, if it trains those."""
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
-        model = lora.adapt(model, config.lora, key=adapters_key)
+        model = lora.adapt(model, with_paths(config.lora, model), key=adapters_key)
     if num_classes:
         model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
     return model
@@ -469,7 +477,13 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
 def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
     """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
-        save_adapters(run.folder / "adapters", model, base=run.config.model)
+        adapters.save_adapters(
+            run.folder / "adapters",
+            model,
+            base=run.config.model,
+            format=run.config.adapter_format,
+            tokenizer=base.tokenizer,
+        )
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
     if run.config.quantize is not None:
         run.say(

@@ -107,6 +107,12 @@ def describe(model: eqx.Module) -> tuple[Family, dict]:
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
     """
+    family = family_of(model)
+    return family, family.write(getattr(model, "config", None))
+
+
+def family_of(model: PyTree) -> Family:
+    """The family of a model, or of its skeleton; errors as of `describe`."""
     config = getattr(model, "config", None)
     differences = {
         kind: family.difference(config)
@@ -123,7 +129,7 @@ def describe(model: eqx.Module) -> tuple[Family, dict]:
         )
     family = MODEL_TYPES[kind]
     check_model(model, _skeleton(family, config))
-    return family, family.write(config)
+    return family
 
 
 def write_model(

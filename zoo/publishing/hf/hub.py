@@ -7,6 +7,8 @@ from zoo.publishing.errors import PublishError
 
 # No pickled weights, and none in the formats of other libraries.
 FILES = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -26,8 +28,10 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "/"))
 
 
-def snapshot(name: str) -> Path:
+def snapshot(name: str, *, revision: str | None = None) -> Path:
     """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
+
+    `revision` is a commit, a branch or a tag; None is the newest commit.
 
     The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
 
@@ -44,7 +48,7 @@ def snapshot(name: str) -> Path:
     try:
         # In FILES "*" would match slashes too: other subfolders are left out.
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=FILES, ignore_patterns="model-*/*"
+            name, revision=revision, allow_patterns=FILES, ignore_patterns="model-*/*"
         )
     except Exception as error:  # of the client, of its HTTP library, or of the system
         constants = huggingface_hub.constants
@@ -55,4 +59,15 @@ def snapshot(name: str) -> Path:
             f"it is not in the local cache {constants.HF_HUB_CACHE}, and {reason}: "
             f"{type(error).__name__}: {str(error).strip()}"
         ) from error
+    return Path(folder)
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a model of the Hub in the local cache, if it is there."""
+    try:
+        import huggingface_hub
+
+        folder = huggingface_hub.snapshot_download(name, local_files_only=True)
+    except (ImportError, OSError, ValueError):  # its errors for what the cache lacks are of both
+        return None
     return Path(folder)

@@ -1,0 +1,119 @@
+"""The model that adapters are for: its name, and how another one of its shape is told from it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.base.configuration import check_value, require
+from zoo.nn.parameters import is_derived
+from zoo.publishing.errors import PublishError
+from zoo.publishing.shelf import find, find_here
+from zoo.sharding.axes import keystr
+from zoo.sharding.placement import on_host
+from zoo.wrappers import lora
+
+_NUM_VALUES = 64
+_FAR = 0.5  # casts and quantisation move values by less, and other models' are 1.4 away
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters are for, as their folder describes it."""
+
+    name: str
+    """A folder, a name on the shelf or a hub id; "" if it is not known."""
+    revision: str | None = None
+    """Of a hub id, the commit."""
+    checksum: str | None = None
+    """Of the files of its weights; None if they were not on this machine."""
+    sample: Mapping[str, list[float]] = field(default_factory=dict)
+    """Some values of one of its matrices, by the matrix's path."""
+
+    def folder(self) -> Path:
+        """The folder of the model; a hub id is looked for in the revision that was adapted."""
+        return find(self.name, revision=self.revision)
+
+    def check_values(self, adapted: PyTree, where: Path) -> None:
+        """Raise a PublishError if a model with adapters is far from the one that they are for."""
+        for path, node in _trained(adapted).items():
+            wanted = np.array(self.sample.get(path, []), np.float32)
+            if len(wanted) > 0 and all(_are_far(wanted, x) for x in _values(node)):
+                raise PublishError(
+                    f"{where} holds adapters of {self.name!r}, and the model is another one of the "
+                    f"same shape: its {path} has other values"
+                )
+
+
+def locate(name: Path | str) -> tuple[str, Path | None, str | None]:
+    """The name of a base as it is stored, its folder on this machine, and its revision."""
+    known = Path(name).expanduser().exists()
+    folder = find_here(name)
+    is_snapshot = not known and folder is not None and folder.parent.name == "snapshots"
+    stored = str(Path(name).expanduser().absolute()) if known else str(name)
+    return stored, folder, folder.name if is_snapshot and folder is not None else None
+
+
+def sample_of(adapted: PyTree) -> dict[str, list[float]]:
+    """A sample of what the trained adapters of a model are on; all processes call it."""
+    path, node = next(iter(_trained(adapted).items()))
+    return {path: _values(node)[0].tolist()}
+
+
+def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
+    """A base out of JSON.
+
+    Raises:
+        PublishError: a value of another type; it names the file and the field.
+    """
+    try:
+        check_value("revision", revision, str | None)
+        check_value("base", values, dict)
+        checksum, sample = values.get("weights"), values.get("sample", {})
+        check_value("base.weights", checksum, str | None)
+        check_value("base.sample", sample, dict)
+        for path, numbers in sample.items():
+            check_value(f"base.sample[{path!r}]", numbers, list)
+            for number in numbers:
+                check_value(f"base.sample[{path!r}]", number, float)
+        check_value("the name of the base", name, str | None)
+        is_commit = revision is not None and re.fullmatch(r"[\w.-]+", revision)
+        require(revision is None or bool(is_commit), f"revision={revision!r}: must be a commit")
+        return Base(name or "", revision, checksum, sample)
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"{where}: {error}") from error
+
+
+def _trained(model: PyTree) -> dict[str, lora.Adapted]:
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+    return {keystr(path): x for path, x in leaves if lora.is_adapted(x) and not x.frozen}
+
+
+def _values(node: lora.Adapted) -> list[np.ndarray]:
+    """Values of the matrix that an adapter is on, with other adapters below it and without.
+
+    They are in fp32, of the last axis, and of the first layer of stacked ones.
+    """
+    num_stacked = node.down.ndim - node.num_inputs - 1
+    matrix: Any = jax.tree.map(lambda x: x[(0,) * num_stacked], node.weight)
+    found = []
+    while True:
+        whole = matrix.value() if is_derived(matrix) else matrix
+        row = whole[(0,) * (whole.ndim - 1)][:_NUM_VALUES]
+        found.append(on_host(row).astype(np.float32))
+        if not lora.is_adapted(matrix):
+            return found
+        matrix = matrix.weight
+
+
+def _are_far(wanted: np.ndarray, found: np.ndarray) -> bool:
+    if wanted.shape != found.shape:
+        return True
+    size = max(np.linalg.norm(wanted), np.linalg.norm(found))
+    return bool(np.linalg.norm(wanted - found) > _FAR * size)

@@ -1,0 +1,133 @@
+"""The matrices of a model as the modules of Hugging Face's that hold them: `q_proj`, `c_attn`."""
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import PyTree
+
+from zoo.nn.parameters import resolve
+from zoo.publishing.errors import PublishError
+from zoo.publishing.hf.folder import family_of
+from zoo.publishing.hf.names import LAYER, Tensor
+from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.wrappers import lora
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix of a model, and the module that it is the weight of, or a part of the weight."""
+
+    module: str
+    """The module's name, a template as in `Tensor`."""
+    sizes: Mapping[str, int]
+    """The sizes of the matrix's axes, in their order; those before `inputs` stack matrices."""
+    inputs: str
+    """The axes that are the module's input features, joined as in `Tensor`."""
+    outputs: str
+    """The axes that are its output features."""
+    is_transposed: bool
+    """Whether the weight is stored as [in, out], as a Conv1D's is."""
+    part: tuple[int, int]
+    """(i, n): the i-th of n parts of the module's outputs."""
+    refusal: str
+    """Why PEFT's format has no adapter of this matrix; "" if it has."""
+
+    def names(self, prefix: str) -> list[str]:
+        """The name of the module in each layer; where each expert has one, of the first one's."""
+        layers = range(self.sizes.get(LAYER, 1))
+        return [self.module.format(prefix=prefix, layer=i, experts=0) for i in layers]
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The axes that stack matrices."""
+        used = {*self.inputs.split("."), *self.outputs.split(".")}
+        return tuple(axis for axis in self.sizes if axis not in used)
+
+
+def linears(model: PyTree) -> tuple[Any, dict[str, Linear]]:
+    """The family of a model, with adapters or without, and its matrices by their paths.
+
+    Raises:
+        PublishError: no family of Hugging Face's has such a model.
+    """
+    plain = eqx.filter_eval_shape(resolve, model)
+    family = family_of(plain)
+    tensors, found = family.tensors(plain.config), {}
+
+    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
+        if is_matrix(names):
+            key = keystr(path)
+            axes = [name or LAYER for name in names]
+            sizes = dict(zip(axes, leaf.shape, strict=True))
+            found[key] = _linear(key, names, sizes, tensors[key])
+
+    map_parameters(add, plain)
+    return family, found
+
+
+def _linear(
+    path: str, names: Sequence[str | None], sizes: Mapping[str, int], tensor: Tensor
+) -> Linear:
+    axes = [*sizes]
+    inputs = {axes[i] for i in matrix_axes(names)[0]}
+    stacked = axes[: matrix_axes(names)[0][0]]
+    groups = (tensor.axes or " ".join(axes[len(stacked) :])).split()
+    is_transposed = inputs <= {*groups[0].split(".")}
+    refusal = ""
+    if "embedding" in path:
+        refusal = "an embedding is no Linear"
+    elif stacked not in ([], [LAYER]) or "routes" in axes:
+        refusal = "versions of transformers name experts and their routers differently"
+    return Linear(
+        module=tensor.name.removesuffix(".weight"),
+        sizes=sizes,
+        inputs=groups[not is_transposed],
+        outputs=groups[is_transposed],
+        is_transposed=is_transposed,
+        part=tensor.part or (0, 1),
+        refusal=refusal,
+    )
+
+
+def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
+    """The configuration with the zoo's paths in place of the names of Hugging Face's modules.
+
+    A target that is a path of the model, or a pattern of one, stays. `q_proj` stands for all
+    modules of that name, as in PEFT, and "all-linear" for all matrices but embeddings and heads.
+    A comma separates targets too.
+
+    Raises:
+        ValueError: a target that matches nothing; it names what there is.
+    """
+    matrices = lora.targets(model, lora.Config(targets=("*",)))
+    modules: dict[str, str] = {}
+    with contextlib.suppress(PublishError):  # a model of no family has only paths
+        family, table = linears(model)
+        modules = {path: linear.names(family.prefixes[0])[0] for path, linear in table.items()}
+
+    def paths(target: str) -> list[str]:
+        if target == ALL_LINEAR:
+            return lora.targets(model, lora.Config())
+        if fnmatch.filter(matrices, target):
+            return [target]
+        return [path for path, name in modules.items() if f".{name}".endswith(f".{target}")]
+
+    found: dict[str, None] = {}
+    for target in (name for names in config.targets for name in names.split(",")):
+        if not (chosen := paths(target)):
+            names = sorted({name.rpartition(".")[2] for name in modules.values()})
+            raise ValueError(
+                f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
+                + (f", or by the names of Hugging Face's: {', '.join(names)}" if names else "")
+                + f", or {ALL_LINEAR!r} for all but embeddings and heads"
+            )
+        found |= dict.fromkeys(chosen)
+    return dataclasses.replace(config, targets=tuple(found))

@@ -1,0 +1,302 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT has one adapter per module of transformers', A of [rank, in] and B of [out, rank]; the zoo has
+one per matrix, for all layers together. Which module holds a matrix, and how its axes are joined
+there, is known by the table of its family in `hf`. A module of several matrices, as GPT-2's
+`c_attn`, has their adapters side by side: its A has the ranks of all of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from zoo.publishing import peft_config
+from zoo.publishing.errors import PublishError
+from zoo.publishing.folder import ADAPTER_CONFIG
+from zoo.publishing.hf import names as hf_names
+from zoo.publishing.hf.linears import Linear, linears
+from zoo.publishing.hf.names import Layout
+from zoo.publishing.hf.weights import DTYPES, place
+from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, write_file
+from zoo.sharding.axes import keystr
+from zoo.sharding.placement import on_host
+from zoo.wrappers import lora
+
+WEIGHTS = "adapter_model.safetensors"
+METADATA = "zoo"  # in the header of the weights, which PEFT does not read
+_ROOT = "base_model.model."
+_ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds adapters in PEFT's format, and no whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+
+
+def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Layout:
+    """The place of an adapter's `down`, `up` or `magnitude` in the tensors of the modules."""
+    stacked, axes = linear.stacked, [*linear.sizes]
+    inside = [axis for axis in axes if axis in linear.inputs.split(".")]
+    outside = [axis for axis in axes if axis in linear.outputs.split(".")]
+    ours, theirs, part = {
+        "down": ([*inside, "rank"], f"rank {linear.inputs}", None),
+        "up": (["rank", *outside], f"{linear.outputs} rank", linear.part),
+        "magnitude": (outside, linear.outputs, linear.part),
+    }[field]
+    sizes = {**linear.sizes, "rank": rank}
+    names = (*stacked, *ours)
+    tensor = hf_names.Tensor(f"{_ROOT}{linear.module}.{_ENDS[field]}", theirs, part)
+    return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
+
+
+class Opened:
+    """A folder of adapters for a model, checked: their configuration, and their arrays.
+
+    Matrices whose adapters are of a lower rank than others' get that of the others, and a scale
+    other than theirs goes into `up`; a layer without an adapter gets one of zeros. So the model
+    computes what PEFT does.
+
+    Raises:
+        PublishError: it names the option, target or tensor that does not fit the model.
+    """
+
+    def __init__(self, folder: Path, base: PyTree):
+        self.path, self._where = folder / WEIGHTS, folder / ADAPTER_CONFIG
+        self.options, _ = peft_config.read(self._where)
+        family, table = linears(base)
+        with open_file(self.path) as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            stored = {name: tuple(part.get_shape()) for name, part in parts.items()}
+            self._types = {name: part.get_dtype() for name, part in parts.items()}
+        self.prefix = _prefix(family.prefixes, table, stored)
+        self.table = {path: linear for path, linear in table.items() if self._is_target(linear)}
+        self._check_targets(table)
+        self._modules = {
+            name: linear
+            for linear in self.table.values()
+            for name in linear.names(self.prefix)
+            if self.options.has(name)
+        }
+        check_tensors(f"{self.path}", stored, self._shapes())
+        first = max(self._modules, key=self.options.rank)
+        self._scale = self.options.scale(first)
+        # Dropout is for training, and only hidden matrices have it.
+        has_dropout = self.table.keys() <= {*lora.targets(base, lora.Config())}
+        try:
+            self.config = lora.Config(
+                rank=self.options.rank(first),
+                alpha=self.options.alpha(first),
+                targets=tuple(self.table),
+                rank_stabilized=self.options.use_rslora,
+                dora=self.options.use_dora,
+                dropout=self.options.lora_dropout if has_dropout else 0.0,
+            )
+        except ValueError as error:
+            raise PublishError(f"{self._where}: {error}") from error
+
+    def read(self, adapters: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
+        """The arrays for a skeleton of the adapters; each device gets its own slices."""
+        with open_file(self.path) as file:
+
+            def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
+                found = self._layout(name)
+                read = lambda name, index: self._tensor(file, name)[index]  # noqa: E731
+                return place(
+                    shape,
+                    where,
+                    lambda index: found.read(index, self._dtype(found, dtype), read),
+                )
+
+            return fill(adapters, mesh, make)
+
+    def dtypes(self, adapters: PyTree, dtype: DTypeLike | None) -> PyTree:
+        """The skeleton of what `read` returns."""
+
+        def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, self._dtype(self._layout(name), dtype))
+
+        return fill(adapters, None, make)
+
+    def _is_target(self, linear: Linear) -> bool:
+        return any(map(self.options.has, linear.names(self.prefix)))
+
+    def _check_targets(self, table: dict[str, Linear]) -> None:
+        if not self.table:
+            modules = sorted({linear.names(self.prefix)[0] for linear in table.values()})
+            raise PublishError(
+                f"{self._where}: target_modules={self.options.target_modules!r} matches no matrix "
+                f"of the model; its modules are {', '.join(modules)}"
+            )
+        refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
+        if refused and self.options.target_modules != peft_config.ALL_LINEAR:
+            raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
+        self.table = {path: x for path, x in self.table.items() if path not in refused}
+        partly = [
+            path
+            for path, linear in self.table.items()
+            if not all(map(self.options.has, linear.names(self.prefix)))
+        ]
+        if partly and self.options.use_dora:
+            raise PublishError(
+                f"{self._where}: use_dora=True and adapters on some layers of {partly[0]} only; "
+                "the zoo has them on all layers, and those that are missing would be trained too"
+            )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape that each tensor has to have."""
+        found = {}
+        for name, linear in self._modules.items():
+            for field in self._fields:
+                of_module = layout("", linear, field, self.options.rank(name), self.prefix)
+                found[f"{_ROOT}{name}.{_ENDS[field]}"] = of_module.tensor_shape
+        return found
+
+    @property
+    def _fields(self) -> list[str]:
+        return [field for field in _ENDS if field != "magnitude" or self.options.use_dora]
+
+    def _layout(self, name: str) -> Layout:
+        path, _, field = name.rpartition(".")
+        return layout(name, self.table[path], field, self.config.rank, self.prefix)
+
+    def _dtype(self, found: Layout, dtype: DTypeLike | None) -> Any:
+        """`dtype`, or that of the tensors; the widest one if they differ."""
+        if dtype is not None:
+            return jnp.dtype(dtype)
+        types = {self._types[name] for name, _ in found.names() if name in self._types}
+        if unknown := types - DTYPES.keys():
+            raise PublishError(
+                f"{self.path}: tensors of type {', '.join(sorted(unknown))}, and adapters have to "
+                f"be {', '.join(DTYPES)}"
+            )
+        return max((DTYPES[name] for name in types), key=lambda x: jnp.dtype(x).itemsize)
+
+    def _tensor(self, file: Any, name: str) -> np.ndarray:
+        """A tensor, of the common rank and for the common scale."""
+        field = next(field for field, end in _ENDS.items() if name.endswith(end))
+        module, rank = name.removeprefix(_ROOT).removesuffix(f".{_ENDS[field]}"), self.config.rank
+        if module not in self._modules:
+            linear = next(x for x in self.table.values() if module in x.names(self.prefix))
+            return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
+        tensor, lacking = file.get_tensor(name), rank - self.options.rank(module)
+        factor = self.options.scale(module) / self._scale
+        if field == "up" and factor != 1:
+            tensor = tensor.astype(np.float32) * np.float32(factor)
+        widths = {"down": ((0, lacking), (0, 0)), "up": ((0, 0), (0, lacking))}
+        return np.pad(tensor, widths[field]) if lacking and field in widths else tensor
+
+
+def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) -> str:
+    """The first of the family's prefixes that some tensor has."""
+    for prefix in prefixes:
+        roots = {f"{_ROOT}{name}." for x in table.values() for name in x.names(prefix)}
+        if any(name.rpartition("lora_")[0] in roots for name in stored):
+            return prefix
+    return prefixes[0]
+
+
+def _refusal(path: str, reason: str) -> str:
+    return f"PEFT's format has no adapters on {path}: {reason}"
+
+
+def write(
+    folder: Path | None, model: PyTree, config: lora.Config, base: dict[str, Any], metadata: str
+) -> None:
+    """Write the adapters of a model, which `config` describes.
+
+    All processes call it, and those without a folder take part in gathering. `base` are the fields
+    of `adapter_config.json` that name the model, `metadata` goes into the header of the weights.
+
+    Raises:
+        PublishError: no family of Hugging Face's has the model, or PEFT no adapters on a matrix.
+    """
+    family, table = linears(model)
+    prefix, modules = family.prefixes[0], _modules(table, config)
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
+    tensors: dict[str, Tensor] = {}
+    for parts in modules:
+        tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
+    if folder is not None:
+        chosen = [next(iter(parts.values())) for parts in modules]
+        values = {
+            **base,
+            **peft_config.fields(config, chosen, table.values(), prefix),
+            "task_type": "CAUSAL_LM" if "LM" in family.architecture else "FEATURE_EXTRACTION",
+        }
+        text = json.dumps(values, indent=2, sort_keys=True)
+        (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", METADATA: metadata})
+
+
+def check(model: PyTree, config: lora.Config) -> None:
+    """Raise a PublishError if `write` cannot write adapters of a model on these paths."""
+    for parts in _modules(linears(model)[1], config):
+        _check_parts(parts, dora=config.dora)
+
+
+def _check_parts(parts: Mapping[str, Linear], *, dora: bool) -> None:
+    count = next(iter(parts.values())).part[1]
+    if dora and len(parts) < count:
+        raise PublishError(
+            f"PEFT's format has DoRA for all {count} matrices of a module or for none, and here "
+            f"only {', '.join(parts)} would have it; take the zoo's format, or adapt all of them"
+        )
+
+
+def _modules(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
+    """The matrices with adapters, by their paths, of one module after the other."""
+    found: dict[str, dict[str, Linear]] = {}
+    for path in config.targets:
+        if table[path].refusal:
+            raise PublishError(_refusal(path, table[path].refusal) + "; take the zoo's format")
+        found.setdefault(table[path].module, {})[path] = table[path]
+    return [*found.values()]
+
+
+def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a module's adapters in all layers, given the matrices in it.
+
+    Of several, the ranks are one after the other in A, and B is zero where the rank of one meets
+    the outputs of another; so are both where a matrix has no adapter.
+    """
+    nodes = {linear.part[0]: node for node, linear in parts.values()}
+    count = next(iter(parts.values()))[1].part[1]
+    one = next(iter(nodes.values()))
+    fields = [field for field in _ENDS if getattr(one, field) is not None]
+    places = {
+        (linear.part[0], field): layout(path, linear, field, one.rank, prefix)
+        for path, (_, linear) in parts.items()
+        for field in fields
+    }
+
+    def pieces(field: str, at: Mapping[str, int]) -> Iterator[np.ndarray]:
+        for number in range(count):
+            known = number if number in nodes else min(nodes)
+            found, array = places[known, field], getattr(nodes[known], field)
+            values = found.write(at, on_host(array[found.at(at)]))
+            values = values if number in nodes else np.zeros_like(values)
+            if field == "up":
+                before, after = number * one.rank, (count - 1 - number) * one.rank
+                values = np.pad(values, ((0, 0), (before, after)))
+            yield values
+
+    tensors = {}
+    for field in fields:
+        first = places[min(nodes), field]
+        axis = {"down": 0, "up": 1}.get(field)  # of the rank
+        shape = tuple(n * count if i == axis else n for i, n in enumerate(first.tensor_shape))
+        dtype = np.result_type(*[getattr(node, field).dtype for node in nodes.values()])
+        for name, at in first.names():
+            tensors[name] = Tensor(shape, dtype, partial(pieces, field, at))
+    return tensors

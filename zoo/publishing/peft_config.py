@@ -1,0 +1,187 @@
+"""PEFT's `adapter_config.json`: which modules have adapters, of which rank and scale."""
+
+import math
+import re
+import reprlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo.base import configuration
+from zoo.publishing.errors import PublishError
+from zoo.publishing.folder import read_json
+from zoo.publishing.hf.family import words
+from zoo.publishing.hf.linears import ALL_LINEAR, Linear
+from zoo.wrappers import lora
+
+# Without effect on what the adapters compute.
+_IGNORED = words(
+    """
+    auto_mapping base_model_name_or_path corda_config eva_config fan_in_fan_out inference_mode
+    init_lora_weights loftq_config lora_ga_config megatron_core peft_type peft_version
+    qalora_group_size revision runtime_config task_type
+    """
+)
+# The other ways to begin change the matrices of the base too.
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_NOTHING: tuple[Any, ...] = (None, False, "none", [], {})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The fields of `adapter_config.json` that say what the adapters compute."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    target_modules: tuple[str, ...] | str | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    layers_to_transform: tuple[int, ...] | int | None = None
+    layers_pattern: tuple[str, ...] | str | None = None
+    rank_pattern: dict | None = field(default_factory=dict)
+    alpha_pattern: dict | None = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_dropout: float = 0.0
+
+    def rank(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def alpha(self, module: str) -> float:
+        """The numerator of its scale."""
+        return float(_by_pattern(self.alpha_pattern, module, self.lora_alpha))
+
+    def scale(self, module: str) -> float:
+        """The factor of its product."""
+        rank = self.rank(module)
+        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def has(self, module: str) -> bool:
+        """Whether a module has an adapter, as PEFT decides it."""
+        if self.exclude_modules and _matches(self.exclude_modules, module):
+            return False
+        targets = self.target_modules
+        if targets == ALL_LINEAR:
+            return not module.endswith("lm_head")
+        if not _matches(targets, module):
+            return False
+        layers = self.layers_to_transform
+        if isinstance(targets, str) or layers is None or layers == ():
+            return True
+        patterns = self.layers_pattern or r"[^.]*"
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+                return int(found[1]) in (layers if isinstance(layers, tuple) else (layers,))
+        return False
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    found = (x for key, x in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, default)
+
+
+def _matches(names: tuple[str, ...] | str | None, module: str) -> bool:
+    """Whether a module has one of these names, or whether a regular expression matches it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names or ())
+
+
+def read(path: Path) -> tuple[Options, dict[str, Any]]:
+    """The options in an `adapter_config.json`, and all of its fields.
+
+    Raises:
+        PublishError: adapters of another method, or an option that the zoo lacks, by its name.
+    """
+    values = read_json(path)
+    if (kind := values.get("peft_type")) != "LORA":
+        raise PublishError(f"{path}: peft_type={kind!r} is not supported, only 'LORA'")
+    known = configuration.annotations(Options)
+    unsupported = {
+        name: value
+        for name, value in values.items()
+        if name not in known and name not in _IGNORED and value not in _NOTHING
+    }
+    if (beginning := values.get("init_lora_weights")) not in _BEGINNINGS:
+        unsupported["init_lora_weights"] = beginning
+    if unsupported:
+        listed = ", ".join(f"{name}={reprlib.repr(x)}" for name, x in unsupported.items())
+        raise PublishError(f"{path} has options that the zoo lacks: {listed}")
+    try:
+        given = {name: values[name] for name in known if name in values}
+        options = Options(
+            **{
+                name: configuration.value_from_json(name, value, known[name])
+                for name, value in given.items()
+            }
+        )
+        _check(options)
+        return options, values
+    except (TypeError, ValueError, re.error) as error:
+        raise PublishError(f"{path}: {error}") from error
+
+
+def _check(options: Options) -> None:
+    """Refuse what is no regular expression, and numbers that are not positive."""
+    texts = [x for x in (options.target_modules, options.exclude_modules) if isinstance(x, str)]
+    layers = options.layers_pattern or ()
+    texts += [layers] if isinstance(layers, str) else layers
+    for name, kind, given in (
+        ("rank_pattern", int, options.rank_pattern),
+        ("alpha_pattern", float, options.alpha_pattern),
+    ):
+        for key, value in (given or {}).items():
+            configuration.check_value(f"{name}[{key!r}]", value, kind)
+            configuration.require(value > 0, f"{name}[{key!r}]={value}: must be positive")
+            texts.append(key)
+    for text in texts:
+        re.compile(text)
+    r, alpha = options.r, options.lora_alpha
+    configuration.require(r > 0 and alpha > 0, f"r={r}, lora_alpha={alpha}: must be positive")
+    configuration.require(
+        options.target_modules is not None,
+        "target_modules=None: PEFT's defaults change with its version; list the modules",
+    )
+
+
+def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:
+    """The names for `target_modules` that mean a module in all layers, and none of the others."""
+    names = linear.names(prefix)
+    modules = {other.names(prefix)[0] for other in others} | {names[0]}
+    words = re.sub(r".*\.\d+\.", "", names[0]).split(".")
+    for start in reversed(range(len(words))):
+        end = ".".join(words[start:])
+        if [name for name in modules if f".{name}".endswith(f".{end}")] == [names[0]]:
+            return [end]
+    return names  # "output.dense" would mean "attention.output.dense" too
+
+
+def fields(
+    config: lora.Config, modules: Collection[Linear], others: Collection[Linear], prefix: str
+) -> dict[str, Any]:
+    """The fields of `adapter_config.json` for adapters on these modules of a model.
+
+    Where several matrices with adapters are parts of one module, `modules` has one of them.
+    """
+    rank, alpha = config.rank, config.alpha
+    root = math.sqrt if config.rank_stabilized else float  # what alpha is divided by
+    names = {linear.module: short_names(linear, others, prefix) for linear in modules}
+    joined = {re.escape(x): y.part[1] for y in modules if y.part[1] > 1 for x in names[y.module]}
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": sorted(name for found in names.values() for name in found),
+        "rank_pattern": {name: rank * n for name, n in joined.items()},
+        "alpha_pattern": {name: alpha * root(n) for name, n in joined.items()},
+        "fan_in_fan_out": any(linear.is_transposed for linear in modules),
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rank_stabilized,
+        "use_dora": config.dora,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "layers_to_transform": None,
+        "modules_to_save": None,
+    }
