@@ -112,13 +112,13 @@ class Quantized(Operand):
         if not self.is_transposed:
             return self.value().at[ids].get(mode="clip")
 
-        def look_up(x: Array | None) -> Array | None:
-            if x is None or x.shape[-1] != self.shape[0]:
-                return x
-            return x.at[:, ids.reshape(-1)].get(mode="clip")
+        def look_up(x: Array) -> Array:
+            is_shared = x.shape[-1] != self.shape[0]
+            return x if is_shared else x.at[:, ids.reshape(-1)].get(mode="clip")
 
-        columns = jax.tree.map(look_up, (self.codes, self.scales, self.zeros))
-        found = _dequantize(*columns, self._form).astype(self.dtype)
+        codes, scales = look_up(self.codes), look_up(self.scales)
+        zeros = None if self.zeros is None else look_up(self.zeros)
+        found = _dequantize(codes, scales, zeros, self._form).astype(self.dtype)
         return found.T.reshape(*ids.shape, -1)
 
     def transposed(self) -> "Quantized":
@@ -222,7 +222,8 @@ def _rounded(array: Array, blocks: tuple[int, ...], kind: Kind) -> tuple[Array, 
     scaled = x / jnp.where(scales == 0, 1, scales).astype(jnp.float32)
     if kind == "nf4":
         middles = [(a + b) / 2 for a, b in itertools.pairwise(NF4)]
-        codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
+        lowest = jnp.zeros(scaled.shape, jnp.uint8)
+        codes = sum(((scaled > middle).astype(jnp.uint8) for middle in middles), lowest)
     else:
         codes = jnp.clip(jnp.round(scaled), -top, top)
         codes = codes.astype(jnp.int8) if kind == "int8" else (codes + 8).astype(jnp.uint8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -69,7 +70,7 @@ def quantize_parts(
     names = _as_stored(skeleton, names)
     made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
     for part in _parts(skeleton, names):
-        found = _quantize(read(name, part), names, skeleton.kind)
+        found = _quantize(jnp.asarray(read(name, part)), names, skeleton.kind)
         for whole, of_part in zip(jax.tree.leaves(made), jax.tree.leaves(found), strict=True):
             whole[_at(skeleton, part, whole.shape)] = np.asarray(of_part)
     return made

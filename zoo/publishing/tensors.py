@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ def read_tensors(
     skeleton = read_dtypes(path, skeleton, dtype, quantize)
     with open_file(path) as file:
 
-        def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        def read(name: str, index: Any) -> np.ndarray:
             part = file.get_slice(name)
             # get_slice refuses an empty array.
             found = file.get_tensor(name) if 0 in part.get_shape() else part[index]
@@ -99,7 +100,7 @@ def read_tensors(
             return found.astype(dtype) if dtype is not None and floating else found
 
         def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-            return jax.make_array_from_callback(shape, where, lambda index: read(name, index))
+            return jax.make_array_from_callback(shape, where, partial(read, name))
 
         return fill(skeleton, mesh, make, read)
 
@@ -140,12 +141,12 @@ def fill(
 
     def array(path: tuple, leaf: Any, where: Any) -> Any:
         if is_quantized(leaf) and read is not None:
-            return matrix(path, leaf, where)
+            return matrix(path, leaf, where, read)
         if not is_parameter(leaf):
             return leaf
         return make(keystr(path), leaf.shape, one if mesh is None else where)
 
-    def matrix(path: tuple, leaf: Quantized, where: Any) -> Quantized:
+    def matrix(path: tuple, leaf: Quantized, where: Any, read: Read) -> Quantized:
         names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
         made = quantize_parts(leaf, names, keystr(path), read)
 
