@@ -1,5 +1,8 @@
 """An estimate as a table, and as a paragraph of markdown."""
 
+import os
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
@@ -8,6 +11,7 @@ from zoo.planning.job import Estimate, Memory
 from zoo.planning.roofline import Roofline, roofline
 
 Rows = list[tuple[str, str, str]]
+_WIDE = 240
 
 CONVENTION = (
     "Bytes of a collective are those that a device sends around a ring: (n-1)/n of the whole for "
@@ -132,10 +136,16 @@ def caveats(estimate: Estimate) -> list[str]:
     return found
 
 
-def show(estimate: Estimate, console: Console | None = None) -> None:
+def console() -> Console:
+    """A terminal as wide as it is; a file or a pipe without lines that wrap."""
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else _WIDE)
+
+
+def show(estimate: Estimate) -> None:
     """Print an estimate."""
-    console = console or Console()
-    console.print(title(estimate), style="bold", highlight=False)
+    out = console()
+    out.print(title(estimate), style="bold", highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
@@ -144,10 +154,10 @@ def show(estimate: Estimate, console: Console | None = None) -> None:
         table.add_row(name, "", "", style="bold")
         for what, amount, remark in rows:
             table.add_row(f"  {what}", amount, remark)
-    console.print(table)
+    out.print(table)
     for line in [*caveats(estimate), CONVENTION]:
-        console.print(line, style="dim", highlight=False)
-    console.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
+        out.print(line, style="dim", highlight=False)
+    out.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
 
 
 def markdown(estimate: Estimate) -> str:

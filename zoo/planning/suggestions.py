@@ -1,6 +1,7 @@
 """Changes that make a step fit, the cheapest first, each verified by compiling it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from zoo.planning import report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
+
+
+_MOST = 6  # compiled changes: each may take a minute
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ def suggest(
     *,
     remat_flag: str | None = None,
     quick: bool = False,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = functools.partial(print, flush=True),
     make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Attempt | None, list[Attempt]]:
     """The first change that fits, by its own compiled program, and all that were tried.
 
-    None if none of them does. A change whose state alone does not fit is not compiled.
+    None if none of the first few does. A change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
@@ -72,6 +76,9 @@ def suggest(
         flags = describe(job, changed, remat_flag)
         if _state_alone(changed, estimate, target) > estimate.memory.limit:
             continue
+        if len(tried) == _MOST:
+            say(f"stopped after {_MOST} changes; {flags} would be next")
+            break
         say(f"trying {flags} …")
         try:
             attempt = Attempt(flags, make(changed, target, quick=quick))
@@ -118,7 +125,7 @@ def show_suggestion(
     estimate: Estimate, remat_flag: str | None, *, quick: bool = False
 ) -> Attempt | None:
     """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
-    print()
+    print("\nlooking for a change that fits; each is compiled", flush=True)
     found, _ = suggest(estimate, remat_flag=remat_flag, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")

@@ -23,10 +23,10 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "/"))
 
 
-def snapshot(name: str) -> Path:
+def snapshot(name: str, *, weights: bool = True) -> Path:
     """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
 
-    The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
+    Without `weights` all but those, which its skeleton does not take. The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
 
     Raises:
         PublishError: the client is missing, no server answers, or there is no such model.
@@ -38,10 +38,11 @@ def snapshot(name: str) -> Path:
             f"{name!r} is no folder here, and looking for it on the Hugging Face Hub needs "
             "huggingface_hub: pip install 'zoo[hf]'"
         ) from None
+    files = FILES if weights else [name for name in FILES if "safetensors" not in name]
     try:
         # In FILES "*" would match slashes too: subfolders are left out.
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=FILES, ignore_patterns="*/*"
+            name, allow_patterns=files, ignore_patterns="*/*"
         )
     except Exception as error:  # of the client, of its HTTP library, or of the system
         constants = huggingface_hub.constants
