@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 import zoo
 from zoo import bert, lora, mlp, rnn, sharding, transformer
 from zoo.base import checksums
+from zoo.nn import parameters
 from zoo.nn.layers import RopeScaling
-from zoo.publishing import families, tensors
+from zoo.publishing import families, models, tensors
 from zoo.publishing import shelf as the_shelf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.tensors import Tensor, write_file
@@ -553,3 +554,42 @@ def test_unknown_formats_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'hf'\]"):
         zoo.save(tmp_path / "model", net(), format="gguf")
     assert not list(tmp_path.iterdir())
+
+
+def folders_of_three_kinds(tmp_path: Path) -> dict[str, Path]:
+    """A model in bf16 in the zoo's format, adapters of it in fp32, and Hugging Face's format."""
+    model = parameters.cast(drawn_transformer(num_layers=1), jnp.bfloat16)
+    zoo.save(tmp_path / "zoo", model)
+    zoo.save(tmp_path / "hf", model, format="hf")
+    adapted = lora.adapt(model, lora.Config(rank=2), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=tmp_path / "zoo")
+    return {name: tmp_path / name for name in ("zoo", "hf", "adapters")}
+
+
+def test_skeletons_are_those_of_loaded_models(tmp_path: Path):
+    for name, folder in folders_of_three_kinds(tmp_path).items():
+        for dtype in (None, "fp16"):
+            loaded, skeleton = zoo.load(folder, dtype=dtype), models.skeleton(folder, dtype=dtype)
+            assert jax.tree.structure(skeleton) == jax.tree.structure(loaded)
+            shapes = [
+                [(x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+                for tree in (skeleton, loaded)
+            ]
+            assert shapes[0] == shapes[1]
+            found = {str(dtype) for _, dtype in shapes[0]}
+            stored = {"bfloat16", "float32"} if name == "adapters" else {"bfloat16"}
+            assert found == ({"float16"} if dtype else stored)
+
+
+def test_checksums_of_weights(tmp_path: Path):
+    folders = folders_of_three_kinds(tmp_path)
+    first = {name: models.weights_checksum(folder) for name, folder in folders.items()}
+    assert len({*first.values()}) == 3
+    # The list of the folder and the bytes give the same, and a card is no weight.
+    (folders["hf"] / checksums.NAME).unlink()
+    (folders["hf"] / "README.md").write_text("another card")
+    assert models.weights_checksum(folders["hf"]) == first["hf"]
+    zoo.save(folders["zoo"], drawn_transformer(num_layers=1))
+    changed = {name: models.weights_checksum(folder) for name, folder in folders.items()}
+    assert changed["zoo"] != first["zoo"]
+    assert changed["adapters"] != first["adapters"]  # whose base is another

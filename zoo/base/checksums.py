@@ -21,10 +21,28 @@ def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int |
     """The size and the SHA-256 of every file under `folder` but those in `skip`, by name."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     return {
-        name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        name: _entry(path, None)
         for name, path in found.items()
         if path.is_file() and name not in (NAME, *skip)
     }
+
+
+def digest(folder: Path, names: Collection[str]) -> str:
+    """One checksum of some files of `folder`: by the list of it where that has them, else read."""
+    try:
+        known = _read(folder)
+    except ValueError:
+        known = {}
+    return _digest({name: _entry(folder / name, known.get(name)) for name in names})
+
+
+def joined(*sums: str) -> str:
+    """One checksum of several."""
+    return hashlib.sha256(" ".join(sums).encode()).hexdigest()
+
+
+def _entry(path: Path, known: dict | None) -> dict[str, int | str]:
+    return known or {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def problems(folder: Path, *, only: str | None = None) -> list[str]:

@@ -19,7 +19,7 @@ from zoo.publishing.families import current_name, family_name, skeleton_of
 from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, replacing, verify, version
 from zoo.publishing.shelf import find
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import parse_dtype, read_tensors, write_tensors
+from zoo.publishing.tensors import parse_dtype, read_dtypes, read_tensors, write_tensors
 from zoo.sharding.axes import keystr
 from zoo.wrappers import lora
 
@@ -66,6 +66,20 @@ def load_adapters(
     has to be on that mesh. Raises PublishError, which names the file, field or tensor at fault.
     """
     folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
+    adapters, config = _open(folder, base)
+    read = read_tensors(folder / WEIGHTS, adapters, mesh, dtype)
+    return eqx.combine(read, lora.adapt(base, config, key=jax.random.key(0)))
+
+
+def adapters_skeleton(folder: Path, base: PyTree, *, dtype: DTypeLike | None) -> PyTree:
+    """The skeleton of the model that `load_adapters` would return, given that of the base."""
+    adapters, config = _open(folder, base)
+    adapted = eqx.filter_eval_shape(lora.adapt, base, config, key=jax.random.key(0))
+    return eqx.combine(read_dtypes(folder / WEIGHTS, adapters, dtype), adapted)
+
+
+def _open(folder: Path, base: Any) -> tuple[PyTree, lora.Config]:
+    """The skeleton of the adapters alone, and their configuration."""
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give one that save_adapters wrote")
     description, config = _read(folder)
@@ -73,14 +87,11 @@ def load_adapters(
         raise PublishError(
             f"{folder} holds adapters of the family {stored!r}, and the model is of {family!r}"
         )
-    key = jax.random.key(0)
     try:
-        skeleton = eqx.filter_eval_shape(lora.adapt, base, config, key=key)
+        skeleton = eqx.filter_eval_shape(lora.adapt, base, config, key=jax.random.key(0))
     except (ValueError, TypeError) as error:
         raise PublishError(f"{folder} does not fit the model: {error}") from error
-    adapters = eqx.filter(skeleton, lora.trainable(skeleton))
-    read = read_tensors(folder / WEIGHTS, adapters, mesh, dtype)
-    return eqx.combine(read, lora.adapt(base, config, key=key))
+    return eqx.filter(skeleton, lora.trainable(skeleton)), config
 
 
 def are_adapters(folder: Path) -> bool:

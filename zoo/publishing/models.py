@@ -34,7 +34,13 @@ from zoo.publishing.folder import (
 )
 from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import num_parameters, parse_dtype, read_tensors, write_tensors
+from zoo.publishing.tensors import (
+    num_parameters,
+    parse_dtype,
+    read_dtypes,
+    read_tensors,
+    write_tensors,
+)
 
 Format = Literal["zoo", "hf"]
 
@@ -122,6 +128,33 @@ def load(
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
     skeleton = read_skeleton(folder, classes, allow_import)
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
+
+
+def skeleton(name_or_folder: str | Path, *, dtype: DTypeLike | None = None) -> PyTree:
+    """The skeleton of the model that `load` would return: its shapes and dtypes.
+
+    Only `config.json` and the tables of the weights' files are read. Raises PublishError, which
+    names the file, field or tensor at fault.
+    """
+    dtype = parse_dtype(dtype)
+    folder = find(name_or_folder)
+    values = hugging_face_config(folder)
+    if values is not None:
+        return hf.read_skeleton(folder, values, dtype=dtype)
+    if adapters.are_adapters(folder):
+        base = skeleton(adapters.base_of(folder), dtype=dtype)
+        return adapters.adapters_skeleton(folder, base, dtype=dtype)
+    return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype)
+
+
+def weights_checksum(folder: Path) -> str:
+    """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
+    files, or else of their bytes; of adapters, with that of their base.
+    """
+    own = checksums.digest(folder, hf.weight_files(folder))
+    if hugging_face_config(folder) is None and adapters.are_adapters(folder):
+        return checksums.joined(weights_checksum(find(adapters.base_of(folder))), own)
+    return own
 
 
 def _readme(name: str, model: PyTree, card: str) -> str:

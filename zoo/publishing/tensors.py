@@ -77,8 +77,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
     """The skeleton with its arrays from a file, checked; each device reads its own slices."""
     with open_file(path) as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        check_tensors(f"{path}", stored, parameter_shapes(skeleton))
+        _check_shapes(path, file, skeleton)
 
         def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
             def read(index: Any) -> np.ndarray:
@@ -92,10 +91,29 @@ def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLi
         return fill(skeleton, mesh, make)
 
 
+def read_dtypes(path: Path, skeleton: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
+    names = {code: name for name, code in _CODES.items()}
+    with open_file(path) as file:
+        _check_shapes(path, file, skeleton)
+
+        def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+            stored = jnp.dtype(names[file.get_slice(name).get_dtype()])
+            floating = dtype is not None and jnp.issubdtype(stored, jnp.floating)
+            return jax.ShapeDtypeStruct(shape, dtype if floating else stored)
+
+        return fill(skeleton, None, make)
+
+
+def _check_shapes(path: Path, file: Any, skeleton: PyTree) -> None:
+    stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    check_tensors(f"{path}", stored, parameter_shapes(skeleton))
+
+
 def fill(
     skeleton: PyTree,
     mesh: Mesh | None,
-    make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], jax.Array],
+    make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], Any],
 ) -> Any:
     """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh."""
     one = SingleDeviceSharding(jax.local_devices()[0])

@@ -3,6 +3,8 @@
 from zoo.publishing.hf.folder import MODEL_TYPES as MODEL_TYPES
 from zoo.publishing.hf.folder import describe as describe
 from zoo.publishing.hf.folder import read_model as read_model
+from zoo.publishing.hf.folder import read_skeleton as read_skeleton
 from zoo.publishing.hf.folder import write_model as write_model
 from zoo.publishing.hf.hub import is_hub_id as is_hub_id
 from zoo.publishing.hf.hub import snapshot as snapshot
+from zoo.publishing.hf.weights import weight_files as weight_files

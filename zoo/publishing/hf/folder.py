@@ -31,6 +31,33 @@ MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
+    skeleton, weights, found = _open(folder, values)
+
+    def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
+        layout = found[name]
+        target = _dtype(weights, layout, dtype)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            with weights.reader() as read:
+                return layout.read(index, target, read)
+
+        return place(shape, where, part)
+
+    return fill(skeleton, mesh, make)
+
+
+def read_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyTree:
+    """The skeleton of the model that `read_model` would return."""
+    skeleton, weights, found = _open(folder, values)
+
+    def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
+
+    return fill(skeleton, None, make)
+
+
+def _open(folder: Path, values: dict) -> tuple[PyTree, Weights, dict[str, Layout]]:
+    """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
@@ -45,18 +72,7 @@ def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLik
     prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family.tensors(config), prefix)
     _check(family, weights, found)
-
-    def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-        layout = found[name]
-        target = _dtype(weights, layout) if dtype is None else jnp.dtype(dtype)
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            with weights.reader() as read:
-                return layout.read(index, target, read)
-
-        return place(shape, where, part)
-
-    return fill(skeleton, mesh, make)
+    return skeleton, weights, found
 
 
 def describe(model: eqx.Module, tokenizer: Any) -> tuple[Family, dict]:
@@ -114,8 +130,10 @@ def _skeleton(family: Family, config: Any) -> PyTree:
     return eqx.filter_eval_shape(lambda key: family.model(config, key=key), jax.random.key(0))
 
 
-def _dtype(weights: Weights, layout: Layout) -> Any:
-    """The dtype in which a parameter is stored; the widest one if its tensors differ."""
+def _dtype(weights: Weights, layout: Layout, dtype: DTypeLike | None) -> Any:
+    """`dtype`, or that in which a parameter is stored; the widest one if its tensors differ."""
+    if dtype is not None:
+        return jnp.dtype(dtype)
     dtypes = {weights.dtype(name) for name, _ in layout.names()}
     return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
 

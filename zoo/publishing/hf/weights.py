@@ -87,6 +87,11 @@ class Weights:
         return DTYPES[stored.dtype]
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the weights of a folder."""
+    return sorted(set(_read_index(folder).values())) or [WEIGHTS]
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index, which is checked; empty if one file holds all."""
     path = folder / INDEX
