@@ -529,9 +529,16 @@ HUB = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
+from zoo.publishing import models, shelf
 from zoo.publishing.errors import PublishError
 for name in sys.argv[2:]:
     try:
+        if name.startswith("plan:"):
+            name = name.removeprefix("plan:")
+            skeleton = models.skeleton(name, weights=False)
+            files = sorted(path.name for path in shelf.find(name, weights=False).iterdir())
+            print("planned", skeleton.embedding.weight, *files)
+            continue
         print("loaded", type(zoo.load(name)).__name__)
     except PublishError as error:
         print("refused", error)
@@ -544,7 +551,7 @@ def load_from_hub(*names: str, **environment: str) -> list[str]:
     environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith(("loaded", "refused"))]
+    return [line for line in done.stdout.splitlines() if line.startswith(("planned", "loaded", "refused"))]
 
 
 def test_hub_ids_open_from_the_cache(tmp_path: Path):
@@ -610,9 +617,12 @@ def test_hub_ids_are_downloaded_and_cached(tmp_path: Path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    served, missing = load_from_hub("someone/served", "someone/missing", **home)
+    names = ("plan:someone/served", "someone/served", "someone/missing")
+    planned, served, missing = load_from_hub(*names, **home)
     server.shutdown()
     server.server_close()
+    assert planned.startswith("planned ShapeDtypeStruct(")
+    assert planned.endswith(") config.json")  # and none of the weights
     assert served == "loaded Transformer"
     assert missing.startswith("refused 'someone/missing' is no folder here")
     assert f"{endpoint} gave" in missing

@@ -130,19 +130,24 @@ def load(
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
 
 
-def skeleton(name_or_folder: str | Path, *, dtype: DTypeLike | None = None) -> PyTree:
+def skeleton(
+    name_or_folder: str | Path, *, dtype: DTypeLike | None = None, weights: bool = True
+) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
-    Only `config.json` and the tables of the weights' files are read. Raises PublishError, which
-    names the file, field or tensor at fault.
+    Only `config.json` and the tables of the weights' files are read. Given `weights=False` a hub's
+    model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
+    Raises PublishError, which names the file, field or tensor at fault.
     """
     dtype = parse_dtype(dtype)
-    folder = find(name_or_folder)
+    folder = find(name_or_folder, weights=weights)
     values = hugging_face_config(folder)
+    if values is not None and not weights and not hf.are_present(folder):
+        return hf.announced_skeleton(folder, values, dtype=dtype)
     if values is not None:
         return hf.read_skeleton(folder, values, dtype=dtype)
     if adapters.are_adapters(folder):
-        base = skeleton(adapters.base_of(folder), dtype=dtype)
+        base = skeleton(adapters.base_of(folder), dtype=dtype, weights=weights)
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
     return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype)
 

@@ -19,7 +19,7 @@ from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import Tensor, check_tensors, fill
+from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
 
@@ -56,15 +56,26 @@ def read_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyT
     return fill(skeleton, None, make)
 
 
-def _open(folder: Path, values: dict) -> tuple[PyTree, Weights, dict[str, Layout]]:
-    """The skeleton of a folder's model, its files, and where in them each parameter lies."""
+def announced_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyTree:
+    """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
+    skeleton = _skeleton(*_family(folder, values))
+    dtype = dtype or parse_dtype(values.get("dtype") or values.get("torch_dtype") or "float32")
+    return fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _family(folder: Path, values: dict) -> tuple[Family, Any]:
+    """The family of a folder's model, and its configuration."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
-    family = MODEL_TYPES[kind]
-    config = family.read(values, where)
+    return MODEL_TYPES[kind], MODEL_TYPES[kind].read(values, where)
+
+
+def _open(folder: Path, values: dict) -> tuple[PyTree, Weights, dict[str, Layout]]:
+    """The skeleton of a folder's model, its files, and where in them each parameter lies."""
+    family, config = _family(folder, values)
     weights = Weights(folder)
     config = family.adapt(config, weights.tensors)
     skeleton = _skeleton(family, config)
