@@ -25,7 +25,7 @@ from zoo.nn.layers import (
     make_norm,
     normal,
 )
-from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.parameters import CastsInputs, Operand, gather
 from zoo.nn.precision import matmul
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
@@ -110,9 +110,9 @@ class ResidualBlock(eqx.Module):
     """Norm, up, activation, down, dropout, added to the block's input."""
 
     norm: Norm | None
-    w_up: Float[Array, "embed mlp"]
+    w_up: Float[Array, "embed mlp"] | Operand
     b_up: Float[Array, "mlp"]
-    w_down: Float[Array, "mlp embed"]
+    w_down: Float[Array, "mlp embed"] | Operand
     b_down: Float[Array, "embed"]
     config: Config = eqx.field(static=True)
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, require
 from zoo.nn.derivatives import custom_vjp
+from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 
 Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
@@ -33,7 +34,7 @@ def normal(key: Key[Array, ""], shape: tuple[int, ...], fan_in: int) -> Float[Ar
 class Linear(eqx.Module):
     """`x @ weight + bias`, with the logical axes that its place in a model gives it."""
 
-    weight: Float[Array, "in out"]
+    weight: Float[Array, "in out"] | Operand
     bias: Float[Array, "out"] | None
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
@@ -68,7 +69,7 @@ def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[
 class Embedding(eqx.Module):
     """A table of vectors, float32[rows, embed]; one of tokens can also serve as the output head."""
 
-    weight: Float[Array, "rows embed"]
+    weight: Float[Array, "rows embed"] | Operand
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
     def __init__(self, num_rows: int, size: int, *, axis: str = "vocab", key: Key[Array, ""]):
@@ -77,7 +78,8 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        return _look_up(self.weight, ids)
+        weight = self.weight
+        return weight.rows(ids) if isinstance(weight, Operand) else _look_up(weight, ids)
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not

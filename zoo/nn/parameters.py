@@ -1,14 +1,17 @@
 """Parameters where they are used: derived ones are computed, and all are cast and gathered.
 
+A matrix may be an `Operand`, which products take as it is: one with an adapter, or a quantised one.
+
 They are cast to the compute dtype, and gathered over the mesh axes that only store them.
 """
 
 import abc
 import contextlib
 import functools
+import typing
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,7 +21,7 @@ from jaxtyping import Array, DTypeLike
 
 from zoo.nn.derivatives import custom_vjp
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
-from zoo.sharding.axes import keystr, map_named
+from zoo.sharding.axes import annotation, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, Named
 from zoo.sharding.specs import in_use, parameter_spec
 
@@ -36,26 +39,98 @@ class Derived(eqx.Module):
         """The parameter's value."""
 
 
+class Operand(Derived):
+    """A matrix that a product takes as it is, without making the whole of it.
+
+    It stays in the place of a parameter whose annotation says so, as `weight: Float[Array, "embed
+    mlp"] | Operand`; elsewhere `gather` and the cast put its value. Its leading axes may stack it.
+    """
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the matrix."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the matrix."""
+        return len(self.shape)
+
+    @abc.abstractmethod
+    def times(self, x: Array, *, contract: int = 1, dtype: DTypeLike | None = None) -> Array:
+        """The product `matmul(x, self, contract=contract, dtype=dtype)`."""
+
+    def rows(self, ids: Array) -> Array:
+        """The rows of the table that the matrix is: [...] ids as [..., embed], clipped."""
+        return self.value().at[ids].get(mode="clip")
+
+    def transposed(self) -> "Array | Operand":
+        """The matrix with its two axes exchanged."""
+        return self.value().T
+
+    def cast(self, dtype: DTypeLike) -> Self:
+        """The matrix as it is used in a dtype: its floating-point arrays are cast."""
+        return jax.tree.map(
+            lambda x: cast(x, dtype), self, is_leaf=lambda x: x is not self and is_operand(x)
+        )
+
+
 def is_derived(x: Any) -> bool:
     """Whether a node of a model is a derived parameter."""
     return isinstance(x, Derived)
 
 
+def is_operand(x: Any) -> bool:
+    """Whether a node of a model is a matrix that products take as it is."""
+    return isinstance(x, Operand)
+
+
+def transposed(x: "Array | Operand") -> "Array | Operand":
+    """A matrix with its two axes exchanged."""
+    return x.transposed() if isinstance(x, Operand) else x.T
+
+
 def resolve(tree: Tree) -> Tree:
-    """The tree with each derived parameter as an array."""
+    """The tree with each derived parameter as an array, operands too."""
     if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
         return tree
     return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
+
+
+def _resolve_for_use(tree: Tree) -> Tree:
+    """The tree with derived parameters as arrays, but for operands where they can be used."""
+    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
+        return tree
+
+    def visit(path: tuple, x: Any) -> Any:
+        stays = not is_derived(x) or (is_operand(x) and _takes_operand(annotation(tree, path)))
+        return x if stays else x.value()
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_derived)
+
+
+def _takes_operand(hint: Any) -> bool:
+    """Whether an annotation is a union with `Operand`, or with a class of them."""
+    if isinstance(hint, type) and issubclass(hint, Operand):
+        return True
+    return any(map(_takes_operand, typing.get_args(hint)))
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is."""
 
     def visit(x: Any) -> Any:
+        if is_operand(x):
+            return x.cast(dtype)
         is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(dtype) if is_float else x
 
-    return jax.tree.map(visit, tree)
+    return jax.tree.map(visit, tree, is_leaf=is_operand)
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
@@ -72,8 +147,11 @@ def computing_in(dtype: DTypeLike) -> Iterator[None]:
 
 
 def cast_for_use(tree: Tree) -> Tree:
-    """Resolve parameters, and cast them to the compute dtype of the step around, if any."""
-    dtype, tree = _compute_dtype.get(), resolve(tree)
+    """Resolve parameters, and cast them to the compute dtype of the step around, if any.
+
+    An `Operand` stays, with its arrays cast, where the annotation of its place says that it may.
+    """
+    dtype, tree = _compute_dtype.get(), _resolve_for_use(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 

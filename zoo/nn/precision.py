@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from zoo.nn import stateful
 from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import (
+    Operand,
     casts_at_use,
     casts_inputs,
     computing_in,
@@ -183,7 +184,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 def matmul(
     x: Float[Array, "..."],
-    w: Float[Array, "..."],
+    w: Float[Array, "..."] | Operand,
     *,
     contract: int = 1,
     dtype: DTypeLike | None = None,
@@ -194,6 +195,8 @@ def matmul(
     the gradient's products. `matmul(x_BTE, wq_ENH)` is [B, T, N, H], and
     `matmul(y_BTNH, wo_NHE, contract=2)` is [B, T, E].
     """
+    if isinstance(w, Operand):
+        return w.times(x, contract=contract, dtype=dtype)
     batch, out = x.shape[: x.ndim - contract], w.shape[contract:]
     inner = math.prod(w.shape[:contract])
     rows = x.reshape(batch[0] if batch else 1, math.prod(batch[1:]), inner)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.nn.layers import add_bias
+from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
 
@@ -12,7 +13,7 @@ from zoo.sharding import constrain
 class Readout(eqx.Module):
     """An output head as it is used: gathered, in the compute dtype, the embedding's where tied."""
 
-    weight: Float[Array, "embed out"]
+    weight: Float[Array, "embed out"] | Operand
     bias: Float[Array, "out"] | None = None
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True, default=(("out", "vocab"),))
     soft_cap: float | None = eqx.field(static=True, default=None)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
-from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.parameters import CastsInputs, gather, transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
@@ -279,7 +279,7 @@ class RNN(CastsInputs):
         """The output head: from `hidden` to outputs in fp32."""
         if self.head is None:
             assert self.embedding is not None
-            return Readout(gather(self.embedding).weight.T)
+            return Readout(transposed(gather(self.embedding).weight))
         head = gather(self.head)
         return Readout(head.weight, head.bias, head.axes)
 

@@ -107,14 +107,26 @@ def named_alone(tree: PyTree, path: tuple, leaf: Any) -> Named:
 
 def _annotated(nodes: list[Any], path: tuple, leaf: Any) -> Named | None:
     """The names in the annotation of the field that holds a leaf; None without any."""
-    held = [i for i in range(len(nodes)) if isinstance((*path, None)[i], jtu.GetAttrKey)]
-    if not held:
+    held = _held(nodes, path)
+    if held is None:
         return None
-    owner, field = nodes[held[-1]], path[held[-1]].name
-    hint = field_hint(owner.__class__, field)
-    rest = path[held[-1] + 1 :]
+    owner, field = nodes[held], path[held].name
+    hint, rest = field_hint(owner.__class__, field), path[held + 1 :]
     names = names_of(hint, rest, leaf.shape, _renamed(owner), keystr(path))
     return names if names is None else Named(names, getattr(owner, "named_by", ANNOTATION))
+
+
+def annotation(tree: PyTree, path: tuple) -> Any:
+    """The annotation of the field of a module that holds a node of a tree; None without any."""
+    nodes = _nodes(tree, path)
+    held = _held(nodes, path)
+    return None if held is None else field_hint(nodes[held].__class__, path[held].name)
+
+
+def _held(nodes: list[Any], path: tuple) -> int | None:
+    """The index, in a path and its nodes, of the innermost field that holds what it leads to."""
+    fields = [i for i in range(len(nodes)) if isinstance((*path, None)[i], jtu.GetAttrKey)]
+    return fields[-1] if fields else None
 
 
 def _renamed(owner: Any) -> dict[str, str]:

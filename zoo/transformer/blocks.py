@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.attention import attention
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
+from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
 from zoo.transformer.config import Config
@@ -33,10 +34,10 @@ def residual_norm(config: Config) -> Norm:
 class Attention(eqx.Module):
     """Multi-head self-attention with grouped queries."""
 
-    wq: Float[Array, "embed heads head_dim"]
-    wk: Float[Array, "embed kv_heads head_dim"]
-    wv: Float[Array, "embed kv_heads head_dim"]
-    wo: Float[Array, "heads head_dim embed"]
+    wq: Float[Array, "embed heads head_dim"] | Operand
+    wk: Float[Array, "embed kv_heads head_dim"] | Operand
+    wv: Float[Array, "embed kv_heads head_dim"] | Operand
+    wo: Float[Array, "heads head_dim embed"] | Operand
     bq: Float[Array, "heads head_dim"] | None
     bk: Float[Array, "kv_heads head_dim"] | None
     bv: Float[Array, "kv_heads head_dim"] | None
@@ -117,9 +118,9 @@ def _norm_heads(
 class MLP(eqx.Module):
     """The feed-forward part, gated (Shazeer 2020) or plain."""
 
-    w_gate: Float[Array, "embed mlp"] | None
-    w_up: Float[Array, "embed mlp"]
-    w_down: Float[Array, "mlp embed"]
+    w_gate: Float[Array, "embed mlp"] | Operand | None
+    w_up: Float[Array, "embed mlp"] | Operand
+    w_down: Float[Array, "mlp embed"] | Operand
     b_up: Float[Array, "mlp"] | None
     b_down: Float[Array, "embed"] | None
     activation: Callable[[Array], Array] = eqx.field(static=True)

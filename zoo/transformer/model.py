@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
-from zoo.nn.parameters import CastsAtUse, gather
+from zoo.nn.parameters import CastsAtUse, gather, transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
@@ -164,7 +164,10 @@ class Transformer(CastsAtUse):
 
     def readout(self) -> Readout:
         """The output head: from `hidden` to logits in fp32."""
-        weight = gather(self.embedding).weight.T if self.head is None else gather(self.head).weight
+        if self.head is None:
+            weight = transposed(gather(self.embedding).weight)
+        else:
+            weight = gather(self.head).weight
         return Readout(weight, soft_cap=self.config.logit_soft_cap)
 
     def without_head(self) -> "Transformer":

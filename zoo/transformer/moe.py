@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.layers import normal
+from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 from zoo.sharding import mesh_axes, partition_spec, spec_in_use
 
@@ -25,7 +26,7 @@ from zoo.sharding import mesh_axes, partition_spec, spec_in_use
 class MoE(eqx.Module):
     """Gated MLPs as experts, and the router that chooses among them."""
 
-    router: Float[Array, "embed routes"]
+    router: Float[Array, "embed routes"] | Operand
     w_gate: Float[Array, "experts embed mlp"]
     w_up: Float[Array, "experts embed mlp"]
     w_down: Float[Array, "experts mlp embed"]

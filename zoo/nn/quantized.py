@@ -1,0 +1,327 @@
+"""Matrices of few bits: integer codes and scales in memory, dequantised where they are used.
+
+A block of a matrix has one scale: `int8` an output of a product (all of its inputs), `int4` and
+`nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the code's entry
+in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in each group, those
+of the first half are the low bits and those of the second half the high ones, so that a group stays
+whole where a mesh cuts the matrix, and so that unpacking moves no neighbours apart.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, Integer, Num
+
+from zoo.nn.derivatives import custom_vjp
+from zoo.nn.parameters import Operand
+from zoo.nn.precision import platform, product
+from zoo.sharding.foreign import ANNOTATION
+from zoo.sharding.kinds import matrix_axes
+
+Kind = Literal["int8", "int4", "nf4"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+GROUP_SIZE = 64
+
+# The quantiles of N(0, 1) that QLoRA (Dettmers et al. 2023, appendix E) gives, as bitsandbytes has
+# them: zero is one of them, and so are -1 and 1.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FEW_ROWS = 4  # for which a CPU multiplies and adds up without a matrix in memory
+
+
+class Quantized(Operand):
+    """A matrix of 8 or 4 bits per value; stacked matrices have stacked codes and scales.
+
+    It is never trained: gradients pass through its products to their other operand alone.
+    """
+
+    codes: Integer[Array, "*matrix"]
+    """int8, or uint8 that holds two codes of 4 bits along the axis `packed`."""
+    scales: Float[Array, "*blocks"]
+    """Of the matrix's rank: each is for a block of shape / scales.shape values."""
+    zeros: Num[Array, "*blocks"] | None
+    """The code of the value zero; None for 0 in int8, 8 in int4, and always in nf4."""
+    kind: Kind = eqx.field(static=True)
+    packed: int | None = eqx.field(static=True)
+    """The axis along which two codes share a byte, counted from the last: -1 and below."""
+    dtype_name: str = eqx.field(static=True)
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+    named_by: str = eqx.field(static=True, default=ANNOTATION)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return _matrix_shape(self.codes.shape, self.packed)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the matrix's values."""
+        return jnp.dtype(self.dtype_name)
+
+    def value(self) -> Float[Array, "..."]:
+        """The whole matrix, dequantised."""
+        return _dequantize(self.codes, self.scales, self.zeros, self._form).astype(self.dtype)
+
+    def times(
+        self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
+    ) -> Float[Array, "..."]:
+        """The product `matmul(x, self)`, dequantised as it is read."""
+        shape = self.shape
+        batch, out = x.shape[: x.ndim - contract], shape[contract:]
+        rows = x.reshape(
+            batch[0] if batch else 1, math.prod(batch[1:]), math.prod(shape[:contract])
+        )
+        result = jnp.dtype(x.dtype if dtype is None else dtype)
+        y = _times(rows, self.codes, self.scales, self.zeros, self._form, contract, result)
+        return y.reshape(*batch, *out)
+
+    def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
+        """The rows of these ids, which alone are dequantised; one beyond the last takes that."""
+        if self.packed == -len(self.shape) or self.scales.shape[0] not in (1, self.shape[0]):
+            return self.value().at[ids].get(mode="clip")
+
+        def look_up(x: Array | None) -> Array | None:
+            if x is None or x.shape[0] == 1:
+                return None if x is None else jnp.broadcast_to(x[0], ids.shape + x.shape[1:])
+            return x.at[ids].get(mode="clip")
+
+        found = [look_up(x) for x in (self.codes, self.scales, self.zeros)]
+        return _dequantize(*found, self._form).astype(self.dtype)  # type: ignore[arg-type]
+
+    def transposed(self) -> "Quantized":
+        """The transposed matrix, of two axes, as quantised as this one."""
+        axes = tuple((name, " ".join(reversed(names.split()))) for name, names in self.axes)
+        return dataclasses.replace(
+            self,
+            codes=self.codes.T,
+            scales=self.scales.T,
+            zeros=None if self.zeros is None else self.zeros.T,
+            packed=None if self.packed is None else -3 - self.packed,
+            axes=axes,
+        )
+
+    def cast(self, dtype: DTypeLike) -> "Quantized":
+        """The matrix with values of `dtype`; codes and scales stay as they are."""
+        return dataclasses.replace(self, dtype_name=str(jnp.dtype(dtype)))
+
+    @property
+    def _form(self) -> "_Form":
+        return self.kind, self.packed
+
+
+_Form = tuple[Kind, int | None]
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether a node of a model is a quantised matrix."""
+    return isinstance(x, Quantized)
+
+
+def quantize(
+    array: Float[Array, "..."],
+    names: Sequence[str | None],
+    kind: Kind,
+    group_size: int = GROUP_SIZE,
+    *,
+    named_by: str = ANNOTATION,
+) -> Quantized:
+    """The matrix (or a stack of them) of the logical axes `names`, rounded to codes of `kind`.
+
+    Groups of 4 bits are of at most `group_size` values: the largest even divisor of the last input
+    axis (of a table of tokens, the embedding's axis); where that is below 8, int8 takes the place
+    of 4 bits, as the scales would need as much. A matrix's error is at most half a step per value.
+
+    Raises:
+        ValueError: another kind, or a group size below 8.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"quantize={kind!r}: choose one of {', '.join(KINDS)}")
+    if group_size < 8:
+        raise ValueError(f"group_size={group_size}: must be at least 8")
+    inputs, outputs = matrix_axes(names)
+    if names[inputs[0]] == "vocab":  # a table: its rows are looked up, and multiplied as a head
+        inputs, outputs = outputs, inputs
+    axis = inputs[-1]
+    size = array.shape[axis]
+    group = max((d for d in range(2, min(group_size, size) + 1, 2) if size % d == 0), default=1)
+    kind = "int8" if group < 8 else kind
+    blocks = list(array.shape)
+    if kind == "int8":
+        for each in inputs:
+            blocks[each] = 1
+    else:
+        blocks[axis] = size // group
+
+    codes, scales = _rounded(array, tuple(blocks), kind)
+    packed = None if kind == "int8" else axis - array.ndim
+    if packed is not None:
+        codes = pack(codes, packed, group)
+    # The axes of stacked layers are named from outside. An axis of one block is cut over no mesh.
+    names_of_stack = [name for name in names[: min(inputs + outputs)] if name is not None]
+    known = [*names_of_stack, *(str(name) for name in names[min(inputs + outputs) :])]
+    of_blocks = [
+        f"#{name}" if each in inputs else name
+        for each, name in zip(range(array.ndim - len(known), array.ndim), known, strict=True)
+    ]
+    return Quantized(
+        codes,
+        scales,
+        None,
+        kind=kind,
+        packed=packed,
+        dtype_name=str(array.dtype),
+        axes=(("*matrix", " ".join(known)), ("*blocks", " ".join(of_blocks))),
+        named_by=named_by,
+    )
+
+
+def _rounded(array: Array, blocks: tuple[int, ...], kind: Kind) -> tuple[Array, Array]:
+    """The codes of a matrix, not packed, and the scales of its blocks."""
+    x, shape, _ = _in_blocks(array.astype(jnp.float32), blocks)
+    inner = tuple(i for i, (n, s) in enumerate(zip(x.shape, shape, strict=True)) if s != n)
+    largest = jnp.abs(x).max(inner, keepdims=True)
+    top = {"int8": 127.0, "int4": 7.0, "nf4": 1.0}[kind]
+    # bf16, whose range is that of fp32; rounded first, so that codes are those of what is stored.
+    scales = (largest / top).astype(jnp.bfloat16)
+    scaled = x / jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    if kind == "nf4":
+        middles = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
+        codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
+    else:
+        codes = jnp.clip(jnp.round(scaled), -top, top)
+        codes = codes.astype(jnp.int8) if kind == "int8" else (codes + 8).astype(jnp.uint8)
+    return codes.reshape(array.shape), scales.reshape(blocks)
+
+
+def _in_blocks(
+    x: Array, blocks: Sequence[int]
+) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
+    """An array with each axis of several blocks cut in two, and the scales' shape beside it."""
+    cut: list[int] = []
+    beside: list[int] = []
+    for size, count in zip(x.shape, blocks, strict=True):
+        whole = count in (1, size)
+        cut += [size] if whole else [count, size // count]
+        beside += [count] if whole else [count, 1]
+    return x.reshape(cut), tuple(beside), x.shape
+
+
+def pack(codes: Integer[Array, "..."], axis: int, group: int) -> Integer[Array, "..."]:
+    """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low."""
+    axis = axis % codes.ndim
+    before, size, after = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1 :]
+    halves = codes.astype(jnp.uint8).reshape(*before, size // group, 2, group // 2, *after)
+    low, high = (lax.index_in_dim(halves, i, axis + 1, keepdims=False) for i in (0, 1))
+    return (low | (high << 4)).reshape(*before, size // 2, *after)
+
+
+def unpack(codes: Integer[Array, "..."], axis: int, group: int) -> Integer[Array, "..."]:
+    """The codes of 4 bits that `pack` packed, as int32."""
+    axis = axis % codes.ndim
+    before, half, after = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1 :]
+    parts = (*before, 2 * half // group, 2, group // 2, *after)
+    grouped = codes.astype(jnp.int32).reshape(*parts[: axis + 1], 1, *parts[axis + 2 :])
+    shift = 4 * lax.broadcasted_iota(jnp.int32, parts, axis + 1)
+    return ((jnp.broadcast_to(grouped, parts) >> shift) & 15).reshape(*before, 2 * half, *after)
+
+
+def _matrix_shape(shape: tuple[int, ...], packed: int | None) -> tuple[int, ...]:
+    if packed is None:
+        return shape
+    axis = len(shape) + packed
+    return (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+
+
+def _dequantize(codes: Array, scales: Array, zeros: Array | None, form: _Form) -> Array:
+    """The values of codes in fp32, whatever their leading axes."""
+    kind, packed = form
+    if packed is not None:
+        codes = unpack(codes, packed, 2 * codes.shape[packed] // scales.shape[packed])
+    x, beside, shape = _in_blocks(codes, scales.shape)
+    if kind == "nf4":
+        x = _look_up(x)
+    else:
+        x = x.astype(jnp.float32)
+        if zeros is not None:
+            x = x - zeros.reshape(beside).astype(jnp.float32)
+        elif kind == "int4":
+            x = x - 8
+    return (x * scales.reshape(beside).astype(jnp.float32)).reshape(shape)
+
+
+def _look_up(codes: Array) -> Array:
+    """The entries of NF4, chosen bit by bit: a gather would be an array in memory."""
+    values: list[Any] = [jnp.float32(x) for x in NF4]
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 == 1
+        values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+# A custom gradient, or the backward pass would keep the dequantised matrix. It has none for codes.
+@functools.partial(custom_vjp, nondiff_argnums=(4, 5, 6))
+def _times(
+    x: Float[Array, "b m k"],
+    codes: Array,
+    scales: Array,
+    zeros: Array | None,
+    form: _Form,
+    contract: int,
+    dtype: Any,
+) -> Float[Array, "b m n"]:
+    return _times_forward(x, codes, scales, zeros, form, contract, dtype)[0]
+
+
+def _times_forward(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    zeros: Array | None,
+    form: _Form,
+    contract: int,
+    dtype: Any,
+) -> tuple[Array, tuple]:
+    b, m, k = x.shape
+    rows = x.reshape(b * m, k)
+    if zeros is None and form[0] == "int8" and math.prod(scales.shape[:contract]) == 1:
+        # One scale per output: the product is of the codes themselves, which bf16 holds exactly.
+        y = _product(rows, codes.reshape(k, -1), jnp.float32) * scales.reshape(1, -1).astype(jnp.float32)
+    else:
+        w = _dequantize(codes, scales, zeros, form).reshape(k, -1)
+        y = _product(rows, w, dtype)
+    return y.astype(dtype).reshape(b, m, -1), (codes, scales, zeros, jnp.zeros(0, x.dtype))
+
+
+def _product(x: Array, w: Array, dtype: Any) -> Array:
+    """The rows times a matrix that is not there yet, which few of them need not bring about."""
+    rows = x.shape[0]
+    if platform() != "cpu" or rows > _FEW_ROWS:
+        return product(x, w.astype(x.dtype), ((1,), (0,)), dtype)
+    # XLA for CPU fuses a product and a sum into one pass over the codes, not so what makes an
+    # operand of a dot; it is slow for one row, not for two.
+    x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0))).astype(jnp.float32)
+    return (x[:, :, None] * w.astype(jnp.float32)[None]).sum(1)[:rows].astype(dtype)
+
+
+def _times_backward(
+    form: _Form, contract: int, dtype: Any, residuals: tuple, g: Array
+) -> tuple[Array, None, None, None]:
+    codes, scales, zeros, like_x = residuals
+    b, m, n = g.shape
+    w = _dequantize(codes, scales, zeros, form).reshape(-1, n).astype(like_x.dtype)
+    dx = product(g.astype(like_x.dtype).reshape(b * m, n), w, ((1,), (1,)), like_x.dtype)
+    return dx.reshape(b, m, -1), None, None, None
+
+
+_times.defvjp(_times_forward, _times_backward)
