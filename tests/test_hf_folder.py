@@ -27,6 +27,7 @@ from zoo import hf, sharding, transformer
 from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.publishing.errors import PublishError
+from zoo.publishing import models
 from zoo.publishing.hf import hub
 
 
@@ -530,7 +531,6 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
 from zoo.publishing import models, shelf
-from zoo.publishing.errors import PublishError
 for name in sys.argv[2:]:
     try:
         if name.startswith("plan:"):
@@ -567,6 +567,19 @@ def test_hub_ids_open_from_the_cache(tmp_path: Path):
     assert elsewhere.startswith("refused 'someone/else' is no folder here")
     assert "HF_HUB_OFFLINE is set" in elsewhere
     assert str(home) in elsewhere
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "bert"])
+def test_skeletons_without_weights_are_those_with_them(tmp_path: Path, name: str):
+    values = json.loads((GOLDEN / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    here = models.skeleton(tmp_path, weights=False)
+    stored = models.skeleton(GOLDEN / name, dtype="bf16")
+    assert jax.tree.structure(here) == jax.tree.structure(stored)
+    assert jax.tree.leaves(here) == jax.tree.leaves(stored)
+    assert len({leaf for leaf in jax.tree.leaves(here) if hasattr(leaf, "shape")}) > 4
+    with pytest.raises(PublishError, match="has neither model.safetensors nor"):
+        models.skeleton(tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -261,6 +261,14 @@ def test_a_cpu_has_no_roofline():
     assert any("No peak" in line for line in report.caveats(estimate))
 
 
+def test_tables_in_pipes_do_not_wrap(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    report.show(small_estimate())
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert report.title(small_estimate()) in lines
+    assert report.CONVENTION in lines
+
+
 def test_estimates_allocate_no_arrays():
     small_estimate.cache_clear()
     before = {id(x) for x in jax.live_arrays()}
@@ -300,6 +308,21 @@ def test_suggestions_go_from_cheap_to_expensive():
         "--remat full --mesh fsdp=4,tensor=2 --sequence-parallel --accumulate 8",
         "--remat full --mesh fsdp=2,tensor=4 --sequence-parallel --accumulate 16",
     ]
+
+
+def test_suggestions_stop_after_a_few():
+    wanted = job(rows=2**12, mesh="data=8")
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+    said = []
+    found, tried = suggestions.suggest(
+        limited(estimate, 1e12),
+        remat_flag="--remat",
+        say=said.append,
+        make=lambda changed, target, quick: limited(estimate, 0),
+    )
+    assert found is None
+    assert len(tried) == 6
+    assert said[-1].startswith("stopped after 6 changes; --remat full")
 
 
 def test_out_of_memory_messages_are_parsed():
@@ -517,6 +540,8 @@ def test_nonexistent_tpu_slices_are_refused():
     with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
         target.devices()
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
+    for name in ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1"):
+        assert len(targets.parse(name).devices()) == 1, name
 
 
 def test_tpu_targets_are_exact():

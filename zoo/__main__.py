@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.table import Table
@@ -75,7 +75,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def plan(config: tyro.conf.OmitArgPrefixes[planning.Config]) -> None:
+def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?
 
     For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192

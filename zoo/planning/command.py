@@ -8,18 +8,25 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from jaxtyping import PyTree
 
 from zoo import sharding, transformer
+from zoo.base.configuration import check, require
 from zoo.base.files import local_path
 from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
+from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
-from zoo.planning.targets import Target, prepare
+from zoo.planning.targets import Target, parse, prepare
+from zoo.publishing import models
+from zoo.publishing.errors import PublishError
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
+from zoo.training.pretrained import Pretrained
+from zoo.wrappers import lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +34,17 @@ class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
 
     model: tyro.conf.Positional[str]
-    """Published size: llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b."""
+    """Published size (llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), a name on the
+    shelf, a model's folder, or an id on the Hugging Face hub, of which no weights are fetched."""
     target: str
-    """TPU slice, such as v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or virtual
-    CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
+    """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or
+    virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
+    method: Literal["full", "lora"] = "full"
+    """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
+    in memory."""
+    base: Literal["stored", "int8", "int4", "nf4"] = "stored"
+    """Of lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8 or
+    4 bits."""
     mesh: str = sharding.storage_mesh(-1)
     """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones."""
     batch_size: int | None = None
@@ -47,6 +61,7 @@ class Config:
     """Split activations along the sequence between the tensor-parallel parts."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
     """Update rule."""
+    lora: lora.Config = lora.Config()
     suggest: bool = True
     """Where it does not fit, compile changes until one of them fits."""
     quick: bool = False
@@ -54,13 +69,23 @@ class Config:
     save: Path | None = None
     """File to write the result to, as markdown."""
 
+    def __post_init__(self) -> None:
+        check(self)
+        require(
+            self.base == "stored" or self.method == "lora",
+            f"base={self.base!r}: matrices of few bits are not trained; add --method lora",
+        )
+
 
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
     save = None if config.save is None else local_path(config.save, "save")
-    published.named(config.model)  # before a compiler for the target is looked for
+    parse(config.target)
+    model = skeleton_of(config)  # before a compiler for the target is looked for
     target = prepare(config.target)
-    estimate = make_estimate(make_job(config, target), target, quick=config.quick)
+    job = make_job(config, model, target)
+    print(f"compiling for {target.name} …", flush=True)
+    estimate = make_estimate(job, target, quick=config.quick)
     report.show(estimate)
     found = None
     if config.suggest and not estimate.memory.fits:
@@ -87,19 +112,44 @@ class TokenRows(SeededPlan):
         raise NotImplementedError("these rows have shapes alone")
 
 
-def make_job(config: Config, target: Target) -> Job:
-    """The job of a published size."""
-    model = published.named(config.model)
+def skeleton_of(config: Config) -> PyTree:
+    """The skeleton of the model to train, as it is in memory; nothing of it is loaded.
+
+    Raises:
+        PublishError: no published size, nor a model.
+        ValueError: a model that learns no next token, or not of rows as long.
+    """
+    quantize = None if config.base == "stored" else config.base
+    if config.model.lower() in published.SIZES:
+        return published.skeleton(config.model, quantize=quantize)
+    try:
+        model = models.skeleton(config.model, quantize=quantize, weights=False)
+    except PublishError as error:
+        sizes = f"no published size either; those are {', '.join(published.SIZES)}"
+        error.add_note(sizes)
+        raise
+    decoder_of(model).check_decoder(config.seq_len)
+    return model
+
+
+def make_job(config: Config, model: PyTree, target: Target) -> Job:
+    """The job of a training that begins with a model of this skeleton."""
     mesh = sharding.make_mesh(config.mesh, target.devices())
     rows = config.batch_size or sharding.num_batch_parts(mesh) * config.accumulate
     check_batch_size(rows, mesh, config.accumulate)
+    is_full = config.method == "full"
+    known = isinstance(model, transformer.Transformer) and is_full
     training = Training(
-        make_model=lambda key: transformer.Transformer(model, key=key),
+        make_model=lambda key, model: model if is_full else lora.adapt(model, config.lora, key=key),
+        pretrained=Pretrained(model, load=_nothing),
+        trainable=None if is_full else lora.trainable,
         loss_fn=losses.next_token,
         optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
         data=TokenRows(rows, config.seq_len),
         evaluate=lambda model, whole: {},  # nothing is trained
-        flops_per_token=transformer.num_flops_per_token(model, config.seq_len),
+        flops_per_token=transformer.num_flops_per_token(model.config, config.seq_len)
+        if known
+        else None,
     )
     return Job(
         training=training,
@@ -109,6 +159,10 @@ def make_job(config: Config, target: Target) -> Job:
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
     )
+
+
+def _nothing() -> PyTree:
+    raise NotImplementedError("a plan loads no weights")
 
 
 def _markdown(config: Config, estimate: Estimate, found: Attempt | None) -> str:
