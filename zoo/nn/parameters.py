@@ -1,8 +1,7 @@
 """Parameters where they are used: derived ones are computed, and all are cast and gathered.
 
-A matrix may be an `Operand`, which products take as it is: one with an adapter, or a quantised one.
-
-They are cast to the compute dtype, and gathered over the mesh axes that only store them.
+They are cast to the compute dtype, and gathered over the mesh axes that only store them. A matrix
+may be an `Operand`, which products take as it is: one with an adapter, or a quantised one.
 """
 
 import abc
@@ -11,7 +10,7 @@ import functools
 import typing
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -73,7 +72,7 @@ class Operand(Derived):
         """The matrix with its two axes exchanged."""
         return self.value().T
 
-    def cast(self, dtype: DTypeLike) -> Self:
+    def cast(self, dtype: DTypeLike) -> "Operand":
         """The matrix as it is used in a dtype: its floating-point arrays are cast."""
         return jax.tree.map(
             lambda x: cast(x, dtype), self, is_leaf=lambda x: x is not self and is_operand(x)
