@@ -26,8 +26,8 @@ import zoo
 from zoo import hf, sharding, transformer
 from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
-from zoo.publishing.errors import PublishError
 from zoo.publishing import models
+from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import hub
 
 
@@ -531,6 +531,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
 from zoo.publishing import models, shelf
+from zoo.publishing.errors import PublishError
 for name in sys.argv[2:]:
     try:
         if name.startswith("plan:"):

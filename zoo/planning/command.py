@@ -27,6 +27,7 @@ from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
 from zoo.wrappers import lora
+from zoo.wrappers.lora import Config as LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Config:
     """Split activations along the sequence between the tensor-parallel parts."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
     """Update rule."""
-    lora: lora.Config = lora.Config()
+    lora: LoraConfig = LoraConfig()
     suggest: bool = True
     """Where it does not fit, compile changes until one of them fits."""
     quick: bool = False
