@@ -4,8 +4,9 @@ import contextlib
 import signal
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import equinox as eqx
 import jax
 import numpy as np
 import optax
@@ -14,7 +15,7 @@ from jax.experimental import multihost_utils
 from zoo import sharding
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_plan
-from zoo.runs import monitor, planned
+from zoo.runs import bases, monitor, planned
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.flags import observers
 from zoo.runs.callbacks.hooks import Hooks
@@ -45,6 +46,7 @@ def fit(
             once `config.plan` is printed.
     """
     config = run.config
+    training = bases.as_begun(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     hooks = Hooks(run, training, [*callbacks, *observers(config)])
@@ -76,6 +78,7 @@ def _train(
     """The steps from the first to the last one."""
     config, loop, start = run.config, hooks.loop, hooks.loop.start
     meta = {"fingerprint": training.fingerprint, "config": as_json(config), "versions": versions()}
+    meta |= {bases.BASE: training.base} if training.base else {}
     written = _count_evaluations(run, start)
     with (
         run.signals,
@@ -141,10 +144,11 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
 def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tuple[TrainState, int]:
     """The state to begin with, the callbacks' too, and the steps that it has behind it."""
     key = jax.random.key(run.config.seed)
-    skeleton = training.skeleton(key, mesh=run.mesh, rules=run.rules)
-    restored = run.checkpointer.restore(skeleton)
+    where: Any = {"mesh": run.mesh, "rules": run.rules}
+    skeleton = training.skeleton(key, **where)
+    restored = run.checkpointer.restore(training.saved(skeleton))
     if restored is None:
-        state = training.init(key, mesh=run.mesh, rules=run.rules)
+        state = training.init(key, **where)
         hooks.begin(state, 0, {})
         return state, 0
     state, step, meta = restored
@@ -153,6 +157,8 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
             f"the data of {run.folder} has changed since step {step}: the same batches can't "
             "be made again. Put the files back, or start anew with another --run-dir."
         )
+    if training.base:
+        state = eqx.combine(state, training.frozen(key, **where))
     run.say(f"resumed {run.folder} at step {step}")
     hooks.begin(state, step, meta)
     steps_before = meta["config"]["steps"]

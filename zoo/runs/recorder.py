@@ -24,6 +24,7 @@ class Recorder:
         """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
         self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
         self._evaluate, self._hooks, self._written = training.evaluate, hooks, written
+        self._saved = training.saved
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._log: MetricsLog | None = None  # of process 0
         self._stack = contextlib.ExitStack()
@@ -151,7 +152,7 @@ class Recorder:
         """Save a checkpoint, once all steps are checked, with the callbacks' state."""
         with self._paused():
             meta = meta | snapshot.meta | {"data_position": step}
-            self._run.checkpointer.save(step, state, meta, snapshot.arrays)
+            self._run.checkpointer.save(step, self._saved(state), meta, snapshot.arrays)
         self._hooks.on_checkpoint(step, state)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -19,6 +20,7 @@ from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
 from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
@@ -35,6 +37,7 @@ from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
 from zoo.training import optimizers
 from zoo.training.description import Training
+from zoo.training.pretrained import Pretrained
 from zoo.training.state import Trainable
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, Pooling
@@ -98,17 +101,20 @@ class Config(RunConfig):
 
 
 class Base:
-    """The model that a run begins with: its folder and format, its parameters, its tokenizer."""
+    """The model that a run begins with: its folder and format, its skeleton, its tokenizer."""
 
     def __init__(self, run: Run[Config]):
         config = run.config
         self.folder = find(config.model)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
-        self.model = lora.merge(models.load(self.folder, mesh=run.mesh, dtype=jnp.float32))
-        size = self.model.config.vocab_size if isinstance(self.model, SequenceModel) else None
+        stored = models.skeleton(self.folder)
+        self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
+        self._run = run
+        is_sequence = isinstance(self.skeleton, SequenceModel)
+        size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:
             raise ValueError(
-                f"model={config.model!r} is a {type(self.model).__name__} that reads no tokens: "
+                f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, a BERT, or an RNN with a vocab_size"
             )
         self.tokenizer = _load_tokenizer(run, self)
@@ -116,6 +122,33 @@ class Base:
             raise ValueError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
                 f"vocab_size of {size}: they do not go together"
+            )
+
+    def load(self) -> PyTree:
+        """The model on the run's mesh, whole and in the dtypes that it is stored in.
+
+        Raises:
+            ValueError: a parameter that is not finite.
+        """
+        model = _merged(self._run, models.load(self.folder, mesh=self._run.mesh))
+        check_finite(model, self.folder)
+        return model
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """The model for a training, which loads it when it begins."""
+        return Pretrained(self.skeleton, self.load, models.weights_checksum(self.folder))
+
+
+def check_finite(model: PyTree, folder: Path) -> None:
+    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
+    floats = eqx.filter(model, eqx.is_inexact_array)
+    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(floats)
+    for path, is_finite in jtu.tree_leaves_with_path(jax.device_get(finite)):
+        if not is_finite:
+            raise ValueError(
+                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
+                "training diverged; get it again, or begin with another --model"
             )
 
 
@@ -237,7 +270,7 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
     del state, chosen, more  # and the optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
-    published = _merged(run, models.load(base.folder, mesh=run.mesh))
+    published = base.load()
     for when, shown in (("before", published), ("after", model)):
         run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
 
@@ -247,17 +280,23 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
     """The same training, of a model that there is, in full or in part."""
-    return dataclasses.replace(training, pretrained=base.model, trainable=trainable(config))
+    return dataclasses.replace(training, pretrained=base.pretrained, trainable=trainable(config))
 
 
 def _merged(run: Run[Config], model: PyTree) -> PyTree:
-    """The plain model that computes the same, on the run's mesh as the model was."""
-    if not lora.has_adapters(model):
+    """The plain model that computes the same, on the run's mesh as the model was.
+
+    It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
+    """
+    dtypes = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
+    if not lora.has_adapters(model) and len(dtypes) == 1:
         return model
 
     @eqx.filter_jit
     def merge(model: PyTree) -> PyTree:
         model = lora.merge(model)
+        found = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
+        model = cast(model, jnp.result_type(*found))
         return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
 
     return merge(model)

@@ -26,6 +26,7 @@ from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
+from zoo.training.pretrained import skeleton_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: in
         ValueError: it sees the tokens that it is to predict, or has fewer positions than a row, or
             than the sample after a `prompt` of so many tokens, takes.
     """
-    given = () if training.pretrained is None else (training.pretrained,)
+    given = () if training.pretrained is None else (skeleton_of(training.pretrained),)
     skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)
     decoder = decoder_of(skeleton)
     decoder.check_decoder(0)

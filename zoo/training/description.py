@@ -14,7 +14,15 @@ from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.training.compiled import CompiledStep
 from zoo.training.loss_values import LossFunction
-from zoo.training.state import Trainable, TrainState, abstract_state, init_state
+from zoo.training.pretrained import Pretrained
+from zoo.training.state import (
+    Trainable,
+    TrainState,
+    abstract_state,
+    frozen_state,
+    init_state,
+    without_frozen,
+)
 from zoo.training.step import make_train_step
 
 Evaluate = Callable[[PyTree, bool], dict[str, float]]
@@ -45,7 +53,7 @@ class Training:
     trainable: Trainable | None = None
     """From a model to a tree of booleans like it: the rest stays as it is."""
     pretrained: PyTree = None
-    """A model to begin with, which is evaluated before the first step."""
+    """A model to begin with, or a `Pretrained`, which is evaluated before the first step."""
     axes: sharding.Axes | None = None
     """Names for arrays without an annotation, by patterns of paths; see `sharding.shardings`."""
     strict: bool = False
@@ -77,6 +85,21 @@ class Training:
             trainable=self.trainable,
             pretrained=self.pretrained,
         )
+
+    def frozen(
+        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
+    ) -> TrainState:
+        """The part of the state at step 0 that no step changes; see `frozen_state`."""
+        return self._state(frozen_state, key, mesh, rules)
+
+    @property
+    def base(self) -> str:
+        """Checksum of the model to begin with; with one, checkpoints do without `frozen`."""
+        return self.pretrained.checksum if isinstance(self.pretrained, Pretrained) else ""
+
+    def saved(self, state: TrainState) -> TrainState:
+        """The part of a state, or of a skeleton of one, that a checkpoint holds."""
+        return without_frozen(state, self.trainable) if self.base else state
 
     def step(
         self,

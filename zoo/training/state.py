@@ -1,6 +1,7 @@
 """The state of a training: `TrainState`, born sharded by `init_state`, and how it is placed."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
 from zoo.nn.stateful import is_state
 from zoo.sharding.axes import check_model, is_parameter
+from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
@@ -23,7 +25,7 @@ Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans lik
 class TrainState(eqx.Module):
     """The whole state of a run: with it and the data's position, training resumes bit for bit."""
 
-    model: PyTree  # fp32 master weights
+    model: PyTree  # fp32 master weights; what is frozen, in the dtype that it came in
     opt_state: PyTree
     step: Int32[Array, ""]  # steps done, skipped ones included
     key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
@@ -47,7 +49,9 @@ def init_state(
 
     `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
     adapts that. Initialisation and dropout take separate streams of `key`. Parameters that are not
-    `trainable` (see `make_train_step`) have no optimizer state. `axes` names what has no
+    `trainable` (see `make_train_step`) keep their dtype, and have no optimizer state; the others
+    are float32. A `pretrained` model stays the caller's, and the state has a copy of it; of a
+    `Pretrained`, which is loaded here, the state takes over the arrays themselves. `axes` names what has no
     annotation, and `strict` refuses what nothing names (see `sharding.shardings`).
 
     Raises:
@@ -56,16 +60,9 @@ def init_state(
         TypeError: a model in place of `make_model`, or an optimizer that is none.
     """
     names = (rules, axes, strict)
-    build, given, skeleton, static = _blueprint(
-        make_model, optimizer, key, trainable, pretrained, *names
-    )
+    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
     with sharding.use(None, rules, axes, strict=strict):
-        placed = None if mesh is None else state_shardings(skeleton, mesh)
-    # `eqx.filter_jit` takes no output shardings.
-    arrays = jax.jit(lambda *given: eqx.filter(build(*given), eqx.is_array), out_shardings=placed)(
-        *given
-    )
-    return eqx.combine(arrays, static)
+        return eqx.combine(_made(blueprint, pretrained, mesh, True), blueprint[-1])
 
 
 def abstract_state(
@@ -94,6 +91,61 @@ def abstract_state(
     return eqx.combine(skeleton, static)
 
 
+def frozen_state(
+    make_model: Callable[..., PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    rules: sharding.Rules | None = None,
+    axes: sharding.Axes | None = None,
+    strict: bool = False,
+    trainable: Trainable | None = None,
+    pretrained: PyTree = None,
+) -> TrainState:
+    """The frozen parameters of the result of `init_state`, with None in all other places."""
+    names = (rules, axes, strict)
+    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
+    *_, skeleton, static = blueprint
+    chosen = jax.tree.map(lambda _: False, skeleton)
+    frozen = frozen_leaves(eqx.combine(skeleton, static).model, trainable)
+    with sharding.use(None, rules, axes, strict=strict):
+        return _made(blueprint, pretrained, mesh, _with_model(chosen, frozen))
+
+
+def without_frozen(state: TrainState, trainable: Trainable | None) -> TrainState:
+    """A state, or a skeleton of one, with None in the place of frozen parameters."""
+    frozen = frozen_leaves(state.model, trainable)
+    return _with_model(state, eqx.filter(state.model, frozen, inverse=True))
+
+
+def _with_model(state: TrainState, model: PyTree) -> TrainState:
+    return eqx.tree_at(lambda s: s.model, state, model)
+
+
+def _made(blueprint: Any, pretrained: PyTree, mesh: Mesh | None, chosen: PyTree) -> Any:
+    """The chosen arrays of a state; what they do not need is not computed."""
+    build, given, skeleton, _ = blueprint
+    if not jax.tree.leaves(eqx.filter(skeleton, chosen)):
+        return eqx.filter(skeleton, chosen)
+    placed = None if mesh is None else eqx.filter(state_shardings(skeleton, mesh), chosen)
+    taken = isinstance(pretrained, Pretrained)
+    if taken:
+        loaded = eqx.filter(pretrained.load(), eqx.is_array)
+        check_loaded(loaded, given[1])
+        given = (given[0], loaded)
+    # `eqx.filter_jit` takes no output shardings.
+    make = jax.jit(
+        lambda *given: eqx.filter(eqx.filter(build(*given), eqx.is_array), chosen),
+        out_shardings=placed,
+        donate_argnums=(1,) if taken else (),
+    )
+    with warnings.catch_warnings():
+        # Those of what is trained are: float32 does not fit into their place.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        return make(*given)
+
+
 def _blueprint(
     make_model: Any,
     optimizer: Any,
@@ -114,16 +166,17 @@ def _blueprint(
             f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
             "to train one that there is, lambda key, model: model with pretrained=model"
         )
-    weights, rest = eqx.partition(pretrained, eqx.is_array)
+    weights, rest = eqx.partition(skeleton_of(pretrained), is_parameter)
     given = (key,) if pretrained is None else (key, weights)
 
     def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
         with sharding.use(None, rules, axes):  # which say what the axes of its parameters are
             model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
-        model = cast(model, jnp.float32)
+        trained = trained_leaves(model, trainable)
+        model = _with_master_weights(model, trained)
         with standard_promotion(), sharding.use(None, rules, axes):
-            opt_state = optimizer.init(eqx.filter(model, trained_leaves(model, trainable)))
+            opt_state = optimizer.init(eqx.filter(model, trained))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
 
@@ -133,6 +186,32 @@ def _blueprint(
     with sharding.use(None, rules):
         check_model(skeleton.model, axes, strict=strict)
     return build, given, skeleton, static
+
+
+def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
+    """The model with what is trained in float32, and an `eqx.nn.State` too."""
+
+    def visit(node: Any, trained: PyTree) -> Any:
+        return cast(node, jnp.float32) if is_state(node) or trained is True else node
+
+    return jax.tree.map(visit, model, trained, is_leaf=is_state)
+
+
+def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
+    """A tree of booleans: whether a leaf of a model or a skeleton is an array that never changes.
+
+    An `eqx.nn.State` is not trained, and changes.
+    """
+    found: list[PyTree] = []
+    # Of a skeleton as of a model: `trainable` may look for arrays.
+    eqx.filter_eval_shape(lambda model: found.append(trained_leaves(model, trainable)), model)
+
+    def visit(node: Any, trained: PyTree) -> Any:
+        if is_state(node):
+            return jax.tree.map(lambda _: False, node)
+        return is_parameter(node) and not trained
+
+    return jax.tree.map(visit, model, found[0], is_leaf=is_state)
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
