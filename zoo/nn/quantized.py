@@ -37,7 +37,7 @@ NF4 = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_FEW_ROWS = 4  # for which a CPU multiplies and adds up without a matrix in memory
+_FEW_ROWS = 4  # for which a CPU multiplies and adds up instead of a dot
 
 
 class Quantized(Operand):
@@ -293,25 +293,43 @@ def _times_forward(
     dtype: Any,
 ) -> tuple[Array, tuple]:
     b, m, k = x.shape
-    rows = x.reshape(b * m, k)
+    rows, on_cpu = x.reshape(b * m, k), platform() == "cpu"
     if zeros is None and form[0] == "int8" and math.prod(scales.shape[:contract]) == 1:
         # One scale per output: the product is of the codes themselves, which bf16 holds exactly.
-        y = _product(rows, codes.reshape(k, -1), jnp.float32) * scales.reshape(1, -1).astype(jnp.float32)
+        few = on_cpu and b * m <= _FEW_ROWS
+        y = (_sum_of_products if few else _product)(rows, codes.reshape(k, -1))
+        y = y * scales.reshape(1, -1).astype(jnp.float32)
+    elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim):
+        y = _row_product(rows, codes, scales, zeros, contract)
     else:
         w = _dequantize(codes, scales, zeros, form).reshape(k, -1)
         y = _product(rows, w, dtype)
     return y.astype(dtype).reshape(b, m, -1), (codes, scales, zeros, jnp.zeros(0, x.dtype))
 
 
-def _product(x: Array, w: Array, dtype: Any) -> Array:
-    """The rows times a matrix that is not there yet, which few of them need not bring about."""
+def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
+    return product(x, w.astype(x.dtype), ((1,), (0,)), dtype)
+
+
+# XLA for CPU writes the operands of a dot to memory before it. What it does fuse is a sum of
+# products of floats, into one pass over the codes, as these two have it.
+def _sum_of_products(x: Array, w: Array) -> Array:
     rows = x.shape[0]
-    if platform() != "cpu" or rows > _FEW_ROWS:
-        return product(x, w.astype(x.dtype), ((1,), (0,)), dtype)
-    # XLA for CPU fuses a product and a sum into one pass over the codes, not so what makes an
-    # operand of a dot; it is slow for one row, not for two.
-    x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0))).astype(jnp.float32)
-    return (x[:, :, None] * w.astype(jnp.float32)[None]).sum(1)[:rows].astype(dtype)
+    x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0)))  # one row is slow, two are not
+    return (x.astype(jnp.float32)[:, :, None] * w.astype(jnp.float32)[None]).sum(1)[:rows]
+
+
+def _row_product(x: Array, codes: Array, scales: Array, zeros: Array | None, contract: int) -> Array:
+    """One row times a matrix of int4, whose bits are told apart in floats."""
+    groups = math.prod(scales.shape[:contract])
+    outputs = math.prod(codes.shape[contract:])
+    both = codes.reshape(groups, -1, outputs).astype(jnp.float32)
+    high = jnp.floor(both * (1 / 16))
+    low = both - 16 * high
+    zero = 8.0 if zeros is None else zeros.reshape(groups, 1, outputs).astype(jnp.float32)
+    x = x.astype(jnp.float32).reshape(groups, 2, -1, 1)
+    sums = ((low - zero) * x[:, 0] + (high - zero) * x[:, 1]).sum(1)
+    return (sums * scales.reshape(groups, outputs).astype(jnp.float32)).sum(0, keepdims=True)
 
 
 def _times_backward(

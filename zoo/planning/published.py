@@ -13,6 +13,7 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo.nn.parameters import cast
 from zoo.nn.quantized import Kind
+from zoo.publishing.quantizing import quantized_skeleton
 from zoo.transformer.config import Config
 from zoo.transformer.model import Transformer
 
@@ -72,7 +73,6 @@ def skeleton(name: str, *, quantize: Kind | None = None) -> PyTree:
     """
 
     def make(key: Key[Array, ""]) -> Transformer:
-        model = cast(Transformer(named(name), key=key), jnp.bfloat16)
-        return model
+        return cast(Transformer(named(name), key=key), jnp.bfloat16)
 
-    return eqx.filter_eval_shape(make, jax.random.key(0))
+    return quantized_skeleton(eqx.filter_eval_shape(make, jax.random.key(0)), quantize)

@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.parameters import is_derived
+from zoo.nn.quantized import Kind, is_quantized
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import describe, family_name, read_skeleton
@@ -32,6 +33,7 @@ from zoo.publishing.folder import (
     replacing,
     verify,
 )
+from zoo.publishing.quantizing import check_kind
 from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import (
@@ -65,6 +67,12 @@ def save(
     model again, or no Hugging Face family has it, and ValueError for another format.
     """
     check_value("format", format, Format)
+    if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
+        raise PublishError(
+            "the model is quantised, and folders hold models as they were before: save that one, "
+            "and load it by zoo.load(folder, quantize=...); or save what zoo.lora.merge makes of "
+            "this one, whose matrices are dequantised"
+        )
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
@@ -95,6 +103,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
+    quantize: Kind | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
 ) -> Any:
@@ -105,33 +114,44 @@ def load(
     slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
     verified first; Hugging Face's folders have none.
 
+    With `quantize` of "int8", "int4" or "nf4" matrices have 8 or 4 bits per value, and some for
+    scales (see `zoo.nn.quantized`). They are quantised layer by layer as they are read, and stay
+    so in memory; products dequantise them as they read them. Routers, tables of positions, norms
+    and biases stay as they are, and so does what adapters add.
+
     Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
     your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
     them), or where `allow_import` lists the module that they are in. Raises PublishError, which
     names the file, field, class or tensor at fault.
     """
     dtype = parse_dtype(dtype)
+    check_kind(quantize)
     folder = find(name_or_folder)
     values = hugging_face_config(folder)
     if values is None or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
-        return hf.read_model(folder, values, mesh=mesh, dtype=dtype)
+        return hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
     if adapters.are_adapters(folder):
         base = load(
             adapters.base_of(folder),
             mesh=mesh,
             dtype=dtype,
+            quantize=quantize,
             classes=classes,
             allow_import=allow_import,
         )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
     skeleton = read_skeleton(folder, classes, allow_import)
-    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype)
+    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
 
 
 def skeleton(
-    name_or_folder: str | Path, *, dtype: DTypeLike | None = None, weights: bool = True
+    name_or_folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    quantize: Kind | None = None,
+    weights: bool = True,
 ) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
@@ -140,16 +160,18 @@ def skeleton(
     Raises PublishError, which names the file, field or tensor at fault.
     """
     dtype = parse_dtype(dtype)
+    check_kind(quantize)
     folder = find(name_or_folder, weights=weights)
     values = hugging_face_config(folder)
     if values is not None and not weights and not hf.are_present(folder):
-        return hf.announced_skeleton(folder, values, dtype=dtype)
+        return hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
     if values is not None:
-        return hf.read_skeleton(folder, values, dtype=dtype)
+        return hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
     if adapters.are_adapters(folder):
-        base = skeleton(adapters.base_of(folder), dtype=dtype, weights=weights)
+        base = adapters.base_of(folder)
+        base = skeleton(base, dtype=dtype, quantize=quantize, weights=weights)
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
-    return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype)
+    return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype, quantize)
 
 
 def weights_checksum(folder: Path) -> str:

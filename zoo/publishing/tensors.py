@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.nn.precision import DTYPES
+from zoo.nn.quantized import Kind, Quantized, is_quantized
 from zoo.publishing.errors import PublishError
+from zoo.publishing.quantizing import Read, quantize_parts, quantized_skeleton
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.kinds import is_stack
 from zoo.sharding.placement import on_host
@@ -74,24 +77,36 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return found
 
 
-def read_tensors(path: Path, skeleton: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
-    """The skeleton with its arrays from a file, checked; each device reads its own slices."""
+def read_tensors(
+    path: Path,
+    skeleton: PyTree,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None,
+    quantize: Kind | None = None,
+) -> Any:
+    """The skeleton with its arrays from a file, checked; each device reads its own slices.
+
+    With a kind to `quantize` in, matrices are quantised as they are read.
+    """
+    skeleton = read_dtypes(path, skeleton, dtype, quantize)
     with open_file(path) as file:
-        _check_shapes(path, file, skeleton)
+
+        def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            part = file.get_slice(name)
+            # get_slice refuses an empty array.
+            found = file.get_tensor(name) if 0 in part.get_shape() else part[index]
+            floating = jnp.issubdtype(found.dtype, jnp.floating)
+            return found.astype(dtype) if dtype is not None and floating else found
 
         def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-            def read(index: Any) -> np.ndarray:
-                # get_slice refuses an empty array.
-                part = file.get_slice(name)[index] if 0 not in shape else file.get_tensor(name)
-                floating = jnp.issubdtype(part.dtype, jnp.floating)
-                return part.astype(dtype) if dtype is not None and floating else part
+            return jax.make_array_from_callback(shape, where, lambda index: read(name, index))
 
-            return jax.make_array_from_callback(shape, where, read)
-
-        return fill(skeleton, mesh, make)
+        return fill(skeleton, mesh, make, read)
 
 
-def read_dtypes(path: Path, skeleton: PyTree, dtype: DTypeLike | None) -> PyTree:
+def read_dtypes(
+    path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | None = None
+) -> PyTree:
     """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
     names = {code: name for name, code in _CODES.items()}
     with open_file(path) as file:
@@ -102,7 +117,7 @@ def read_dtypes(path: Path, skeleton: PyTree, dtype: DTypeLike | None) -> PyTree
             floating = dtype is not None and jnp.issubdtype(stored, jnp.floating)
             return jax.ShapeDtypeStruct(shape, dtype if floating else stored)
 
-        return fill(skeleton, None, make)
+        return quantized_skeleton(fill(skeleton, None, make), quantize)
 
 
 def _check_shapes(path: Path, file: Any, skeleton: PyTree) -> None:
@@ -114,17 +129,33 @@ def fill(
     skeleton: PyTree,
     mesh: Mesh | None,
     make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], Any],
+    read: Read | None = None,
 ) -> Any:
-    """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh."""
+    """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh.
+
+    Quantised matrices are made of parts, `read(name, slices)`.
+    """
     one = SingleDeviceSharding(jax.local_devices()[0])
     placed = skeleton if mesh is None else sharding.shardings(skeleton, mesh)
 
     def array(path: tuple, leaf: Any, where: Any) -> Any:
+        if is_quantized(leaf) and read is not None:
+            return matrix(path, leaf, where)
         if not is_parameter(leaf):
             return leaf
         return make(keystr(path), leaf.shape, one if mesh is None else where)
 
-    return jax.tree_util.tree_map_with_path(array, skeleton, placed)
+    def matrix(path: tuple, leaf: Quantized, where: Any) -> Quantized:
+        names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
+        made = quantize_parts(leaf, names, keystr(path), read)
+
+        def place(array: np.ndarray, where: Any) -> jax.Array:
+            place_at = one if mesh is None else where
+            return jax.make_array_from_callback(array.shape, place_at, lambda index: array[index])
+
+        return jax.tree.map(place, made, where)
+
+    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_quantized)
 
 
 @contextlib.contextmanager
@@ -221,8 +252,9 @@ def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(model: PyTree) -> int:
-    """The number of elements in all arrays of a model."""
-    return sum(map(math.prod, parameter_shapes(model).values()))
+    """The number of elements in all arrays of a model, and in its quantised matrices."""
+    leaves = jax.tree.leaves(model, is_leaf=is_quantized)
+    return sum(math.prod(x.shape) for x in leaves if is_quantized(x) or is_parameter(x))
 
 
 def check_tensors(

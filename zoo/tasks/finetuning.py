@@ -105,9 +105,10 @@ class Base:
 
     def __init__(self, run: Run[Config]):
         config = run.config
-        self.folder = find(config.model)
+        weights = not config.plan  # which fetches none
+        self.folder = find(config.model, weights=weights)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
-        stored = models.skeleton(self.folder)
+        stored = models.skeleton(self.folder, weights=weights)
         self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
         self._run = run
         is_sequence = isinstance(self.skeleton, SequenceModel)
@@ -137,7 +138,9 @@ class Base:
     @property
     def pretrained(self) -> Pretrained:
         """The model for a training, which loads it when it begins."""
-        return Pretrained(self.skeleton, self.load, models.weights_checksum(self.folder))
+        is_planned = bool(self._run.config.plan)
+        checksum = "" if is_planned else models.weights_checksum(self.folder)
+        return Pretrained(self.skeleton, self.load, checksum)
 
 
 def check_finite(model: PyTree, folder: Path) -> None:

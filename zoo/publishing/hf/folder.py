@@ -13,11 +13,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo.nn.quantized import Kind
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama
 from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
+from zoo.publishing.quantizing import quantized_skeleton
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype
 from zoo.sharding.axes import keystr
@@ -29,38 +31,55 @@ _ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
-def read_model(folder: Path, values: dict, *, mesh: Mesh | None, dtype: DTypeLike | None) -> Any:
+def read_model(
+    folder: Path,
+    values: dict,
+    *,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None,
+    quantize: Kind | None = None,
+) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
     skeleton, weights, found = _open(folder, values)
 
+    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        with weights.reader() as read:
+            return found[name].read(index, _dtype(weights, found[name], dtype), read)
+
     def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-        layout = found[name]
-        target = _dtype(weights, layout, dtype)
+        return place(shape, where, partial(part, name))
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            with weights.reader() as read:
-                return layout.read(index, target, read)
-
-        return place(shape, where, part)
-
-    return fill(skeleton, mesh, make)
+    return fill(_typed(skeleton, weights, found, dtype, quantize), mesh, make, part)
 
 
-def read_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyTree:
+def read_skeleton(
+    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+) -> PyTree:
     """The skeleton of the model that `read_model` would return."""
-    skeleton, weights, found = _open(folder, values)
+    return _typed(*_open(folder, values), dtype, quantize)
 
+
+def _typed(
+    skeleton: PyTree,
+    weights: Weights,
+    found: dict[str, Layout],
+    dtype: DTypeLike | None,
+    quantize: Kind | None,
+) -> PyTree:
     def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
 
-    return fill(skeleton, None, make)
+    return quantized_skeleton(fill(skeleton, None, make), quantize)
 
 
-def announced_skeleton(folder: Path, values: dict, *, dtype: DTypeLike | None) -> PyTree:
+def announced_skeleton(
+    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+) -> PyTree:
     """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
     skeleton = _skeleton(*_family(folder, values))
     dtype = dtype or parse_dtype(values.get("dtype") or values.get("torch_dtype") or "float32")
-    return fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
+    typed = fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
+    return quantized_skeleton(typed, quantize)
 
 
 def _family(folder: Path, values: dict) -> tuple[Family, Any]:

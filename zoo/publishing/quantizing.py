@@ -1,0 +1,95 @@
+"""Matrices quantised as they are read, a layer at a time: no model is ever whole in its own dtype.
+
+Quantised are the matrices of the zoo's modules, embeddings and heads too, which are most of a small
+model. Not so are routers, which decide, tables of positions, of which a step reads a row, norms,
+biases, and modules of others, whose code takes arrays alone.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.nn.quantized import KINDS, Kind, Quantized, quantize
+from zoo.publishing.errors import PublishError
+from zoo.sharding.axes import keystr, map_parameters, named_alone
+from zoo.sharding.foreign import ANNOTATION, Named
+from zoo.sharding.kinds import is_matrix, is_stack
+
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+
+_KEPT = frozenset({"routes", "positions"})
+_PART = 2**25  # values that are in fp32 at a time
+
+
+def check_kind(kind: Any) -> None:
+    """Raise a PublishError for a kind that there is not."""
+    if kind is not None and kind not in KINDS:
+        raise PublishError(f"quantize={kind!r}: choose one of {', '.join(KINDS)}, or None")
+
+
+def quantized_skeleton(skeleton: PyTree, kind: Kind | None) -> PyTree:
+    """The skeleton with matrices of `kind`; as it is for None."""
+    if kind is None:
+        return skeleton
+
+    def visit(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
+        named = named_alone(skeleton, path, leaf)
+        if not _is_quantizable(named, keystr(path)):
+            return leaf
+        return eqx.filter_eval_shape(quantize, leaf, named.names, kind, named_by=named.by)
+
+    return map_parameters(visit, skeleton)
+
+
+def _is_quantizable(named: Named, field: str) -> bool:
+    return (
+        named.by == ANNOTATION
+        and is_matrix(named.names, field=field)
+        and _KEPT.isdisjoint(named.names)
+    )
+
+
+def quantize_parts(
+    skeleton: Quantized, names: tuple[str | None, ...], name: str, read: Read
+) -> Quantized:
+    """A matrix in the memory of this host, quantised part by part: `read(name, slices)` is one."""
+    made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
+    for part in _parts(skeleton, names):
+        found = _quantize(read(name, part), names, skeleton.kind)
+        for whole, of_part in zip(jax.tree.leaves(made), jax.tree.leaves(found), strict=True):
+            # An axis that is cut has its own scales, so that it has one size in all arrays.
+            index = tuple(
+                s if n == size else slice(None)
+                for s, n, size in zip(part, whole.shape, skeleton.shape, strict=True)
+            )
+            whole[index] = np.asarray(of_part)
+    return made
+
+
+_quantize = eqx.filter_jit(quantize)
+
+
+def _parts(matrix: Quantized, names: tuple[str | None, ...]) -> Iterator[tuple[slice, ...]]:
+    """The slices of one matrix after another, of a large one in parts along its scales."""
+    shape = matrix.shape
+    steps = [1 if is_stack(name) else size for name, size in zip(names, shape, strict=True)]
+    cut = max(
+        (i for i, step in enumerate(steps) if step > 1 and matrix.scales.shape[i] == shape[i]),
+        key=lambda i: shape[i],
+        default=None,
+    )
+    if cut is not None:
+        others = math.prod(steps) // steps[cut]
+        steps[cut] = max(1, min(steps[cut], _PART // others))
+    starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
+    for start in itertools.product(*starts):
+        yield tuple(
+            slice(first, min(first + step, size))
+            for first, step, size in zip(start, steps, shape, strict=True)
+        )
