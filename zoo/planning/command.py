@@ -20,9 +20,10 @@ from zoo.nn.remat import Policy
 from zoo.planning import published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
-from zoo.planning.targets import Target, parse, prepare
+from zoo.planning.targets import Target, prepare
 from zoo.publishing import models
 from zoo.publishing.errors import PublishError
+from zoo.publishing.shelf import find
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
@@ -81,10 +82,9 @@ class Config:
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
     save = None if config.save is None else local_path(config.save, "save")
-    parse(config.target)
-    model = skeleton_of(config)  # before a compiler for the target is looked for
+    folder = locate(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
-    job = make_job(config, model, target)
+    job = make_job(config, skeleton_of(config, folder), target)
     print(f"compiling for {target.name} …", flush=True)
     estimate = make_estimate(job, target, quick=config.quick)
     report.show(estimate)
@@ -113,22 +113,32 @@ class TokenRows(SeededPlan):
         raise NotImplementedError("these rows have shapes alone")
 
 
-def skeleton_of(config: Config) -> PyTree:
-    """The skeleton of the model to train, as it is in memory; nothing of it is loaded.
+def locate(model: str) -> Path | None:
+    """The folder of a model, without its weights if the hub has it; None for a published size.
 
     Raises:
-        PublishError: no published size, nor a model.
-        ValueError: a model that learns no next token, or not of rows as long.
+        PublishError: neither a published size nor a model.
+    """
+    if model.lower() in published.SIZES:
+        return None
+    try:
+        return find(model, weights=False)
+    except PublishError as error:
+        sizes = ", ".join(published.SIZES)
+        raise PublishError(f"{error}\n{model!r} is no published size either: {sizes}") from error
+
+
+def skeleton_of(config: Config, folder: Path | None) -> PyTree:
+    """The skeleton of the model to train, as it is in memory before that; nothing is loaded.
+
+    Raises:
+        PublishError: a folder that is no model.
+        ValueError: a model that learns no next token, or of fewer positions than a row.
     """
     quantize = None if config.base == "stored" else config.base
-    if config.model.lower() in published.SIZES:
+    if folder is None:
         return published.skeleton(config.model, quantize=quantize)
-    try:
-        model = models.skeleton(config.model, quantize=quantize, weights=False)
-    except PublishError as error:
-        sizes = f"no published size either; those are {', '.join(published.SIZES)}"
-        error.add_note(sizes)
-        raise
+    model = models.skeleton(folder, quantize=quantize, weights=False)
     decoder_of(model).check_decoder(config.seq_len)
     return model
 
