@@ -1,4 +1,5 @@
 import errno
+import json
 import math
 import os
 import signal
@@ -14,14 +15,17 @@ from jaxtyping import Array, Float
 
 import zoo
 import zoo.runs.loop
-from zoo import losses
+from zoo import losses, sharding
 from zoo.data.corpus import Corpus
+from zoo.nn.parameters import cast
 from zoo.runs import planned
+from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
 from zoo.runs.run import Config
 from zoo.training.compiled import CompiledStep
+from zoo.training.pretrained import Pretrained
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
 
@@ -138,6 +142,108 @@ def test_resumed_run_equals_an_unbroken_run(tmp_path, capsys):
     assert f"the learning rate continues at {1e-2 * 16 / 30:.2e}" in output
     assert_equal_states(resumed, state)
     assert lines(parts)[30] == lines(whole)[30]
+
+
+class Shifted(Bigram):
+    """A bigram model whose large matrices are frozen, and a shift of its logits trained."""
+
+    shift: Float[Array, "vocab"]
+
+    def __init__(self, seed=0):
+        draw = np.random.default_rng(seed).normal
+        self.table = jnp.asarray(draw(size=(VOCAB, 8192)), jnp.bfloat16)
+        self.head = jnp.asarray(draw(size=(8192, VOCAB)) / 64, jnp.bfloat16)
+        self.shift = jnp.zeros(VOCAB, jnp.bfloat16)
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs) + self.shift[None, None]
+
+
+def fit_shift(config, checksum="a-base", load=Shifted):
+    """The state of a run that begins with a model in bf16, of which it trains the shift."""
+    options = {
+        "make_model": lambda key, model: model,
+        "trainable": lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
+        "pretrained": Pretrained(eqx.filter_eval_shape(Shifted), load, checksum),
+    }
+    return fit(config, **options)[0]
+
+
+def on_device(load, mesh):
+    model = load()
+    return jax.device_put(model, sharding.shardings(model, mesh))
+
+
+def num_bytes(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_checkpoints_leave_out_a_base_that_is_loaded_anew(tmp_path):
+    whole, parts = config(tmp_path / "whole", steps=8), config(tmp_path / "parts", steps=8)
+    mesh = zoo.make_mesh("")
+    load = lambda: on_device(Shifted, mesh)
+    unbroken = fit_shift(whole, load=load)
+    fit_shift(config(tmp_path / "parts", steps=3), load=load)
+    resumed = fit_shift(parts, load=load)
+    assert_equal_states(resumed, unbroken)
+    assert {str(x.dtype) for x in arrays(resumed.model)} == {"bfloat16", "float32"}
+    np.testing.assert_array_equal(resumed.model.table, Shifted().table)
+    assert np.abs(resumed.model.shift).max() > 0
+
+    newest = parts.run_dir / "checkpoints" / "8"
+    meta = json.loads((newest / "meta.json").read_text())
+    assert meta["meta"]["base"] == "a-base"
+    of_model = {name for name in meta["arrays"] if name.startswith("model.")}
+    assert of_model == {"model.shift"}
+    assert num_bytes(newest) < Shifted().table.nbytes / 4
+
+    mesh = zoo.make_mesh("fsdp=4,tensor=2")
+    continued = config(tmp_path / "parts", steps=12, mesh="fsdp=4,tensor=2")
+    sharded = fit_shift(continued, load=lambda: on_device(Shifted, mesh))
+    assert len(sharded.model.table.sharding.device_set) == 8
+    mesh = zoo.make_mesh("")
+    alone = fit_shift(config(tmp_path / "whole", steps=12), load=load)
+    np.testing.assert_allclose(sharded.model.shift, alone.model.shift, rtol=1e-5)
+
+
+def test_another_base_is_refused_before_it_is_loaded(tmp_path):
+    mesh = zoo.make_mesh("")
+    fit_shift(config(tmp_path, steps=3), load=lambda: on_device(Shifted, mesh))
+
+    def load():
+        raise AssertionError("it was loaded")
+
+    with pytest.raises(RunError, match="--model is not the base this run began with") as error:
+        fit_shift(config(tmp_path, steps=6), "another-base", load)
+    assert "another-base" in str(error.value)
+    assert "a-base" in str(error.value)
+    with pytest.raises(RunError, match="its weights have no checksum"):
+        fit_shift(config(tmp_path, steps=6), "", load)
+
+    [file] = (tmp_path / "run" / "checkpoints" / "3" / "arrays" / "d").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        fit_shift(config(tmp_path, steps=6), load=load)
+
+
+def test_runs_whose_checkpoints_hold_the_base_resume(tmp_path, monkeypatch):
+    """Earlier versions kept all of a state, in fp32, and no checksum."""
+    mesh = zoo.make_mesh("")
+    in_fp32 = lambda: on_device(lambda: cast(Shifted(), jnp.float32), mesh)
+    whole = lambda training, folder: fit(
+        config(folder, steps=training),
+        make_model=lambda key, model: model,
+        trainable=lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
+        pretrained=in_fp32(),
+    )[0]
+    unbroken = whole(6, tmp_path / "whole")
+    whole(3, tmp_path / "parts")
+    resumed = fit_shift(config(tmp_path / "parts", steps=6), load=lambda: on_device(Shifted, mesh))
+    assert_equal_states(resumed, unbroken)
+    meta = json.loads((tmp_path / "parts" / "run" / "checkpoints" / "6" / "meta.json").read_text())
+    assert "model.table" in meta["arrays"]
 
 
 def test_finished_runs_are_not_changed(tmp_path, capsys):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
@@ -132,7 +133,7 @@ class Base:
             ValueError: a parameter that is not finite.
         """
         model = _merged(self._run, models.load(self.folder, mesh=self._run.mesh))
-        check_finite(model, self.folder)
+        check_finite(model, self.folder, self._run.mesh)
         return model
 
     @property
@@ -143,10 +144,14 @@ class Base:
         return Pretrained(self.skeleton, self.load, checksum)
 
 
-def check_finite(model: PyTree, folder: Path) -> None:
+def check_finite(model: PyTree, folder: Path, mesh: Mesh) -> None:
     """Raise a ValueError that names the first parameter with a NaN or an infinity."""
     floats = eqx.filter(model, eqx.is_inexact_array)
-    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(floats)
+    check = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
+        out_shardings=sharding.replicated(mesh),
+    )
+    finite = check(floats)
     for path, is_finite in jtu.tree_leaves_with_path(jax.device_get(finite)):
         if not is_finite:
             raise ValueError(

@@ -51,8 +51,8 @@ def init_state(
     adapts that. Initialisation and dropout take separate streams of `key`. Parameters that are not
     `trainable` (see `make_train_step`) keep their dtype, and have no optimizer state; the others
     are float32. A `pretrained` model stays the caller's, and the state has a copy of it; of a
-    `Pretrained`, which is loaded here, the state takes over the arrays themselves. `axes` names what has no
-    annotation, and `strict` refuses what nothing names (see `sharding.shardings`).
+    `Pretrained`, which is loaded here, the state takes over the arrays themselves. `axes` names
+    what has no annotation, and `strict` refuses what nothing names (see `sharding.shardings`).
 
     Raises:
         ShardingError: a parameter that the rules or the mesh cannot shard, a rule for a mesh axis
