@@ -243,7 +243,7 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
     output = " ".join(capsys.readouterr().out.split())
     adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
     frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
-    size = report.gigabytes
+    size = lambda number: report.gigabytes(float(number))  # noqa: E731
     assert f"trained parameters {size(4 * adapters)} {adapters:,}, fp32 masters, " in output
     assert f"adapters' {adapters:,} frozen parameters {size(2 * frozen)} {frozen:,}, bf16" in output
     assert f"optimizer {size(2 * 4 * adapters + 8)}" in output
@@ -278,9 +278,10 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
     monkeypatch.setattr(CompiledStep, "__call__", step)
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
-    tune("--model=lm-python", "--data.tokenizer=", "--lora.rank=8", *flags)
+    # A checkpoint under way holds a copy of what is trained, for a moment.
+    tune("--model=lm-python", "--data.tokenizer=", "--checkpoint-every=100", *flags)
     memory = make_estimate(jobs[0], targets.parse("cpu:1")).memory
-    planned_bytes = memory.parameters.bytes + memory.optimizer + memory.batch
+    planned_bytes = memory.parameters + memory.optimizer + memory.batch
     assert len(live) == 8
     assert planned_bytes > 3e6
     assert min(live) >= 0.95 * planned_bytes
