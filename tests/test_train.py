@@ -1,6 +1,7 @@
 """zoo.training: one maths on every mesh, exact token weights, precision, no hidden compile."""
 
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train
 from zoo.training.compiled import CompiledStep
-from zoo.training.state import abstract_state, state_shardings
+from zoo.training.pretrained import Pretrained
+from zoo.training.state import abstract_state, frozen_state, state_shardings, without_frozen
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 KEY = jax.random.key(0)
@@ -751,3 +753,108 @@ def test_skipping_branches_only_on_cpu(platform: str, monkeypatch: pytest.Monkey
         state, _ = step(state, line_batch())
         np.testing.assert_allclose(state.model.weight, weight, rtol=1e-6)
         assert int(state.opt_state) == 1
+
+
+# What is frozen
+
+
+def low(seed: int = 0) -> Any:
+    return cast(make_transformer()(jax.random.key(seed)), jnp.bfloat16)
+
+
+def only_norms(model: Any) -> Any:
+    return jtu.tree_map_with_path(lambda path, _: keystr(path).endswith("scale"), model)
+
+
+def frozen_state_and_step(pretrained: Any, mesh: Any = None, **options: Any) -> Any:
+    options = {"trainable": only_norms, "mesh": mesh, **options}
+    state = zoo.init_state(
+        lambda key, model: model, optax.adam(0.1), key=KEY, pretrained=pretrained, **options
+    )
+    step = zoo.make_train_step(losses.next_token, optax.adam(0.1), precision="fp32", **options)
+    return state, step
+
+
+def test_frozen_parameters_are_on_the_device_once_in_their_own_dtype():
+    mesh = zoo.make_mesh("fsdp=2,tensor=4")
+    skeleton = eqx.filter_eval_shape(low)
+    others = live_bytes()
+    owned = [jax.device_put(low(), sharding.shardings(skeleton, mesh))]
+    given = {name: np.array(array) for name, array in parameters(owned[0]).items()}
+    buffers = {
+        name: [x.data.unsafe_buffer_pointer() for x in array.addressable_shards]
+        for name, array in parameters(owned[0]).items()
+    }
+    state, step = frozen_state_and_step(Pretrained(skeleton, owned.pop), mesh)
+    of_state = sum(x.nbytes for x in jax.tree.leaves(state) if eqx.is_array(x))
+    gc.collect()
+    assert live_bytes() - others == of_state
+    state, _ = step(state, token_batch(8, 16, 0))
+    state, _ = step(state, token_batch(8, 16, 1))
+    for name, array in parameters(state.model).items():
+        if name.endswith("scale"):
+            assert array.dtype == jnp.float32
+            assert np.abs(np.asarray(array) - given[name].astype(np.float32)).max() > 0
+        else:
+            assert array.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(array, given[name])
+            found = [x.data.unsafe_buffer_pointer() for x in array.addressable_shards]
+            assert found == buffers[name], name  # taken over, and never copied
+
+
+def live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    leaves = jtu.tree_leaves_with_path(eqx.filter(model, eqx.is_array))
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def test_a_pretrained_model_stays_its_owners():
+    base = low()
+    before = {name: np.array(array) for name, array in parameters(base).items()}
+    state, step = frozen_state_and_step(base)
+    step(state, token_batch(8, 16, 0))
+    for name, array in parameters(base).items():
+        assert not array.is_deleted()
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_frozen_parameters_are_computed_with_in_the_precision():
+    found = []
+    for base in (low(), cast(low(), jnp.float32)):
+        state, step = frozen_state_and_step(base)
+        for seed in range(3):
+            state, metrics = step(state, token_batch(8, 16, seed))
+        found.append((float(metrics["loss"]), arrays(only_trained(state.model))))
+    (loss, model), (loss_in_fp32, model_in_fp32) = found
+    assert loss == loss_in_fp32
+    assert_trees_close(model, model_in_fp32, 1e-6)
+
+
+def only_trained(model: Any) -> Any:
+    return eqx.filter(model, only_norms(model))
+
+
+def test_loaded_arrays_have_to_be_those_of_the_skeleton():
+    skeleton = eqx.filter_eval_shape(low)
+    with pytest.raises(ValueError, match=r"blocks.* as float32\[.*, and its skeleton as bfloat16"):
+        frozen_state_and_step(Pretrained(skeleton, lambda: cast(low(), jnp.float32)))
+
+
+def test_frozen_parts_complete_a_state():
+    skeleton = eqx.filter_eval_shape(low)
+    options = {"key": KEY, "trainable": only_norms, "pretrained": Pretrained(skeleton, low)}
+    make = (lambda key, model: model, optax.adam(0.1))
+    state = zoo.init_state(*make, **options)
+    frozen = frozen_state(*make, **options)
+    rest = without_frozen(state, only_norms)
+    assert jax.tree.leaves(frozen)
+    assert not parameters(frozen.model).keys() & parameters(rest.model).keys()
+    joined = eqx.combine(rest, frozen)
+    assert jax.tree.structure(joined) == jax.tree.structure(state)
+    assert_trees_close(arrays(joined.model), arrays(state.model), 0)
+    # Nothing is loaded where nothing is frozen.
+    options |= {"trainable": None, "pretrained": Pretrained(skeleton, lambda: 1 / 0)}
+    assert not jax.tree.leaves(frozen_state(*make, **options))

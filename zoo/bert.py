@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import may_differ, of_training, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear, dropout
 from zoo.nn.parameters import CastsAtUse, gather
@@ -47,7 +47,7 @@ class Config:
     """Kinds of tokens, such as those of a first and of a second sentence."""
     pooler: bool = True
     """A dense layer with tanh over the first position: `pooled`."""
-    dropout: float = 0.0
+    dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""

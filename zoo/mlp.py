@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import may_differ, of_training, require
 from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,
@@ -49,7 +49,7 @@ class Config:
     """Norm before each activation; with residual, before each block and the head."""
     residual: bool = False
     """Pre-norm residual blocks in place of plain layers."""
-    dropout: float = 0.0
+    dropout: float = of_training(0.0)
     """Rate of dropout on each hidden layer, or on each residual update."""
     remat: Policy = may_differ("none")
     """Rematerialisation of the blocks in the backward pass: none, dots, dots_no_batch, full."""

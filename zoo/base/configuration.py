@@ -25,7 +25,8 @@ _TEXTS = {
 }
 
 
-_MAY_DIFFER, _FORMERLY, _ADDED = "may differ", "formerly", "added"  # in the metadata of fields
+# In the metadata of fields:
+_MAY_DIFFER, _FORMERLY, _ADDED, _OF_TRAINING = "may differ", "formerly", "added", "of training"
 
 
 def may_differ(default: Any = dataclasses.MISSING) -> Any:
@@ -34,6 +35,29 @@ def may_differ(default: Any = dataclasses.MISSING) -> Any:
     A subclass that gives it another default need not say so again.
     """
     return dataclasses.field(default=default, metadata={_MAY_DIFFER: True})
+
+
+def of_training(default: Any) -> Any:
+    """A field that changes how a model trains: neither its parameters nor what it then computes."""
+    return dataclasses.field(default=default, metadata={_OF_TRAINING: True})
+
+
+def changed(config: Any, values: Mapping[str, Any]) -> Any:
+    """A model's configuration with other values for fields that its parameters do not depend on.
+
+    Those are the fields that `may_differ`, and those `of_training`.
+
+    Raises:
+        ValueError: another field, or a value that it can't have.
+    """
+    fields = dataclasses.fields(config)
+    allowed = [f.name for f in fields if f.metadata.keys() & {_MAY_DIFFER, _OF_TRAINING}]
+    if others := [name for name in values if name not in allowed]:
+        raise ValueError(
+            f"{others[0]}={values[others[0]]!r}: {', '.join(allowed)} can be another than a model "
+            "is stored with, and no other field"
+        )
+    return dataclasses.replace(config, **values)
 
 
 def names_that_may_differ(config: Any, prefix: str = "") -> set[str]:

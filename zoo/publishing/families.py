@@ -21,6 +21,7 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
+from zoo.nn.parameters import is_derived
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json, version
 from zoo.publishing.parts import class_names, decode, encode
@@ -148,10 +149,31 @@ def skeleton_of(model: PyTree) -> PyTree:
     return _with_parts(plain, _parts(model, plain), {})
 
 
-def fresh(model: PyTree) -> PyTree:
-    """The skeleton of the model that the configuration of this one makes."""
+def fresh(model: PyTree, config: Any = None) -> PyTree:
+    """The skeleton of the model that the configuration of this one, or another one, makes."""
     cls = FAMILIES[family_name(model)].model
-    return _skeleton(cls, body_of(model).config, _around(model))
+    return _skeleton(cls, config or body_of(model).config, _around(model))
+
+
+def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
+    """A model, or a skeleton, whose configuration has other values: see `configuration.changed`.
+
+    Raises:
+        PublishError: a field that it does not have, or that its parameters depend on; or a model
+            that is not as its configuration makes it.
+    """
+    if not overrides:
+        return model
+    leaves, structure = jax.tree.flatten(model, is_leaf=is_derived)
+    if not _is_of_family(model) or structure != jax.tree.structure(fresh(model)):
+        raise PublishError(
+            f"overrides={dict(overrides)}: the model is not as a configuration of the zoo makes it"
+        )
+    try:
+        config = configuration.changed(body_of(model).config, overrides)
+    except ValueError as error:
+        raise PublishError(f"overrides: of a {family_name(model)}, {error}") from error
+    return jax.tree.unflatten(jax.tree.structure(fresh(model, config)), leaves)
 
 
 _AROUND = {"num_members": int, "num_classes": int, "pooling": Pooling}

@@ -8,7 +8,7 @@ format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from zoo.nn.parameters import is_derived
 from zoo.nn.quantized import Kind, is_quantized
 from zoo.publishing import adapters, hf
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import describe, family_name, read_skeleton
+from zoo.publishing.families import describe, family_name, read_skeleton, reconfigured
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -104,6 +104,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
     quantize: Kind | None = None,
+    overrides: Mapping[str, Any] | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
 ) -> Any:
@@ -119,6 +120,9 @@ def load(
     so in memory; products dequantise them as they read them. Routers, tables of positions, norms
     and biases stay as they are, and so does what adapters add.
 
+    `overrides` are other values for fields of the model's configuration that its parameters do not
+    depend on, as `{"dropout": 0.1, "remat": "full"}`.
+
     Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
     your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
     them), or where `allow_import` lists the module that they are in. Raises PublishError, which
@@ -131,18 +135,21 @@ def load(
     if values is None or (folder / checksums.NAME).exists():
         verify(folder)
     if values is not None:
-        return hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
+        model = hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
+        return reconfigured(model, overrides)
     if adapters.are_adapters(folder):
         base = load(
             adapters.base_of(folder),
             mesh=mesh,
             dtype=dtype,
             quantize=quantize,
+            overrides=overrides,
             classes=classes,
             allow_import=allow_import,
         )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
     skeleton = read_skeleton(folder, classes, allow_import)
+    skeleton = reconfigured(skeleton, overrides)
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
 
 
@@ -151,6 +158,7 @@ def skeleton(
     *,
     dtype: DTypeLike | None = None,
     quantize: Kind | None = None,
+    overrides: Mapping[str, Any] | None = None,
     weights: bool = True,
 ) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
@@ -164,14 +172,22 @@ def skeleton(
     folder = find(name_or_folder, weights=weights)
     values = hugging_face_config(folder)
     if values is not None and not weights and not hf.are_present(folder):
-        return hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        return reconfigured(plain, overrides)
     if values is not None:
-        return hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        return reconfigured(plain, overrides)
     if adapters.are_adapters(folder):
-        base = adapters.base_of(folder)
-        base = skeleton(base, dtype=dtype, quantize=quantize, weights=weights)
+        base = skeleton(
+            adapters.base_of(folder),
+            dtype=dtype,
+            quantize=quantize,
+            overrides=overrides,
+            weights=weights,
+        )
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
-    return read_dtypes(folder / WEIGHTS, read_skeleton(folder), dtype, quantize)
+    plain = reconfigured(read_skeleton(folder), overrides)
+    return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
 
 
 def weights_checksum(folder: Path) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
 from zoo.rnn.time import Chunks
@@ -35,11 +35,11 @@ class Config:
     """Input of the head: each step, a row's final state, or the mean of its steps."""
     norm: OptionalNorm = "none"
     """Norm of the output of each layer."""
-    dropout: float = 0.0
+    dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each layer's output; one mask for all steps."""
     tie_embeddings: bool = False
     """Use the embedding as the output head: one leaf."""
-    truncate: int | None = None
+    truncate: int | None = of_training(None)
     """Truncated back-propagation: the gradient stops every so many steps, the state does not."""
     remat: Literal["none", "full"] = may_differ("none")
     """full keeps the states at the ends of chunks of √seq (or truncate) steps, and recomputes."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxtyping import Array
 
 from zoo.base import configuration
-from zoo.base.configuration import formerly, may_differ, require
+from zoo.base.configuration import formerly, may_differ, of_training, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
 from zoo.nn.remat import Policy
@@ -101,7 +101,7 @@ class Config:
     """Bounds the attention logits by cap · tanh(logits / cap)."""
     logit_soft_cap: float | None = None
     """Bounds the output logits likewise (Gemma 2)."""
-    dropout: float = 0.0
+    dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
