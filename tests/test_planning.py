@@ -322,7 +322,42 @@ def test_suggestions_stop_after_a_few():
     )
     assert found is None
     assert len(tried) == 6
-    assert said[-1].startswith("stopped after 6 changes; --remat full")
+    assert said[-1] == "no more than 6 changes are tried"
+
+
+def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    target = targets.parse("cpu:8")
+
+    def flags(**changes):
+        config = command.Config(model="small", target="cpu:8", **changes)
+        return [flags for flags, _ in command.lighter(config, None, target)]
+
+    all_of_them = ["--method lora", "--method lora --base int8", "--method lora --base int4"]
+    assert flags() == all_of_them
+    assert flags(method="lora", base="int8") == all_of_them[2:]
+    assert flags(method="lora", base="nf4") == []
+
+
+def test_other_trainings_are_tried_last():
+    wanted, tried = job(rows=16, mesh="data=8"), []
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+
+    def make(changed, target, quick):
+        tried.append(changed)
+        return limited(estimate, 1e12 if changed is other else 0)
+
+    other = job()
+    big = dataclasses.replace(estimate.memory, total=2 * estimate.memory.total)
+    found, _ = suggestions.suggest(
+        limited(dataclasses.replace(estimate, memory=big), 1e12),
+        others=[("--method lora", other)],
+        say=lambda _: None,
+        make=make,
+    )
+    assert found.flags == "--method lora"
+    assert len(tried) > 2
+    assert tried[-1] is other
 
 
 def test_out_of_memory_messages_are_parsed():

@@ -1,7 +1,9 @@
 """`python -m zoo plan`: will it fit, how fast can it be, and what bounds it."""
 
+import dataclasses
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +33,9 @@ from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig
 
 
+Base = Literal["stored", "int8", "int4", "nf4"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
@@ -44,7 +49,7 @@ class Config:
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
     in memory."""
-    base: Literal["stored", "int8", "int4", "nf4"] = "stored"
+    base: Base = "stored"
     """Of lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8 or
     4 bits."""
     mesh: str = sharding.storage_mesh(-1)
@@ -90,7 +95,8 @@ def main(config: Config) -> None:
     report.show(estimate)
     found = None
     if config.suggest and not estimate.memory.fits:
-        found = show_suggestion(estimate, "--remat", quick=config.quick)
+        others = lighter(config, folder, target)
+        found = show_suggestion(estimate, "--remat", others, quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(_markdown(config, estimate, found))
@@ -170,6 +176,16 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
     )
+
+
+def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:
+    """Trainings that keep less in memory, by their flags: adapters, on a base of ever fewer bits."""
+    bases: list[Base] = ["stored", "int8", "int4"]
+    done = bases.index(config.base) + 1 if config.base in bases else len(bases)
+    for base in bases[done if config.method == "lora" else 0 :]:
+        changed = dataclasses.replace(config, method="lora", base=base)
+        flags = "--method lora" + f" --base {base}" * (base != "stored")
+        yield flags, make_job(changed, skeleton_of(changed, folder), target)
 
 
 def _nothing() -> PyTree:
