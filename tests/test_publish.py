@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import zoo
 from zoo import bert, lora, mlp, rnn, sharding, transformer
-from zoo.base import checksums
+from zoo.base import checksums, configuration
 from zoo.nn import parameters
 from zoo.nn.layers import RopeScaling
 from zoo.publishing import families, models, tensors
@@ -593,3 +593,58 @@ def test_checksums_of_weights(tmp_path: Path):
     changed = {name: models.weights_checksum(folder) for name, folder in folders.items()}
     assert changed["zoo"] != first["zoo"]
     assert changed["adapters"] != first["adapters"]  # whose base is another
+
+
+OVERRIDES = {"dropout": 0.25, "remat": "full"}
+
+
+def test_loaded_models_take_other_values_for_training(tmp_path: Path):
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    for name, folder in folders_of_three_kinds(tmp_path).items():
+        plain = zoo.load(folder)
+        for quantize in (None, "int8") if name == "zoo" else (None,):
+            model = zoo.load(folder, overrides=OVERRIDES, quantize=quantize)
+            assert (model.config.dropout, model.config.remat) == (0.25, "full")
+            assert model.blocks.dropout == 0.25  # and not only beside what it computes with
+            skeleton = models.skeleton(folder, overrides=OVERRIDES, quantize=quantize)
+            assert jax.tree.structure(skeleton) == jax.tree.structure(model), name
+        model = zoo.load(folder, overrides=OVERRIDES)
+        np.testing.assert_array_equal(model(tokens), plain(tokens))
+        key = jax.random.key(0)
+        assert np.abs(model(tokens, key=key) - plain(tokens, key=key)).max() > 0
+    with pytest.raises(PublishError, match=r"of a transformer, num_layers=3: dropout, attention"):
+        zoo.load(folder, overrides={"num_layers": 3})
+    with pytest.raises(PublishError, match=r"num_leyers=3: dropout"):
+        zoo.load(folder, overrides={"num_leyers": 3})
+    with pytest.raises(PublishError, match=r"dropout=2: must be in \[0, 1\)"):
+        zoo.load(folder, overrides={"dropout": 2})
+    zoo.save(tmp_path / "net", net())
+    with pytest.raises(PublishError, match=r"embed=3: "):
+        zoo.load(tmp_path / "net", overrides={"embed": 3})
+
+
+def test_fields_that_can_be_overridden_change_no_parameter():
+    others = {bool: False, int: 3, float: 0.5}
+    made = {
+        "bert": bert.Config(16, d_model=8, num_layers=1, num_heads=2),
+        "mlp": mlp.Config(3, 2, hidden_size=4),
+        "rnn": rnn.Config(16, hidden_size=4),
+        "transformer": transformer.Config(16, d_model=8, num_layers=1, num_heads=2),
+    }
+    count = 0
+    for name, config in made.items():
+        cls = families.FAMILIES[name].model
+        make = lambda config, cls=cls: eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
+        shapes = tensors.parameter_shapes(make(config))
+        for field in dataclasses.fields(config):
+            value = others.get(type(getattr(config, field.name)), 3)
+            value = {"attention": "xla", "remat": "full", "implementation": "scan"}.get(
+                field.name, value
+            )
+            try:
+                changed = configuration.changed(config, {field.name: value})
+            except ValueError:
+                continue
+            count += 1
+            assert tensors.parameter_shapes(make(changed)) == shapes, field.name
+    assert count >= 4 + 4 + 2 + 5
