@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, require
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 
@@ -78,8 +78,14 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        weight = self.weight
-        return weight.rows(ids) if isinstance(weight, Operand) else _look_up(weight, ids)
+        return look_up(self.weight, ids)
+
+
+def look_up(
+    weight: Float[Array, "rows embed"] | Operand, ids: Int[Array, "..."]
+) -> Float[Array, "... embed"]:
+    """The rows of a table with these ids; an id beyond the last row takes that row."""
+    return weight.rows(ids) if isinstance(weight, Operand) else _look_up(weight, ids)
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
@@ -89,17 +95,21 @@ def _look_up(weight: Array, ids: Array) -> Array:
     return weight.at[ids].get(mode="clip")
 
 
-def _look_up_forward(weight: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(weight, ids), (weight, ids)
+def _look_up_forward(
+    weight: Array, ids: Array, *, needed: tuple[bool, bool]
+) -> tuple[Array, tuple[Array, Array] | None]:
+    return _look_up(weight, ids), (weight, ids) if needed[0] else None
 
 
-def _look_up_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+def _look_up_backward(residuals: tuple[Array, Array] | None, g: Array) -> tuple[Array | None, None]:
+    if residuals is None:
+        return None, None
     weight, ids = residuals
     rows = jnp.zeros(weight.shape, jnp.float32)
     return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype), None
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+_look_up.defvjp(_look_up_forward, _look_up_backward, by_need=True)
 
 
 class RMSNorm(eqx.Module):
@@ -180,7 +190,7 @@ def _last_axis(vector: Array, like: Array) -> Array:
 # The gradient is written out because autodiff keeps three copies of x where one is enough.
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _normalise(x: Array, scale: Array, eps: float, centre: bool) -> Array:
-    return _normalise_forward(x, scale, eps, centre)[0]
+    return _normalise_forward(x, scale, eps, centre, needed=(True, False))[0]
 
 
 def _to_fp32(x: Array, centre: bool) -> Array:
@@ -188,25 +198,29 @@ def _to_fp32(x: Array, centre: bool) -> Array:
     return x32 - x32.mean(-1, keepdims=True) if centre else x32
 
 
-def _normalise_forward(x: Array, scale: Array, eps: float, centre: bool) -> tuple[Array, tuple]:
+def _normalise_forward(
+    x: Array, scale: Array, eps: float, centre: bool, *, needed: tuple[bool, ...]
+) -> tuple[Array, tuple]:
     x32 = _to_fp32(x, centre)
     inverse = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
     y = x32 * inverse * _last_axis(scale.astype(jnp.float32), x)
-    return y.astype(x.dtype), (x, inverse, scale)
+    return y.astype(x.dtype), (x, inverse, scale, Static(needed[1]))
 
 
 def _normalise_backward(
     eps: float, centre: bool, residuals: tuple, g: Array
-) -> tuple[Array, Array]:
-    x, inverse, scale = residuals
+) -> tuple[Array, Array | None]:
+    x, inverse, scale, scale_needed = residuals
     g32, normed = g.astype(jnp.float32), _to_fp32(x, centre) * inverse
     scaled = g32 * _last_axis(scale.astype(jnp.float32), x)
     dx = inverse * (_to_fp32(scaled, centre) - normed * (scaled * normed).mean(-1, keepdims=True))
+    if not scale_needed.value:
+        return dx.astype(x.dtype), None
     dscale = (g32 * normed).sum(range(x.ndim - 1))
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-_normalise.defvjp(_normalise_forward, _normalise_backward)
+_normalise.defvjp(_normalise_forward, _normalise_backward, by_need=True)
 
 
 @custom_vjp

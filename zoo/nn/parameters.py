@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array, DTypeLike, Key
 
 from zoo.nn.derivatives import custom_vjp
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
@@ -101,23 +101,32 @@ def resolve(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
 
 
-def _resolve_for_use(tree: Tree) -> Tree:
-    """The tree with derived parameters as arrays, but for operands where they can be used."""
+def resolve_for_use(tree: Tree) -> Tree:
+    """The tree with derived parameters as arrays, but for operands where they may be used."""
     if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
         return tree
 
     def visit(path: tuple, x: Any) -> Any:
-        stays = not is_derived(x) or (is_operand(x) and _takes_operand(annotation(tree, path)))
-        return x if stays else x.value()
+        stays = not is_derived(x) or (is_operand(x) and takes_operands(tree, path))
+        return x if stays else _value(x)
 
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_derived)
 
 
-def _takes_operand(hint: Any) -> bool:
-    """Whether an annotation is a union with `Operand`, or with a class of them."""
-    if isinstance(hint, type) and issubclass(hint, Operand):
-        return True
-    return any(map(_takes_operand, typing.get_args(hint)))
+def _value(x: Any) -> Array:
+    """The value of a derived parameter; within a step in fp32, before the cast."""
+    dtype = _compute_dtype.get()
+    return x.value() if dtype is None or not is_operand(x) else x.cast(jnp.float32).value()
+
+
+def takes_operands(tree: Any, path: tuple) -> bool:
+    """Whether a place in a tree may hold an `Operand`, by its annotation."""
+    return _is_for_operands(annotation(tree, path))
+
+
+def _is_for_operands(hint: Any) -> bool:
+    is_class = isinstance(hint, type) and issubclass(hint, Operand)
+    return is_class or any(map(_is_for_operands, typing.get_args(hint)))
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
@@ -145,12 +154,30 @@ def computing_in(dtype: DTypeLike) -> Iterator[None]:
         _compute_dtype.reset(token)
 
 
+_dropout_key: ContextVar[Any] = ContextVar("zoo_dropout_key", default=None)
+
+
+@contextlib.contextmanager
+def dropping_out(key: Key[Array, ""] | None) -> Iterator[None]:
+    """Within, operands that have dropout take their masks from `key`; None turns it off."""
+    token = _dropout_key.set(key)
+    try:
+        yield
+    finally:
+        _dropout_key.reset(token)
+
+
+def dropout_key() -> Key[Array, ""] | None:
+    """The key of the step around, if any, for the dropout of operands."""
+    return _dropout_key.get()
+
+
 def cast_for_use(tree: Tree) -> Tree:
     """Resolve parameters, and cast them to the compute dtype of the step around, if any.
 
     An `Operand` stays, with its arrays cast, where the annotation of its place says that it may.
     """
-    dtype, tree = _compute_dtype.get(), _resolve_for_use(tree)
+    dtype, tree = _compute_dtype.get(), resolve_for_use(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 
@@ -216,9 +243,10 @@ def gather(tree: Tree) -> Tree:
 def gather_foreign(model: Tree) -> Tree:
     """Cast and gather likewise the parameters of a whole model that have no annotation of names.
 
-    Their modules do not gather them where they use them. It takes the whole model, whose paths the
-    names from outside are for.
+    Their modules do not gather them where they use them, and know no operands. It takes the whole
+    model, whose paths the names from outside are for.
     """
+    model = jax.tree.map(lambda x: _value(x) if _is_foreign(x) else x, model, is_leaf=is_operand)
     if not is_sharding():
         return model
     at_use, mesh = casts_at_use(model), jax.sharding.get_abstract_mesh()
@@ -231,6 +259,10 @@ def gather_foreign(model: Tree) -> Tree:
         return _reshard(used, in_use(stored, mesh), stored)
 
     return map_named(gather_leaf, model)
+
+
+def _is_foreign(x: Any) -> bool:
+    return is_operand(x) and getattr(x, "named_by", ANNOTATION) != ANNOTATION
 
 
 # A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.

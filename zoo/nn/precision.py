@@ -19,14 +19,14 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from zoo.nn import stateful
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.parameters import (
     Operand,
     casts_at_use,
     casts_inputs,
     computing_in,
     gather_foreign,
-    resolve,
+    resolve_for_use,
 )
 from zoo.sharding.axes import keystr
 
@@ -72,7 +72,7 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     dtype = compute_dtype(precision)
     with computing_in(dtype), exact_products(precision):
         if not casts_at_use(model):
-            model = stateful.cast_around(resolve(model), dtype)
+            model = stateful.cast_around(resolve_for_use(model), dtype)
         yield gather_foreign(model)
 
 
@@ -151,10 +151,12 @@ def product(
 def _matmul(
     x: Float[Array, "b m k"], w: Float[Array, "k n"], dtype: DTypeLike
 ) -> Float[Array, "b m n"]:
-    return _matmul_forward(x, w, dtype)[0]
+    return _matmul_forward(x, w, dtype, needed=(False, False))[0]
 
 
-def _matmul_forward(x: Array, w: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+def _matmul_forward(
+    x: Array, w: Array, dtype: DTypeLike, *, needed: tuple[bool, ...]
+) -> tuple[Array, tuple[Array | None, Array | None, Static]]:
     # Not by way of `_matmul`: a remat policy does not see the products inside a custom gradient.
     b, m, k = x.shape
     rows = x.reshape(b * m, k)
@@ -162,24 +164,31 @@ def _matmul_forward(x: Array, w: Array, dtype: DTypeLike) -> tuple[Array, tuple[
         # XLA for CPU converts the whole weight to fp32 to multiply it with one row, not with two.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     result = product(rows, w, ((1,), (0,)), dtype)
-    return result[: b * m].reshape(b, m, -1), (x, w)
+    # What only the gradient of a frozen weight would take is not kept.
+    kept = (x if needed[1] else None, w if needed[0] else None, Static((x.dtype, w.dtype)))
+    return result[: b * m].reshape(b, m, -1), kept
 
 
 def _matmul_backward(
-    dtype: DTypeLike, residuals: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
-    x, w = residuals
+    dtype: DTypeLike, residuals: tuple[Array | None, Array | None, Static], g: Array
+) -> tuple[Array | None, Array | None]:
+    x, w, dtypes = residuals
+    of_x, of_w = dtypes.value
     b, m, n = g.shape
-    g = g.astype(x.dtype)
-    dx = product(g.reshape(b * m, n), w, ((1,), (1,)), x.dtype).reshape(x.shape)
-    if x.dtype == jnp.float32:
+    g = g.astype(of_x)
+    dx = None
+    if w is not None:
+        dx = product(g.reshape(b * m, n), w, ((1,), (1,)), of_x).reshape(b, m, -1)
+    if x is None:
+        return dx, None
+    if of_x == jnp.float32:
         x, g = x.reshape(b * m, -1), g.reshape(b * m, n)
-        return dx, product(x, g, ((0,), (0,)), w.dtype)
+        return dx, product(x, g, ((0,), (0,)), of_w)
     # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return dx, product(x, g, ((0, 1), (0, 1)), w.dtype)
+    return dx, product(x, g, ((0, 1), (0, 1)), of_w)
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(_matmul_forward, _matmul_backward, by_need=True)
 
 
 def matmul(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, PyTree
 
-from zoo.nn.parameters import cast
+from zoo.nn.parameters import cast, is_operand
 
 Tree = TypeVar("Tree")
 
@@ -85,12 +85,13 @@ def cast_around(model: Tree, dtype: DTypeLike) -> Tree:
     """
 
     def is_node(x: Any) -> bool:
-        return is_state(x) or type(x) in _IN_FLOAT32
+        return is_state(x) or is_operand(x) or type(x) in _IN_FLOAT32
 
     def visit(x: Any) -> Any:
         if is_state(x):
             return _copied(x)
-        return _as(_IN_FLOAT32[type(x)], x) if is_node(x) else cast(x, dtype)
+        kept = _IN_FLOAT32.get(type(x))
+        return cast(x, dtype) if kept is None else _as(kept, x)
 
     return jax.tree.map(visit, model, is_leaf=is_node)
 

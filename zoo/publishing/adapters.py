@@ -7,7 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -20,7 +19,6 @@ from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, replacing, verify,
 from zoo.publishing.shelf import find
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import parse_dtype, read_dtypes, read_tensors, write_tensors
-from zoo.sharding.axes import keystr
 from zoo.wrappers import lora
 
 BASE = "adapters_of"  # a field of `config.json` that only adapters have
@@ -33,14 +31,9 @@ def save_adapters(folder: Path | str, model: PyTree, *, base: Path | str) -> Non
     call it, and the first writes. Raises PublishError if the folder has other files, ValueError if
     the model has no adapters.
     """
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    found = {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
-    if not found:
-        raise ValueError("the model has no adapters to save")
-    one = next(iter(found.values()))
-    rank = one.down.shape[-1]
-    config = lora.Config(rank, one.scale * rank, tuple(found))
-    base_skeleton = skeleton_of(eqx.filter_eval_shape(lora.merge, model))
+    config = lora.config_of(model)
+    below = eqx.filter_eval_shape(lora.base, model)
+    base_skeleton = below if lora.has_adapters(below) else skeleton_of(below)
     skeleton = eqx.filter_eval_shape(lora.adapt, base_skeleton, config, key=jax.random.key(0))
     check_model(model, skeleton)
     known = Path(base).expanduser().exists()
@@ -116,7 +109,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
         raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
     try:
         configuration.check_value(BASE, description[BASE], str)
-        fields = {name: description.get(name) for name in configuration.annotations(lora.Config)}
+        values = configuration.current(lora.Config, description)
+        fields = {name: values.get(name) for name in configuration.annotations(lora.Config)}
         return description, configuration.from_json(lora.Config, fields)
     except (TypeError, ValueError) as error:
         raise PublishError(f"{path}: {error}") from error

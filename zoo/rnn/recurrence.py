@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.layers import add_bias
 from zoo.nn.precision import product
 from zoo.rnn.cells import CELLS, Cell, CellName, State
@@ -110,11 +110,17 @@ def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
 # `matmul`, which would merge the axes of gates and hidden, and so gather a sharded weight.
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks) -> Any:
-    return _scan_forward(options, weights, state, x_BTI, marks)[0]
+    return _scan_forward(options, weights, state, x_BTI, marks, needed=None)[0]
 
 
 def _scan_forward(
-    options: Options, weights: Weights, state: State, x_BTI: Array, marks: Marks
+    options: Options,
+    weights: Weights,
+    state: State,
+    x_BTI: Array,
+    marks: Marks,
+    *,
+    needed: tuple[Weights, Any, Any, Any] | None,
 ) -> tuple[tuple[State, Array], tuple]:
     cell, dtype = CELLS[options.cell], x_BTI.dtype
     bias = weights.bias.astype(jnp.float32)[None]
@@ -135,11 +141,12 @@ def _scan_forward(
     final, (h_TBH, *kept) = lax.scan(
         step, state, _swap_time((inputs, marks)), reverse=options.reverse, unroll=options.unroll
     )
-    return (final, h_TBH.swapaxes(0, 1)), (x_BTI, weights, marks, *kept)
+    of_weights = Static(needed and (needed[0].ih, needed[0].hh))
+    return (final, h_TBH.swapaxes(0, 1)), (x_BTI, weights, marks, of_weights, *kept)
 
 
 def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, Array]) -> tuple:
-    x_BTI, weights, marks, terms_TBPH, states_TBH = residuals
+    x_BTI, weights, marks, of_weights, terms_TBPH, states_TBH = residuals
     cell, dtype = CELLS[options.cell], x_BTI.dtype
     # Every step multiplies by it, so that it is worth a transpose in memory.
     hh_GHI = lax.optimization_barrier(jnp.moveaxis(weights.hh, 0, -1))
@@ -165,13 +172,15 @@ def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, A
     )
     d_terms = d_terms.swapaxes(0, 1)
     h_BTH = states_TBH[0].swapaxes(0, 1).astype(dtype)
-    dx_BTI, d_ih = _gates_backward((x_BTI, weights.ih), _pick(d_terms, cell.input_terms))
-    d_hh = _weight_gradient(h_BTH, _pick(d_terms, cell.state_terms))
+    of_ih, of_hh = of_weights.value
+    kept = (x_BTI if of_ih else None, weights.ih)
+    dx_BTI, d_ih = _gates_backward(kept, _pick(d_terms, cell.input_terms))
+    d_hh = _weight_gradient(h_BTH, _pick(d_terms, cell.state_terms)) if of_hh else None
     d_bias = d_terms.astype(jnp.float32).sum((0, 1)).astype(dtype)
     return Weights(d_ih, d_hh, d_bias), d_initial, dx_BTI, None
 
 
-_scan.defvjp(_scan_forward, _scan_backward)
+_scan.defvjp(_scan_forward, _scan_backward, by_need=True)
 
 
 def _swap_time(tree: Any) -> Any:
@@ -222,18 +231,20 @@ def _gates(x_BTI: Array, w_IGH: Array) -> Array:
     return constrain(gates, "batch", "inner_seq", None, "hidden")
 
 
-def _gates_forward(x_BTI: Array, w_IGH: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _gates(x_BTI, w_IGH), (x_BTI, w_IGH)
+def _gates_forward(
+    x_BTI: Array, w_IGH: Array, *, needed: tuple[bool, bool]
+) -> tuple[Array, tuple[Array | None, Array]]:
+    return _gates(x_BTI, w_IGH), (x_BTI if needed[1] else None, w_IGH)
 
 
-def _gates_backward(residuals: tuple[Array, Array], g_BTGH: Array) -> tuple[Array, Array]:
+def _gates_backward(residuals: tuple[Array | None, Array], g_BTGH: Array) -> tuple[Array, Any]:
     x_BTI, w_IGH = residuals
-    dx_BTI = product(g_BTGH, w_IGH, ((2, 3), (1, 2)), x_BTI.dtype)
-    return dx_BTI, _weight_gradient(x_BTI, g_BTGH)
+    dx_BTI = product(g_BTGH, w_IGH, ((2, 3), (1, 2)), g_BTGH.dtype)
+    return dx_BTI, None if x_BTI is None else _weight_gradient(x_BTI, g_BTGH)
 
 
 def _weight_gradient(x_BTI: Array, g_BTGH: Array) -> Array:
     return product(x_BTI, g_BTGH, ((0, 1), (0, 1)), x_BTI.dtype)
 
 
-_gates.defvjp(_gates_forward, _gates_backward)
+_gates.defvjp(_gates_forward, _gates_backward, by_need=True)

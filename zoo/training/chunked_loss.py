@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
@@ -66,18 +67,26 @@ def _each_part(function: Callable) -> Callable:
 
 
 def _gradients(
-    loss: Loss, inputs: tuple[PyTree, Array, Array, Array], factor: Float[Array, ""]
+    loss: Loss, inputs: tuple[PyTree, PyTree, Array, Array, Array], factor: Float[Array, ""]
 ) -> tuple[Array, tuple]:
-    """The total, and the gradients of `factor` times it; the readout's for each part by itself."""
-    readout, x_CPRTE, targets, weights = inputs
+    """The total, and the gradients of `factor` times it; the readout's for each part by itself.
 
-    def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> tuple:
-        total, gradient = jax.vjp(lambda r, x, w: loss(r(x), targets, w)[0], readout, x, weights)
+    `inputs` begin with the readout's trained parameters and its frozen ones, which have none.
+    """
+    trained, frozen, x_CPRTE, targets, weights = inputs
+
+    def one(readout: tuple[PyTree, PyTree], x: Array, targets: Array, weights: Array) -> tuple:
+        trained, frozen = readout
+
+        def total_of(trained: PyTree, x: Array, weights: Array) -> Array:
+            return loss(eqx.combine(trained, frozen)(x), targets, weights)[0]
+
+        total, gradient = jax.vjp(total_of, trained, x, weights)
         return total, *gradient(factor.astype(total.dtype))
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         total, of_readout = carry
-        totals, new, *rest = _each_part(one)(readout, *chunk)
+        totals, new, *rest = _each_part(one)((trained, frozen), *chunk)
         # Each part's own, or every chunk would reduce a matrix over the network.
         of_readout = jax.tree.map(lambda old, new: old + new.astype(old.dtype), of_readout, new)
         return (total + totals.sum(), of_readout), tuple(rest)
@@ -86,16 +95,17 @@ def _gradients(
         empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
         return sharding.constrain(empty, "batch", *names)
 
-    start = (jnp.float32(0), map_parameters(zeros, readout))
+    start = (jnp.float32(0), map_parameters(zeros, trained))
     (total, of_readout), (of_x, of_weights) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
-    of_readout = jax.tree.map(lambda d, x: d.astype(x.dtype), of_readout, readout)
+    of_readout = jax.tree.map(lambda d, x: d.astype(x.dtype), of_readout, trained)
     return total, (of_readout, of_x, of_weights)
 
 
-def _forward(loss: Loss, *inputs: Any) -> tuple[Array, tuple]:
+def _forward(loss: Loss, readout: PyTree, *others: Array, needed: Any) -> tuple[Array, tuple]:
     """The total, and those of the inputs and their gradients that the backward pass takes."""
-    if inputs[1].dtype == jnp.float16:
-        return _total(loss, *inputs), (inputs, None)
+    inputs = (*eqx.partition(readout, needed[0]), *others)
+    if others[0].dtype == jnp.float16:
+        return _total(loss, readout, *others), (inputs, None)
     total, gradients = _gradients(loss, inputs, jnp.float32(1))
     return total, (None, gradients)
 
@@ -120,4 +130,4 @@ def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
     return of_readout, scaled(of_x), None, scaled(of_weights)
 
 
-_total.defvjp(_forward, _backward)
+_total.defvjp(_forward, _backward, by_need=True)

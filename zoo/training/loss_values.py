@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from zoo.nn.parameters import dropping_out
 from zoo.nn.precision import Precision, cast_inputs, in_precision
 from zoo.nn.stateful import is_state, states, with_states
 from zoo.sharding.axes import keystr
@@ -35,8 +36,9 @@ def call_loss(
 ) -> Any:
     """The result of a loss function for a model and a batch, both in a precision."""
     batch = cast_inputs(model, batch, precision, kept_by(loss_fn))
-    with in_precision(with_states(model, states(model)), precision) as given:
-        return loss_fn(given, batch, key)
+    given = in_precision(with_states(model, states(model)), precision)
+    with dropping_out(key), given as model:
+        return loss_fn(model, batch, key)
 
 
 def watch_precision(loss_fn: LossFunction, precision: Precision) -> Callable[..., None]:

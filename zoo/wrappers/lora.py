@@ -1,35 +1,35 @@
 """Low-rank adapters (Hu et al. 2021) on the matrices of any family.
 
-An adapted matrix is W + alpha / rank · down · up, and is computed where it is used: one layer at
-a time inside the scan over layers, in fp32 before the cast, sharded as W is. So the model runs as
-before, and computes the same as with merged weights. W is not trained; its gradient exists for one
-layer at a time.
+A product with an adapted matrix is x·W + scale · (x·down)·up, with the adapter sharded as W is, and
+gathered a layer at a time. W is not trained, and has no gradient. Experts and recurrences, which
+are no plain products, take W + scale · down·up, computed in fp32 a layer at a time.
 """
 
+import dataclasses
 import fnmatch
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+import jax.tree_util as jtu
+from jaxtyping import Array, Key, PyTree
 
-from zoo.base.configuration import check, require
-from zoo.nn.layers import normal
-from zoo.nn.parameters import Derived, resolve
+from zoo.base.configuration import added, check, require
+from zoo.nn.parameters import is_operand, takes_operands
 from zoo.sharding.axes import keystr, map_parameters, named_alone
-from zoo.sharding.foreign import Named
-from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
+from zoo.sharding.kinds import is_hidden_matrix, is_matrix
+from zoo.wrappers.adapted import Adapted as Adapted
+from zoo.wrappers.adapted import adapted
+from zoo.wrappers.adapted import is_adapted as is_adapted
 
 Model = TypeVar("Model")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which matrices have adapters, and of which rank."""
+    """Which matrices have adapters, of which rank and kind."""
 
     rank: int = 8
     """Rank of the matrix that is added to each target."""
@@ -37,6 +37,12 @@ class Config:
     """The added matrix is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
+    rank_stabilized: bool = added(False)
+    """Scale by alpha / sqrt(rank) instead, for high ranks (Kalajdzievski 2023)."""
+    dora: bool = added(False)
+    """Train the length of each column of a matrix apart from its direction (Liu et al. 2024)."""
+    dropout: float = added(0.0)
+    """Rate of dropout on the input of each adapter in training."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -44,91 +50,49 @@ class Config:
             self.rank > 0 and self.alpha > 0,
             f"rank={self.rank}, alpha={self.alpha}: both must be positive",
         )
-
-
-class Adapted(Derived):
-    """A matrix with its adapter; stacked matrices have stacked ones.
-
-    `down` takes the matrix's input axes to the rank, and `up` the rank to its output axes.
-    """
-
-    weight: Float[Array, "*matrix"]
-    down: Float[Array, "*inputs"]
-    up: Float[Array, "*outputs"]
-    scale: float = eqx.field(static=True)
-    num_inputs: int = eqx.field(static=True)
-    axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
-    named_by: str = eqx.field(static=True)
-
-    def __init__(
-        self,
-        weight: Float[Array, "..."],
-        named: Named,
-        config: Config,
-        *,
-        key: Key[Array, ""],
-    ):
-        names, self.named_by = named
-        inputs, outputs = matrix_axes(names)
-        stacked = weight.shape[: inputs[0]]
-        rows, columns = ([weight.shape[axis] for axis in axes] for axes in (inputs, outputs))
-        self.weight = weight
-        # With `up` of zeros training begins with the model as it was.
-        self.down = normal(key, (*stacked, *rows, config.rank), math.prod(rows))
-        self.up = jnp.zeros((*stacked, config.rank, *columns))
-        self.scale = config.alpha / config.rank
-        self.num_inputs = len(inputs)
-
-        # The axes of stacked layers or members are named from outside; that of experts is not.
-        experts = [name for name in names[: inputs[0]] if name is not None]
-        into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
-        self.axes = (
-            ("*matrix", " ".join([*experts, *into, *out])),
-            ("*inputs", " ".join([*experts, *into, "rank"])),
-            ("*outputs", " ".join([*experts, "rank", *out])),
-        )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the matrix."""
-        return self.weight.dtype
-
-    def value(self) -> Float[Array, "..."]:
-        """The matrix plus its adapter's product, in the matrix's dtype."""
-        stacked = tuple(range(self.down.ndim - self.num_inputs - 1))
-        added = jax.lax.dot_general(
-            self.down.astype(jnp.float32),
-            self.up.astype(jnp.float32),
-            (((self.down.ndim - 1,), (len(stacked),)), (stacked, stacked)),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return (self.weight.astype(jnp.float32) + self.scale * added).astype(self.weight.dtype)
+        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
 
 
 def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
     """The model with an adapter on each target, which adds nothing before training.
 
+    Adapters that the model has already stay as they are from then on, as parts of what the new ones
+    adapt: they are frozen, and have no dropout.
+
     Raises:
-        ValueError: a target that matches no matrix, or a model that has adapters already.
+        ValueError: a target that matches no matrix, or with dropout one that has none: an
+            embedding, a head, experts, a recurrence.
     """
-    if has_adapters(model):
-        raise ValueError("the model has adapters already: merge them first, by zoo.lora.merge")
-    chosen = targets(model, config)
+    chosen, outline = targets(model, config), _outline(model)
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    del options["targets"]
 
-    def replace(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
+    def place(path: tuple, leaf: Any, node: Any) -> Any:
         name = keystr(path)
+        if is_adapted(node):
+            node = dataclasses.replace(node, frozen=True)
         if name not in chosen:
-            return leaf
+            return node
+        named = named_alone(outline, path, leaf)
+        if config.dropout and not (takes_operands(outline, path) and is_hidden_matrix(named.names)):
+            raise ValueError(
+                f"dropout={config.dropout}: {name} has none, as it is no hidden layer's plain "
+                "product: leave dropout at 0, or choose other targets"
+            )
         # By its name: a matrix's draw does not depend on which others are adapted.
-        named = named_alone(model, path, leaf)
-        return Adapted(leaf, named, config, key=jax.random.fold_in(key, zlib.crc32(name.encode())))
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return adapted(node, named, **options, key=own)
 
-    return map_parameters(replace, model)
+    return jtu.tree_map_with_path(place, outline, model)
+
+
+def _outline(model: Model) -> Model:
+    """The model with a skeleton in the place of each operand, which is one matrix."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_operand(x) else x,
+        model,
+        is_leaf=is_operand,
+    )
 
 
 def targets(model: PyTree, config: Config) -> list[str]:
@@ -139,7 +103,7 @@ def targets(model: PyTree, config: Config) -> list[str]:
         if is_matrix(names, field=keystr(path)):
             matrices[keystr(path)] = is_hidden_matrix(names)
 
-    map_parameters(add, model)
+    map_parameters(add, _outline(model))
     for pattern in config.targets:
         if not fnmatch.filter(matrices, pattern):
             raise ValueError(f"targets={pattern!r} matches no matrix; those are {[*matrices]}")
@@ -163,21 +127,49 @@ def has_adapters(model: PyTree) -> bool:
 
 
 def merge(model: Model) -> Model:
-    """The plain model that computes the same: each adapter added to its matrix."""
-    return resolve(model)
+    """The model without adapters that computes the same: each is added to its matrix."""
+    return jax.tree.map(lambda x: x.value() if is_adapted(x) else x, model, is_leaf=is_adapted)
+
+
+def base(model: Model) -> Model:
+    """The model that the trained adapters stand on, as it was before they were put there."""
+    return jax.tree.map(
+        lambda x: x.weight if is_adapted(x) and not x.frozen else x, model, is_leaf=is_adapted
+    )
+
+
+def config_of(model: PyTree) -> Config:
+    """The configuration of a model's trained adapters, whose targets are their paths.
+
+    Raises:
+        ValueError: a model that has none.
+    """
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_adapted)
+    found = {keystr(path): x for path, x in leaves if is_adapted(x) and not x.frozen}
+    if not found:
+        raise ValueError("the model has no adapters to save")
+    one = next(iter(found.values()))
+    return Config(
+        one.rank,
+        one.alpha,
+        tuple(found),
+        rank_stabilized=one.rank_stabilized,
+        dora=one.magnitude is not None,
+        dropout=one.dropout,
+    )
 
 
 def trainable(model: PyTree) -> PyTree:
-    """A tree of booleans, for `make_train_step`: the adapters alone are trained."""
+    """A tree of booleans, for `make_train_step`: the adapters alone are trained.
+
+    Of adapters on adapters those are that were put on last.
+    """
 
     def mark(node: Any) -> Any:
-        if not is_adapted(node):
-            return False
-        return eqx.tree_at(lambda x: (x.weight, x.down, x.up), node, (False, True, True))
+        chosen = jax.tree.map(lambda _: False, node)
+        if not is_adapted(node) or node.frozen:
+            return chosen
+        parts = lambda x: [x.down, x.up] + ([] if x.magnitude is None else [x.magnitude])  # noqa: E731
+        return eqx.tree_at(parts, chosen, [True] * len(parts(node)))
 
     return jax.tree.map(mark, model, is_leaf=is_adapted)
-
-
-def is_adapted(x: Any) -> bool:
-    """Whether a node of a model is a matrix with its adapter."""
-    return isinstance(x, Adapted)
