@@ -59,11 +59,16 @@ def count(model: PyTree, trainable: Trainable | None) -> Parameters:
 
 def _part(tree: PyTree) -> Part:
     total, sizes = 0, Counter[str]()
-    for x in jax.tree.leaves(tree, is_leaf=is_quantized):
-        if is_quantized(x) or is_parameter(x):
+    for x in jax.tree.leaves(tree, is_leaf=_is_matrix):
+        if _is_matrix(x) or is_parameter(x):
             total += math.prod(x.shape)
-            sizes[x.kind if is_quantized(x) else _dtype_name(x.dtype)] += device_bytes(x)
+            sizes[x.kind if _is_matrix(x) else _dtype_name(x.dtype)] += device_bytes(x)
     return Part(total, sum(sizes.values(), 0.0), tuple(name for name, _ in sizes.most_common()))
+
+
+def _is_matrix(x: Any) -> bool:
+    """Whether a node is a quantised matrix: without its codes it is one of another part."""
+    return is_quantized(x) and is_parameter(x.codes)
 
 
 def _dtype_name(dtype: Any) -> str:
