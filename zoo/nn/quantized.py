@@ -1,7 +1,7 @@
 """Matrices of few bits: integer codes and scales in memory, dequantised where they are used.
 
-A block of a matrix has one scale: `int8` an output of a product (all of its inputs), `int4` and
-`nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the code's entry
+A block of a matrix has one scale: in `int8` an output of a product (for all of its inputs), in
+`int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the code's entry
 in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in each group, those
 of the first half are the low bits and those of the second half the high ones, so that a group stays
 whole where a mesh cuts the matrix, and so that unpacking moves no neighbours apart.
@@ -37,7 +37,7 @@ NF4 = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_FEW_ROWS = 4  # for which a CPU multiplies and adds up instead of a dot
+_FEW_ROWS = 8  # of decoding: other forms of a product and of a lookup are better for these
 
 
 class Quantized(Operand):
@@ -58,11 +58,14 @@ class Quantized(Operand):
     dtype_name: str = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
     named_by: str = eqx.field(static=True, default=ANNOTATION)
+    is_transposed: bool = eqx.field(static=True, default=False)
+    """The matrix is the transpose of what codes and scales say: a table in use as a head."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix."""
-        return _matrix_shape(self.codes.shape, self.packed)
+        shape = _matrix_shape(self.codes.shape, self.packed)
+        return shape[::-1] if self.is_transposed else shape
 
     @property
     def dtype(self) -> Any:
@@ -71,7 +74,8 @@ class Quantized(Operand):
 
     def value(self) -> Float[Array, "..."]:
         """The whole matrix, dequantised."""
-        return _dequantize(self.codes, self.scales, self.zeros, self._form).astype(self.dtype)
+        value = _dequantize(self.codes, self.scales, self.zeros, self._form).astype(self.dtype)
+        return value.T if self.is_transposed else value
 
     def times(
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
@@ -88,28 +92,25 @@ class Quantized(Operand):
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """The rows of these ids, which alone are dequantised; one beyond the last takes that."""
-        if self.packed == -len(self.shape) or self.scales.shape[0] not in (1, self.shape[0]):
+        if self.is_transposed:
             return self.value().at[ids].get(mode="clip")
-
-        def look_up(x: Array | None) -> Array | None:
-            if x is None or x.shape[0] == 1:
-                return None if x is None else jnp.broadcast_to(x[0], ids.shape + x.shape[1:])
-            return x.at[ids].get(mode="clip")
-
-        found = [look_up(x) for x in (self.codes, self.scales, self.zeros)]
-        return _dequantize(*found, self._form).astype(self.dtype)  # type: ignore[arg-type]
+        size = self.shape[0]
+        ids = jnp.clip(jnp.where(ids < 0, ids + size, ids), 0, size - 1)
+        blocks, packed = size // self.scales.shape[0], self.packed
+        if packed == -len(self.shape):  # two rows share the bytes of one
+            half = blocks // 2
+            both = _look_up(self.codes, ids // blocks * half + ids % half)
+            codes = jnp.where((ids % blocks < half)[..., None], both & 15, both >> 4)
+            packed = None
+        else:
+            codes = _look_up(self.codes, ids)
+        scales = _look_up(self.scales, ids // blocks)
+        zeros = None if self.zeros is None else _look_up(self.zeros, ids // blocks)
+        return _dequantize(codes, scales, zeros, (self.kind, packed, False)).astype(self.dtype)
 
     def transposed(self) -> "Quantized":
-        """The transposed matrix, of two axes, as quantised as this one."""
-        axes = tuple((name, " ".join(reversed(names.split()))) for name, names in self.axes)
-        return dataclasses.replace(
-            self,
-            codes=self.codes.T,
-            scales=self.scales.T,
-            zeros=None if self.zeros is None else self.zeros.T,
-            packed=None if self.packed is None else -3 - self.packed,
-            axes=axes,
-        )
+        """The transposed matrix, of two axes, in the same codes."""
+        return dataclasses.replace(self, is_transposed=not self.is_transposed)
 
     def cast(self, dtype: DTypeLike) -> "Quantized":
         """The matrix with values of `dtype`; codes and scales stay as they are."""
@@ -117,10 +118,10 @@ class Quantized(Operand):
 
     @property
     def _form(self) -> "_Form":
-        return self.kind, self.packed
+        return self.kind, self.packed, self.is_transposed
 
 
-_Form = tuple[Kind, int | None]
+_Form = tuple[Kind, int | None, bool]
 
 
 def is_quantized(x: Any) -> bool:
@@ -139,8 +140,8 @@ def quantize(
     """The matrix (or a stack of them) of the logical axes `names`, rounded to codes of `kind`.
 
     Groups of 4 bits are of at most `group_size` values: the largest even divisor of the last input
-    axis (of a table of tokens, the embedding's axis); where that is below 8, int8 takes the place
-    of 4 bits, as the scales would need as much. A matrix's error is at most half a step per value.
+    axis, of a table of tokens its rows; where that is below 8, int8 takes the place of 4 bits, as
+    the scales would need as much.
 
     Raises:
         ValueError: another kind, or a group size below 8.
@@ -150,15 +151,15 @@ def quantize(
     if group_size < 8:
         raise ValueError(f"group_size={group_size}: must be at least 8")
     inputs, outputs = matrix_axes(names)
-    if names[inputs[0]] == "vocab":  # a table: its rows are looked up, and multiplied as a head
-        inputs, outputs = outputs, inputs
     axis = inputs[-1]
     size = array.shape[axis]
     group = max((d for d in range(2, min(group_size, size) + 1, 2) if size % d == 0), default=1)
     kind = "int8" if group < 8 else kind
     blocks = list(array.shape)
     if kind == "int8":
-        for each in inputs:
+        # Of a table of tokens, whose rows are looked up, and are outputs where it is the head.
+        whole = outputs if names[inputs[0]] == "vocab" else inputs
+        for each in whole:
             blocks[each] = 1
     else:
         blocks[axis] = size // group
@@ -171,7 +172,7 @@ def quantize(
     names_of_stack = [name for name in names[: min(inputs + outputs)] if name is not None]
     known = [*names_of_stack, *(str(name) for name in names[min(inputs + outputs) :])]
     of_blocks = [
-        f"#{name}" if each in inputs else name
+        f"#{name}" if blocks[each] == 1 else name
         for each, name in zip(range(array.ndim - len(known), array.ndim), known, strict=True)
     ]
     return Quantized(
@@ -204,9 +205,7 @@ def _rounded(array: Array, blocks: tuple[int, ...], kind: Kind) -> tuple[Array, 
     return codes.reshape(array.shape), scales.reshape(blocks)
 
 
-def _in_blocks(
-    x: Array, blocks: Sequence[int]
-) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
+def _in_blocks(x: Array, blocks: Sequence[int]) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
     """An array with each axis of several blocks cut in two, and the scales' shape beside it."""
     cut: list[int] = []
     beside: list[int] = []
@@ -245,12 +244,12 @@ def _matrix_shape(shape: tuple[int, ...], packed: int | None) -> tuple[int, ...]
 
 def _dequantize(codes: Array, scales: Array, zeros: Array | None, form: _Form) -> Array:
     """The values of codes in fp32, whatever their leading axes."""
-    kind, packed = form
+    kind, packed, _ = form
     if packed is not None:
         codes = unpack(codes, packed, 2 * codes.shape[packed] // scales.shape[packed])
     x, beside, shape = _in_blocks(codes, scales.shape)
     if kind == "nf4":
-        x = _look_up(x)
+        x = _nf4(x)
     else:
         x = x.astype(jnp.float32)
         if zeros is not None:
@@ -260,13 +259,22 @@ def _dequantize(codes: Array, scales: Array, zeros: Array | None, form: _Form) -
     return (x * scales.reshape(beside).astype(jnp.float32)).reshape(shape)
 
 
-def _look_up(codes: Array) -> Array:
+def _nf4(codes: Array) -> Array:
     """The entries of NF4, chosen bit by bit: a gather would be an array in memory."""
     values: list[Any] = [jnp.float32(x) for x in NF4]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1
         values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
+
+
+def _look_up(table: Array, ids: Array) -> Array:
+    """The rows of a table at ids within it."""
+    if platform() != "tpu" or ids.size > _FEW_ROWS:
+        return table.at[ids].get(mode="promise_in_bounds")
+    # For a gather XLA for TPU copies a table of bytes to another layout, not for slices.
+    rows = [lax.dynamic_slice_in_dim(table, i, 1) for i in ids.reshape(-1)]
+    return jnp.concatenate(rows).reshape(*ids.shape, *table.shape[1:])
 
 
 # A custom gradient, or the backward pass would keep the dequantised matrix. It has none for codes.
@@ -294,41 +302,54 @@ def _times_forward(
 ) -> tuple[Array, tuple]:
     b, m, k = x.shape
     rows, on_cpu = x.reshape(b * m, k), platform() == "cpu"
-    if zeros is None and form[0] == "int8" and math.prod(scales.shape[:contract]) == 1:
+    kind, packed, is_transposed = form
+    summed = scales.shape[1:] if is_transposed else scales.shape[:contract]
+    if kind == "int8" and zeros is None and math.prod(summed) == 1:
         # One scale per output: the product is of the codes themselves, which bf16 holds exactly.
-        few = on_cpu and b * m <= _FEW_ROWS
-        y = (_sum_of_products if few else _product)(rows, codes.reshape(k, -1))
+        few = on_cpu and b * m <= _FEW_ROWS and not is_transposed
+        y = (_sum_of_products if few else _product)(rows, codes, is_transposed)
         y = y * scales.reshape(1, -1).astype(jnp.float32)
-    elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim):
+    elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim, False):
         y = _row_product(rows, codes, scales, zeros, contract)
     else:
-        w = _dequantize(codes, scales, zeros, form).reshape(k, -1)
-        y = _product(rows, w, dtype)
+        y = _product(rows, _dequantize(codes, scales, zeros, form), is_transposed, dtype)
     return y.astype(dtype).reshape(b, m, -1), (codes, scales, zeros, jnp.zeros(0, x.dtype))
 
 
-def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
-    return product(x, w.astype(x.dtype), ((1,), (0,)), dtype)
+def _product(x: Array, w: Array, is_transposed: bool, dtype: DTypeLike = jnp.float32) -> Array:
+    """Rows times a matrix, [k, n], or [n, k] if transposed; XLA fuses what makes it, or does not."""
+    w = w.astype(x.dtype)
+    if is_transposed:
+        return product(x, w, ((1,), (1,)), dtype)
+    return product(x, w.reshape(x.shape[1], -1), ((1,), (0,)), dtype)
 
 
-# XLA for CPU writes the operands of a dot to memory before it. What it does fuse is a sum of
-# products of floats, into one pass over the codes, as these two have it.
-def _sum_of_products(x: Array, w: Array) -> Array:
+# XLA for CPU writes the operands of a dot to memory before it. It does fuse a sum of products of
+# floats into one pass over the codes, as these two have it, unless a part of it is also another
+# product's: hence the barriers.
+def _sum_of_products(x: Array, w: Array, _: bool) -> Array:
+    """A few rows times a matrix of integers."""
+    x, w = lax.optimization_barrier((x, w))
     rows = x.shape[0]
     x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0)))  # one row is slow, two are not
-    return (x.astype(jnp.float32)[:, :, None] * w.astype(jnp.float32)[None]).sum(1)[:rows]
+    w = w.reshape(1, x.shape[1], -1).astype(jnp.float32)
+    return (x.astype(jnp.float32)[:, :, None] * w).sum(1)[:rows]
 
 
-def _row_product(x: Array, codes: Array, scales: Array, zeros: Array | None, contract: int) -> Array:
+def _row_product(
+    x: Array, codes: Array, scales: Array, zeros: Array | None, contract: int
+) -> Array:
     """One row times a matrix of int4, whose bits are told apart in floats."""
     groups = math.prod(scales.shape[:contract])
     outputs = math.prod(codes.shape[contract:])
+    constants = jnp.float32(1 / 16), jnp.float32(16)
+    x, codes, (sixteenth, sixteen) = lax.optimization_barrier((x, codes, constants))
     both = codes.reshape(groups, -1, outputs).astype(jnp.float32)
-    high = jnp.floor(both * (1 / 16))
-    low = both - 16 * high
-    zero = 8.0 if zeros is None else zeros.reshape(groups, 1, outputs).astype(jnp.float32)
+    high = jnp.floor(both * sixteenth)
+    low = both - high * sixteen
     x = x.astype(jnp.float32).reshape(groups, 2, -1, 1)
-    sums = ((low - zero) * x[:, 0] + (high - zero) * x[:, 1]).sum(1)
+    zero = 8 if zeros is None else zeros.reshape(groups, outputs).astype(jnp.float32)
+    sums = (low * x[:, 0] + high * x[:, 1]).sum(1) - zero * x.sum((1, 2))
     return (sums * scales.reshape(groups, outputs).astype(jnp.float32)).sum(0, keepdims=True)
 
 
@@ -337,8 +358,9 @@ def _times_backward(
 ) -> tuple[Array, None, None, None]:
     codes, scales, zeros, like_x = residuals
     b, m, n = g.shape
-    w = _dequantize(codes, scales, zeros, form).reshape(-1, n).astype(like_x.dtype)
-    dx = product(g.astype(like_x.dtype).reshape(b * m, n), w, ((1,), (1,)), like_x.dtype)
+    w = _dequantize(codes, scales, zeros, form)
+    w = w if form[-1] else w.reshape(-1, n)
+    dx = _product(g.astype(like_x.dtype).reshape(b * m, n), w, not form[-1], like_x.dtype)
     return dx.reshape(b, m, -1), None, None, None
 
 
