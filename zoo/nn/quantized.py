@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import equinox as eqx
 import jax
@@ -25,6 +25,7 @@ from zoo.nn.precision import platform, product
 from zoo.sharding.foreign import ANNOTATION
 from zoo.sharding.kinds import matrix_axes
 
+Model = TypeVar("Model")
 Kind = Literal["int8", "int4", "nf4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GROUP_SIZE = 64
@@ -59,13 +60,14 @@ class Quantized(Operand):
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
     named_by: str = eqx.field(static=True, default=ANNOTATION)
     is_transposed: bool = eqx.field(static=True, default=False)
-    """The matrix is the transpose of what codes and scales say: a table in use as a head."""
+    """The matrix is the transpose of what codes and scales say: a table, kept as the head that it
+    may be."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix."""
         shape = _matrix_shape(self.codes.shape, self.packed)
-        return shape[::-1] if self.is_transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
 
     @property
     def dtype(self) -> Any:
@@ -75,7 +77,7 @@ class Quantized(Operand):
     def value(self) -> Float[Array, "..."]:
         """The whole matrix, dequantised."""
         value = _dequantize(self.codes, self.scales, self.zeros, self._form).astype(self.dtype)
-        return value.T if self.is_transposed else value
+        return value.swapaxes(-1, -2) if self.is_transposed else value
 
     def times(
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
@@ -92,21 +94,17 @@ class Quantized(Operand):
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """The rows of these ids, which alone are dequantised; one beyond the last takes that."""
-        if self.is_transposed:
+        if not self.is_transposed:
             return self.value().at[ids].get(mode="clip")
-        size = self.shape[0]
-        ids = jnp.clip(jnp.where(ids < 0, ids + size, ids), 0, size - 1)
-        blocks, packed = size // self.scales.shape[0], self.packed
-        if packed == -len(self.shape):  # two rows share the bytes of one
-            half = blocks // 2
-            both = _look_up(self.codes, ids // blocks * half + ids % half)
-            codes = jnp.where((ids % blocks < half)[..., None], both & 15, both >> 4)
-            packed = None
-        else:
-            codes = _look_up(self.codes, ids)
-        scales = _look_up(self.scales, ids // blocks)
-        zeros = None if self.zeros is None else _look_up(self.zeros, ids // blocks)
-        return _dequantize(codes, scales, zeros, (self.kind, packed, False)).astype(self.dtype)
+
+        def look_up(x: Array | None) -> Array | None:
+            if x is None or x.shape[-1] != self.shape[0]:
+                return x
+            return x.at[:, ids.reshape(-1)].get(mode="clip")
+
+        columns = jax.tree.map(look_up, (self.codes, self.scales, self.zeros))
+        found = _dequantize(*columns, self._form).astype(self.dtype)
+        return found.T.reshape(*ids.shape, -1)
 
     def transposed(self) -> "Quantized":
         """The transposed matrix, of two axes, in the same codes."""
@@ -129,6 +127,11 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
+def dequantize(model: Model) -> Model:
+    """The model with plain matrices in the place of quantised ones, in their dtypes."""
+    return jax.tree.map(lambda x: x.value() if is_quantized(x) else x, model, is_leaf=is_quantized)
+
+
 def quantize(
     array: Float[Array, "..."],
     names: Sequence[str | None],
@@ -140,8 +143,8 @@ def quantize(
     """The matrix (or a stack of them) of the logical axes `names`, rounded to codes of `kind`.
 
     Groups of 4 bits are of at most `group_size` values: the largest even divisor of the last input
-    axis, of a table of tokens its rows; where that is below 8, int8 takes the place of 4 bits, as
-    the scales would need as much.
+    axis, of a table of tokens the embedding's; where that is below 8, int8 takes the place of 4
+    bits, as the scales would need as much.
 
     Raises:
         ValueError: another kind, or a group size below 8.
@@ -151,15 +154,16 @@ def quantize(
     if group_size < 8:
         raise ValueError(f"group_size={group_size}: must be at least 8")
     inputs, outputs = matrix_axes(names)
+    is_table = names[inputs[0]] == "vocab"
+    if is_table:
+        array, names = array.swapaxes(-1, -2), (*names[:-2], names[-1], names[-2])
     axis = inputs[-1]
     size = array.shape[axis]
     group = max((d for d in range(2, min(group_size, size) + 1, 2) if size % d == 0), default=1)
     kind = "int8" if group < 8 else kind
     blocks = list(array.shape)
     if kind == "int8":
-        # Of a table of tokens, whose rows are looked up, and are outputs where it is the head.
-        whole = outputs if names[inputs[0]] == "vocab" else inputs
-        for each in whole:
+        for each in inputs:
             blocks[each] = 1
     else:
         blocks[axis] = size // group
@@ -184,6 +188,7 @@ def quantize(
         dtype_name=str(array.dtype),
         axes=(("*matrix", " ".join(known)), ("*blocks", " ".join(of_blocks))),
         named_by=named_by,
+        is_transposed=is_table,
     )
 
 
@@ -266,15 +271,6 @@ def _nf4(codes: Array) -> Array:
         is_set = (codes >> bit) & 1 == 1
         values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
-
-
-def _look_up(table: Array, ids: Array) -> Array:
-    """The rows of a table at ids within it."""
-    if platform() != "tpu" or ids.size > _FEW_ROWS:
-        return table.at[ids].get(mode="promise_in_bounds")
-    # For a gather XLA for TPU copies a table of bytes to another layout, not for slices.
-    rows = [lax.dynamic_slice_in_dim(table, i, 1) for i in ids.reshape(-1)]
-    return jnp.concatenate(rows).reshape(*ids.shape, *table.shape[1:])
 
 
 # A custom gradient, or the backward pass would keep the dequantised matrix. It has none for codes.

@@ -58,18 +58,30 @@ def _is_quantizable(named: Named, field: str) -> bool:
 def quantize_parts(
     skeleton: Quantized, names: tuple[str | None, ...], name: str, read: Read
 ) -> Quantized:
-    """A matrix in the memory of this host, quantised part by part: `read(name, slices)` is one."""
+    """A matrix in the memory of this host, quantised part by part: `read(name, slices)` is one.
+
+    `names` are those of its codes' axes.
+    """
+    names = _as_stored(skeleton, names)
     made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
     for part in _parts(skeleton, names):
         found = _quantize(read(name, part), names, skeleton.kind)
         for whole, of_part in zip(jax.tree.leaves(made), jax.tree.leaves(found), strict=True):
-            # An axis that is cut has its own scales, so that it has one size in all arrays.
-            index = tuple(
-                s if n == size else slice(None)
-                for s, n, size in zip(part, whole.shape, skeleton.shape, strict=True)
-            )
-            whole[index] = np.asarray(of_part)
+            whole[_at(skeleton, part, whole.shape)] = np.asarray(of_part)
     return made
+
+
+def _at(matrix: Quantized, part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The place of a part of a matrix in codes or scales of a shape: an axis is cut in all or none."""
+    part, sizes = _as_stored(matrix, part), _as_stored(matrix, matrix.shape)
+    return tuple(
+        s if n == size else slice(None) for s, n, size in zip(part, shape, sizes, strict=True)
+    )
+
+
+def _as_stored(matrix: Quantized, axes: tuple) -> tuple:
+    """What belongs to the axes of a matrix in the order of its codes' axes, and the reverse."""
+    return (*axes[:-2], axes[-1], axes[-2]) if matrix.is_transposed else axes
 
 
 _quantize = eqx.filter_jit(quantize)
@@ -79,8 +91,9 @@ def _parts(matrix: Quantized, names: tuple[str | None, ...]) -> Iterator[tuple[s
     """The slices of one matrix after another, of a large one in parts along its scales."""
     shape = matrix.shape
     steps = [1 if is_stack(name) else size for name, size in zip(names, shape, strict=True)]
+    scales = _as_stored(matrix, matrix.scales.shape)
     cut = max(
-        (i for i, step in enumerate(steps) if step > 1 and matrix.scales.shape[i] == shape[i]),
+        (i for i, step in enumerate(steps) if step > 1 and scales[i] == shape[i]),
         key=lambda i: shape[i],
         default=None,
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32, Key, PyTree
 from zoo import sharding
 from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
+from zoo.nn.quantized import is_quantized
 from zoo.nn.stateful import is_state
 from zoo.sharding.axes import check_model, is_parameter
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
@@ -215,16 +216,25 @@ def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
-    """A tree of booleans: whether a leaf of a model is trained, which an `eqx.nn.State` is not."""
+    """A tree of booleans: whether a leaf of a model is trained.
+
+    What an `eqx.nn.State` and a quantised matrix hold is not.
+    """
     chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
     chosen = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
     trained = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: False, x) if is_state(x) else x, chosen, is_leaf=is_state
+        lambda x: jax.tree.map(lambda _: False, x) if _is_never_trained(x) else x,
+        chosen,
+        is_leaf=_is_never_trained,
     )
     if not any(jax.tree.leaves(trained)):
         fix = "freeze less of it" if trainable else "a model has arrays of floats"
         raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")
     return trained
+
+
+def _is_never_trained(node: Any) -> bool:
+    return is_state(node) or is_quantized(node)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
