@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
+from zoo.nn.quantized import quantize
 from zoo.planning import (
     chips,
     collectives,
@@ -583,3 +584,18 @@ def test_tpu_targets_are_exact():
     assert targets.parse("v5e:4x4").is_exact
     assert not targets.parse("h200:8").is_exact
     assert targets.parse("V5P:4x4x8").num_devices == 128
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_products_of_few_bits_keep_no_wider_codes(kind):
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    [chip] = targets.parse("v5e:1x1").devices()
+    one = jax.sharding.SingleDeviceSharding(chip)
+    outline = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+    matrix = eqx.filter_eval_shape(
+        quantize, jax.ShapeDtypeStruct((1024, 16_384), jnp.bfloat16), ("embed", "mlp"), kind
+    )
+    codes = jax.tree.map(lambda x: outline(x.shape, x.dtype), matrix)
+    compiled = jax.jit(lambda x, w: w.times(x)).lower(outline((256, 1024), jnp.bfloat16), codes)
+    kept = compiled.compile().memory_analysis().temp_size_in_bytes
+    assert kept <= 1.2 * 1024 * 16_384 * 2  # the matrix in bf16, and no int32 or float32 of it
