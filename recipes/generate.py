@@ -10,7 +10,7 @@ likeliest continuations in place of sampling.
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -49,6 +49,8 @@ class Config:
     """Seed of the sampling."""
     mesh: str = ""
     """Devices by axis, such as tensor=2; empty is one."""
+    quantize: Literal["int8", "int4", "nf4"] | None = None
+    """Bits of the model's matrices, which are quantised as they are read."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -61,7 +63,8 @@ def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
     tokenizer = load_tokenizer(folder)
-    model = zoo.load(folder, mesh=zoo.make_mesh(config.mesh) if config.mesh else None)
+    mesh = zoo.make_mesh(config.mesh) if config.mesh else None
+    model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
     # Every document that the model was trained on begins with the separator.
     prompts = [[tokenizer.separator_id, *tokenizer.encode(p).tolist()] for p in config.prompts]
     stop_tokens = [tokenizer.separator_id, *(one_token(tokenizer, text) for text in config.stop)]

@@ -70,8 +70,8 @@ def save(
     if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
         raise PublishError(
             "the model is quantised, and folders hold models as they were before: save that one, "
-            "and load it by zoo.load(folder, quantize=...); or save what zoo.lora.merge makes of "
-            "this one, whose matrices are dequantised"
+            "and load it by zoo.load(folder, quantize=...), or save what "
+            "zoo.nn.quantized.dequantize makes of this one"
         )
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(

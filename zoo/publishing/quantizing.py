@@ -1,7 +1,8 @@
 """Matrices quantised as they are read, a layer at a time: no model is ever whole in its own dtype.
 
 Quantised are the matrices of the zoo's modules, embeddings and heads too, which are most of a small
-model. Not so are routers, which decide, tables of positions, of which a step reads a row, norms,
+model, but these in 8 bits at least: they lose most in 4, and XLA for TPU unpacks a matrix as wide as
+a vocabulary in memory before it multiplies. Not so are routers, which decide, tables of positions, of which a step reads a row, norms,
 biases, and modules of others, whose code takes arrays alone.
 """
 
@@ -42,7 +43,8 @@ def quantized_skeleton(skeleton: PyTree, kind: Kind | None) -> PyTree:
         named = named_alone(skeleton, path, leaf)
         if not _is_quantizable(named, keystr(path)):
             return leaf
-        return eqx.filter_eval_shape(quantize, leaf, named.names, kind, named_by=named.by)
+        own = "int8" if "vocab" in named.names else kind
+        return eqx.filter_eval_shape(quantize, leaf, named.names, own, named_by=named.by)
 
     return map_parameters(visit, skeleton)
 

@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import added, may_differ, require
 from zoo.base.files import local_path
 from zoo.data import completions, text
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
+from zoo.nn.quantized import Kind, dequantize, is_quantized
 from zoo.publishing import models
 from zoo.publishing.adapters import save_adapters
 from zoo.publishing.folder import hugging_face_config
@@ -70,6 +71,8 @@ class Config(RunConfig):
     """Model to begin with: a name on the shelf, a run's folder, a model's, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
+    base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
+    """Bits of the matrices that adapters are trained beside: those of the files, 8 or 4."""
     freeze: tuple[str, ...] = ()
     """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
     label: str | None = None
@@ -94,6 +97,16 @@ class Config(RunConfig):
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",
         )
+        require(
+            self.method == "lora" or self.base == "stored",
+            f"base={self.base!r}: quantised matrices are not trained; take method='lora', which "
+            "trains adapters beside them, or base='stored'",
+        )
+
+    @property
+    def quantize(self) -> Kind | None:
+        """The kind that the base's matrices are quantised in."""
+        return None if self.base == "stored" else self.base
 
     @property
     def batch_size(self) -> int:
@@ -109,7 +122,7 @@ class Base:
         weights = not config.plan  # which fetches none
         self.folder = find(config.model, weights=weights)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
-        stored = models.skeleton(self.folder, weights=weights)
+        stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
         self._run = run
         is_sequence = isinstance(self.skeleton, SequenceModel)

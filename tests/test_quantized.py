@@ -1,0 +1,255 @@
+"""Quantised matrices: their values, their products, models of them, and how these are loaded."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo import sharding, transformer
+from zoo.nn import quantized
+from zoo.nn.precision import in_precision
+from zoo.nn.quantized import NF4, Quantized, dequantize, is_quantized, quantize
+from zoo.publishing import quantizing
+from zoo.publishing.models import skeleton
+from zoo.training import losses
+from zoo.training.state import trained_leaves
+
+KINDS = quantized.KINDS
+CONFIG = transformer.Config(
+    vocab_size=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, scan_layers=True
+)
+TOKENS = np.arange(32, dtype=np.int32).reshape(4, 8) % 50
+
+
+def matrix(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def reference(w, kind, group):
+    """The values and the largest errors by the formulas of the papers, of a matrix [in, out]."""
+    size = {"int8": w.shape[0]}.get(kind, group)
+    blocks = w.reshape(-1, size, w.shape[1])
+    top = {"int8": 127, "int4": 7, "nf4": 1}[kind]
+    scale = np.asarray(np.abs(blocks).max(1, keepdims=True) / top).astype(jnp.bfloat16)
+    scale = scale.astype(np.float32)
+    if kind == "nf4":
+        book = np.asarray(NF4, np.float32)
+        values = book[np.abs(blocks[..., None] / scale[..., None] - book).argmin(-1)] * scale
+        step = np.diff(book).max() * scale
+    else:
+        values = np.clip(np.round(blocks / scale), -top, top) * scale
+        step = scale
+    # The scale is rounded to bf16, and with it the largest value.
+    bound = step / 2 + 2.0**-8 * np.abs(blocks).max(1, keepdims=True)
+    return values.reshape(w.shape), np.broadcast_to(bound, blocks.shape).reshape(w.shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_formulas(kind):
+    w = matrix(128, 48)
+    q = quantize(jnp.asarray(w), ("embed", "mlp"), kind)
+    values, bound = reference(w, kind, 64)
+    np.testing.assert_allclose(q.value(), values, rtol=1e-6)
+    assert (np.abs(np.asarray(q.value()) - w) <= bound).all()
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(q))
+    assert num_bytes * 8 / w.size == {"int8": 8 + 16 / 128}.get(kind, 4 + 16 / 64)
+    assert (q.shape, q.dtype) == (w.shape, jnp.float32)
+
+
+def test_packing_keeps_the_codes_of_a_group_together():
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 12, 5)), jnp.uint8)
+    packed = quantized.pack(codes, -2, 4)
+    assert packed.shape == (2, 6, 5) and packed.dtype == jnp.uint8
+    assert packed[0, 0, 0] == codes[0, 0, 0] + 16 * codes[0, 2, 0]
+    np.testing.assert_array_equal(quantized.unpack(packed, -2, 4), codes)
+    # A part of whole groups is packed as it is in the whole.
+    np.testing.assert_array_equal(packed[:, 2:4], quantized.pack(codes[:, 4:8], -2, 4))
+
+
+def test_zero_points():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (64, 6))
+    zeros, scales = rng.integers(0, 16, (2, 6)), matrix(2, 6)
+    plain = quantize(jnp.asarray(matrix(64, 6)), ("embed", "mlp"), "int4", 32)
+    q = dataclasses.replace(
+        plain,
+        codes=quantized.pack(jnp.asarray(codes), 0, 32),
+        scales=jnp.asarray(scales),
+        zeros=jnp.asarray(zeros, jnp.uint8),
+    )
+    values = (codes.reshape(2, 32, 6) - zeros[:, None]) * scales[:, None]
+    np.testing.assert_allclose(q.value(), values.reshape(64, 6), rtol=1e-6)
+    for rows in (1, 3):
+        x = matrix(rows, 64, seed=1)
+        np.testing.assert_allclose(
+            q.times(jnp.asarray(x)), x @ values.reshape(64, 6), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])  # a product of its own form for each
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_and_gradients(kind, rows):
+    names = {"wq": ("embed", "heads", "head_dim"), "wo": ("heads", "head_dim", "embed")}
+    for name, shape in (("wq", (64, 2, 32)), ("wo", (2, 32, 64))):
+        q, inner = quantize(jnp.asarray(matrix(*shape)), names[name], kind), 1 + (name == "wo")
+        w = np.asarray(q.value()).reshape(64, 64)
+        x = jnp.asarray(matrix(rows, *shape[:inner], seed=1))
+        out = q.times(x, contract=inner)
+        assert out.shape == (rows, *shape[inner:])
+        flat = np.asarray(x).reshape(rows, 64)
+        np.testing.assert_allclose(np.asarray(out).reshape(rows, 64), flat @ w, atol=2e-4)
+        gradient = jax.grad(lambda x: jnp.square(q.times(x, contract=inner)).sum())(x)  # noqa: B023
+        expected = 2 * (flat @ w) @ w.T
+        np.testing.assert_allclose(np.asarray(gradient).reshape(rows, 64), expected, atol=2e-2)
+
+
+def test_products_in_bf16_are_of_bf16_and_of_the_dtype_asked_for():
+    q = quantize(jnp.asarray(matrix(64, 32)), ("embed", "mlp"), "int4").cast(jnp.bfloat16)
+    x = jnp.asarray(matrix(3, 64, seed=1), jnp.bfloat16)
+    assert q.times(x).dtype == jnp.bfloat16 and q.times(x, dtype=jnp.float32).dtype == jnp.float32
+    assert q.scales.dtype == jnp.bfloat16 and q.value().dtype == jnp.bfloat16
+    w = np.asarray(q.value(), np.float32)
+    np.testing.assert_allclose(
+        q.times(x, dtype=jnp.float32), np.asarray(x, np.float32) @ w, rtol=1e-2, atol=0.1
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_gives_rows_and_is_a_head(kind):
+    w = matrix(96, 64)
+    q = quantize(jnp.asarray(w), ("vocab", "embed"), kind)
+    values, _ = reference(w.T, kind, 64)
+    np.testing.assert_allclose(q.value(), values.T, rtol=1e-6)
+    ids = jnp.asarray([[3, 95], [1000, 0]])
+    np.testing.assert_array_equal(q.rows(ids), q.value()[jnp.asarray([[3, 95], [95, 0]])])
+    x = matrix(2, 3, 64, seed=1)
+    head = q.transposed()
+    assert head.shape == (64, 96) and q.shape == (96, 64)
+    np.testing.assert_allclose(head.times(jnp.asarray(x)), x @ values, atol=2e-4)
+
+
+def test_groups_are_divisors_and_8_bits_where_there_are_none():
+    groups = {}
+    for size in (128, 96, 40, 70, 33, 6):
+        q = quantize(jnp.asarray(matrix(size, 4)), ("embed", "mlp"), "int4")
+        groups[size] = (q.kind, size // q.scales.shape[0])
+        assert q.shape == (size, 4)
+    assert groups == {
+        128: ("int4", 64), 96: ("int4", 48), 40: ("int4", 40), 70: ("int4", 14),
+        33: ("int8", 33), 6: ("int8", 6),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_quantised_is_named():
+    with pytest.raises(ValueError, match="group_size=4: must be at least 8"):
+        quantize(jnp.zeros((8, 8)), ("embed", "mlp"), "int4", 4)
+    with pytest.raises(zoo.PublishError, match="quantize='int3': choose one of int8, int4, nf4"):
+        zoo.load("lm-python", quantize="int3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = transformer.Transformer(CONFIG, key=jax.random.key(0))
+    zoo.save(tmp_path_factory.mktemp("quantized") / "model", model)
+    return tmp_path_factory.getbasetemp() / "quantized0" / "model"
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_loading_by_layers_is_quantising_the_whole(folder, kind):
+    plain, model = zoo.load(folder), zoo.load(folder, quantize=kind)
+    assert jax.tree.structure(skeleton(folder, quantize=kind)) == jax.tree.structure(model)
+    nodes = {"wo": plain.blocks.attention.wo, "head": plain.head.weight}
+    wo = quantize(nodes["wo"], (None, "heads", "head_dim", "embed"), kind)
+    head = quantize(nodes["head"], ("embed", "vocab"), "int8")  # whatever the kind
+    table = quantize(plain.embedding.weight, ("vocab", "embed"), "int8")
+    found = (model.blocks.attention.wo, model.head.weight, model.embedding.weight)
+    for ours, whole in zip(found, (wo, head, table), strict=True):
+        assert isinstance(ours, Quantized) and ours.kind == whole.kind
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert not is_quantized(model.final_norm.scale)
+
+
+def test_a_host_holds_a_layer_at_a_time(folder, monkeypatch):
+    sizes = []
+    made = quantizing._quantize
+    monkeypatch.setattr(
+        quantizing, "_quantize", lambda part, *rest: (sizes.append(part.shape), made(part, *rest))[1]
+    )
+    zoo.load(folder, quantize="int8")
+    assert (1, 64, 4, 16) in sizes and all(len(s) == 2 or s[0] == 1 for s in sizes)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_sharded_models_are_those_of_one_device(folder, kind):
+    model = zoo.load(folder, quantize=kind)
+    # With 64 inputs there is but one group of 4 bits, which "fsdp" would cut.
+    mesh = zoo.make_mesh("fsdp=2,tensor=2" if kind == "int8" else "data=2,tensor=2")
+    placed = zoo.load(folder, quantize=kind, mesh=mesh)
+    codes = placed.blocks.attention.wq.codes
+    assert codes.sharding.shard_shape(codes.shape)[2] == 2
+    forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+    expected = forward(model, TOKENS)
+    with sharding.use(mesh):
+        found = forward(placed, TOKENS)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_a_mesh_that_cuts_groups_is_refused(folder):
+    names = (None, "embed", "heads", "head_dim")
+    model = zoo.load(folder)
+    wq = quantize(jnp.ones((2, 96, 4, 16)), names, "int4", 32)
+    model = eqx.tree_at(lambda m: m.blocks.attention.wq, model, wq)
+    with pytest.raises(sharding.ShardingError, match=r"wq\.scales of shape .*3 is not divisible"):
+        sharding.shardings(model, zoo.make_mesh("fsdp=2"))
+
+
+def test_decoding_is_the_forward_pass(folder):
+    model = zoo.load(folder, quantize="int4")
+    found = zoo.generate(model, TOKENS[:1, :4], max_new_tokens=3, temperature=0.0, stop_tokens=())
+    ids = TOKENS[0, :4].tolist()
+    for _ in range(3):
+        ids.append(int(model(jnp.asarray([ids]))[0, -1].argmax()))
+    assert np.asarray(found)[0].tolist() == ids
+
+
+def test_adapters_train_on_a_quantised_base_alone(folder):
+    base = zoo.load(folder, quantize="int4")
+    model = zoo.lora.adapt(base, zoo.lora.Config(rank=2), key=jax.random.key(1))
+    assert is_quantized(model.blocks.attention.wq.weight)
+    plain = zoo.lora.adapt(dequantize(base), zoo.lora.Config(rank=2), key=jax.random.key(1))
+    batch = {"tokens": TOKENS, "targets": TOKENS, "segment_ids": np.ones_like(TOKENS)}
+
+    def gradient(model):
+        chosen = trained_leaves(model, zoo.lora.trainable)
+        assert not any(jax.tree.leaves(chosen.blocks.attention.wq.weight))
+        params, static = eqx.partition(model, chosen)
+
+        @eqx.filter_jit
+        def grad(params):
+            return jax.value_and_grad(
+                lambda p: losses.next_token(eqx.combine(p, static), batch, None)[0]
+            )(params)
+
+        return grad(params)
+
+    (loss, found), (expected_loss, expected) = gradient(model), gradient(plain)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    pairs = [*zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
+    assert len(pairs) == 14 and any(np.abs(a).max() > 0 for a, _ in pairs)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_a_quantised_model_is_not_saved(folder, tmp_path):
+    model = zoo.load(folder, quantize="int8")
+    with pytest.raises(zoo.PublishError, match="the model is quantised"):
+        zoo.save(tmp_path / "m", model)
+    zoo.save(tmp_path / "m", dequantize(model))
+    np.testing.assert_array_equal(
+        zoo.load(tmp_path / "m").head.weight, model.head.weight.value()
+    )
