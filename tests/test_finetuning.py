@@ -243,7 +243,10 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
     output = " ".join(capsys.readouterr().out.split())
     adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
     frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
-    size = lambda number: report.gigabytes(float(number))  # noqa: E731
+
+    def size(number):
+        return report.gigabytes(float(number))
+
     assert f"trained parameters {size(4 * adapters)} {adapters:,}, fp32 masters, " in output
     assert f"adapters' {adapters:,} frozen parameters {size(2 * frozen)} {frozen:,}, bf16" in output
     assert f"optimizer {size(2 * 4 * adapters + 8)}" in output

@@ -306,9 +306,9 @@ def _times_forward(
     elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim, False):
         y = _row_product(rows, codes, scales, zeros, contract)
     elif _shares_inputs(codes, form, contract):
-        parts = zip(_input_halves(rows, codes, scales, form), _halves(codes), strict=True)
-        form = (kind, None, False)
-        y = sum(_product(x, _dequantize(c, scales, zeros, form), False) for x, c in parts)
+        inputs, plain = _input_halves(rows, codes, scales, form), (kind, None, False)
+        low, high = (_dequantize(c, scales, zeros, plain) for c in _halves(codes))
+        y = _product(inputs[0], low, False) + _product(inputs[1], high, False)
     else:
         y = _product(rows, _dequantize(codes, scales, zeros, form), is_transposed, dtype)
     return y.astype(dtype).reshape(b, m, -1), (codes, scales, zeros, jnp.zeros(0, x.dtype))

@@ -32,7 +32,6 @@ from zoo.training.pretrained import Pretrained
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig
 
-
 Base = Literal["stored", "int8", "int4", "nf4"]
 
 
@@ -179,7 +178,7 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
 
 
 def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:
-    """Trainings that keep less in memory, by their flags: adapters, on a base of ever fewer bits."""
+    """Trainings that keep less in memory, by their flags: adapters, on bases of ever fewer bits."""
     bases: list[Base] = ["stored", "int8", "int4"]
     done = bases.index(config.base) + 1 if config.base in bases else len(bases)
     for base in bases[done if config.method == "lora" else 0 :]:

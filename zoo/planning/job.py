@@ -201,4 +201,3 @@ def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit:
         limit=limit,
         peak=float(getattr(stats, "peak_memory_in_bytes", 0)) or None,
     )
-

@@ -1,7 +1,7 @@
 """The parameters of a training, counted: the trained ones, the adapters among them, the frozen."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,13 @@ def count(model: PyTree, trainable: Trainable | None) -> Parameters:
 
 
 def _part(tree: PyTree) -> Part:
-    total, sizes = 0, Counter[str]()
+    total, sizes = 0, defaultdict[str, float](float)
     for x in jax.tree.leaves(tree, is_leaf=_is_matrix):
         if _is_matrix(x) or is_parameter(x):
             total += math.prod(x.shape)
             sizes[x.kind if _is_matrix(x) else _dtype_name(x.dtype)] += device_bytes(x)
-    return Part(total, sum(sizes.values(), 0.0), tuple(name for name, _ in sizes.most_common()))
+    by_size = sorted(sizes, key=lambda name: -sizes[name])
+    return Part(total, sum(sizes.values()), tuple(by_size))
 
 
 def _is_matrix(x: Any) -> bool:

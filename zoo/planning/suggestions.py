@@ -14,8 +14,10 @@ from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
 
-
 _MOST = 6  # compiled changes: each may take a minute
+
+
+_say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def suggest(
     remat_flag: str | None = None,
     others: Iterable[tuple[str, Job]] = (),
     quick: bool = False,
-    say: Callable[[str], None] = functools.partial(print, flush=True),
+    say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Attempt | None, list[Attempt]]:
     """The first change that fits, by its own compiled program, and all that were tried.

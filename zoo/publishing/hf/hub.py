@@ -26,7 +26,8 @@ def is_hub_id(name: str) -> bool:
 def snapshot(name: str, *, weights: bool = True) -> Path:
     """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
 
-    Without `weights` all but those, which its skeleton does not take. The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
+    Without `weights` all but those are downloaded, which is all that a plan takes. The cache is in
+    `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
 
     Raises:
         PublishError: the client is missing, no server answers, or there is no such model.
