@@ -1,14 +1,15 @@
 """Matrices of few bits: integer codes and scales in memory, dequantised where they are used.
 
 A block of a matrix has one scale: in `int8` an output of a product (for all of its inputs), in
-`int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the code's entry
-in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in each group, those
-of the first half are the low bits and those of the second half the high ones, so that a group stays
-whole where a mesh cuts the matrix, and so that unpacking moves no neighbours apart.
+`int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the
+code's entry in a table times the scale, computed in fp32. Two codes of 4 bits share a byte: in
+each group, those of the first half are the low bits and those of the second half the high ones, so
+that a group stays whole where a mesh cuts the matrix, and unpacking moves no neighbours apart.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -200,7 +201,7 @@ def _rounded(array: Array, blocks: tuple[int, ...], kind: Kind) -> tuple[Array, 
     scales = (largest / top).astype(jnp.bfloat16)
     scaled = x / jnp.where(scales == 0, 1, scales).astype(jnp.float32)
     if kind == "nf4":
-        middles = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(NF4)]
         codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
     else:
         codes = jnp.clip(jnp.round(scaled), -top, top)
@@ -296,14 +297,18 @@ def _times_forward(
 ) -> tuple[Array, tuple]:
     b, m, k = x.shape
     rows, on_cpu = x.reshape(b * m, k), platform() == "cpu"
-    kind, packed, is_transposed = form
+    kind, _, is_transposed = form
     summed = scales.shape[1:] if is_transposed else scales.shape[:contract]
     if kind == "int8" and zeros is None and math.prod(summed) == 1:
         # One scale per output: the product is of the codes themselves, which bf16 holds exactly.
         few = on_cpu and b * m <= _FEW_ROWS and not is_transposed
         y = (_sum_of_products if few else _product)(rows, codes, is_transposed)
         y = y * scales.reshape(1, -1).astype(jnp.float32)
-    elif on_cpu and b * m == 1 and form == ("int4", contract - 1 - codes.ndim, False):
+    elif (
+        b * m == 1
+        and platform() in ("cpu", "tpu")
+        and form == ("int4", contract - 1 - codes.ndim, False)
+    ):
         y = _row_product(rows, codes, scales, zeros, contract)
     elif _shares_inputs(codes, form, contract):
         inputs, plain = _input_halves(rows, codes, scales, form), (kind, None, False)
@@ -339,7 +344,7 @@ def _input_halves(x: Array, codes: Array, scales: Array, form: _Form) -> tuple[A
 
 
 def _product(x: Array, w: Array, is_transposed: bool, dtype: DTypeLike = jnp.float32) -> Array:
-    """Rows times a matrix, [k, n], or [n, k] if transposed; XLA fuses what makes it, or does not."""
+    """Rows times a matrix, [k, n], or [n, k] if transposed."""
     w = w.astype(x.dtype)
     if is_transposed:
         return product(x, w, ((1,), (1,)), dtype)

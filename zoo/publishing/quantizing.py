@@ -1,9 +1,10 @@
 """Matrices quantised as they are read, a layer at a time: no model is ever whole in its own dtype.
 
 Quantised are the matrices of the zoo's modules, embeddings and heads too, which are most of a small
-model, but these in 8 bits at least: they lose most in 4, and XLA for TPU unpacks a matrix as wide as
-a vocabulary in memory before it multiplies. Not so are routers, which decide, tables of positions, of which a step reads a row, norms,
-biases, and modules of others, whose code takes arrays alone.
+model, but these in 8 bits at least: they lose most in 4, and XLA for TPU unpacks a matrix as wide
+as a vocabulary in memory before it multiplies. Not so are routers, which decide, tables of
+positions, of which a step reads a row, norms, biases, and modules of others, whose code takes
+arrays alone.
 """
 
 import itertools
@@ -74,7 +75,7 @@ def quantize_parts(
 
 
 def _at(matrix: Quantized, part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The place of a part of a matrix in codes or scales of a shape: an axis is cut in all or none."""
+    """The place of a part of a matrix in codes or scales of a shape."""
     part, sizes = _as_stored(matrix, part), _as_stored(matrix, matrix.shape)
     return tuple(
         s if n == size else slice(None) for s, n, size in zip(part, shape, sizes, strict=True)

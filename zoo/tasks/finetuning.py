@@ -123,6 +123,11 @@ class Base:
         self.folder = find(config.model, weights=weights)
         self.is_hugging_face = hugging_face_config(self.folder) is not None
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
+        if config.quantize is not None and lora.has_adapters(stored):
+            raise ValueError(
+                f"base={config.base!r}: {config.model} has adapters, and merged with them its "
+                "matrices would be whole: give the model that they adapt, or base='stored'"
+            )
         self.skeleton: Any = eqx.filter_eval_shape(lora.merge, stored)
         self._run = run
         is_sequence = isinstance(self.skeleton, SequenceModel)
@@ -145,7 +150,9 @@ class Base:
         Raises:
             ValueError: a parameter that is not finite.
         """
-        model = _merged(self._run, models.load(self.folder, mesh=self._run.mesh))
+        quantize = self._run.config.quantize
+        model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
+        model = model if quantize else _merged(self._run, model)
         check_finite(model, self.folder, self._run.mesh)
         return model
 
@@ -308,14 +315,16 @@ def _merged(run: Run[Config], model: PyTree) -> PyTree:
     """The plain model that computes the same, on the run's mesh as the model was.
 
     It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
+    What was quantised is dequantised.
     """
     dtypes = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
-    if not lora.has_adapters(model) and len(dtypes) == 1:
+    quantized = any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
+    if not lora.has_adapters(model) and len(dtypes) == 1 and not quantized:
         return model
 
     @eqx.filter_jit
     def merge(model: PyTree) -> PyTree:
-        model = lora.merge(model)
+        model = dequantize(lora.merge(model))
         found = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
         model = cast(model, jnp.result_type(*found))
         return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
@@ -339,6 +348,11 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
     if lora.has_adapters(model):
         save_adapters(run.folder / "adapters", model, base=run.config.model)
         run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    if run.config.quantize is not None:
+        run.say(
+            f"the merged model has the {run.config.base} base's matrices as they were trained "
+            "beside, dequantised: it is as large as without --base"
+        )
     merged = _merged(run, model)
     saver(run, base)(run.folder / "model", merged, metrics)
     run.say(f"the model is in {run.folder / 'model'}")
