@@ -64,7 +64,7 @@ def _part(tree: PyTree) -> Part:
             total += math.prod(x.shape)
             sizes[x.kind if _is_matrix(x) else _dtype_name(x.dtype)] += device_bytes(x)
     by_size = sorted(sizes, key=lambda name: -sizes[name])
-    return Part(total, sum(sizes.values()), tuple(by_size))
+    return Part(total, sum(sizes.values(), 0.0), tuple(by_size))
 
 
 def _is_matrix(x: Any) -> bool:
