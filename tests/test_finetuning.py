@@ -1,7 +1,9 @@
 import datetime
+import gc
 import importlib
 import json
 import shutil
+import sys
 
 import equinox as eqx
 import jax
@@ -18,12 +20,16 @@ import zoo
 from zoo import finetuning, rnn, transformer
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
-from zoo.planning.job import Job
+from zoo.nn.parameters import cast
+from zoo.planning import report, targets
+from zoo.planning.job import Job, make_estimate
 from zoo.publishing.errors import PublishError
 from zoo.runs import loop, planned
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.tasks.generation import Chat
+from zoo.training.compiled import CompiledStep
+from zoo.training.state import TrainState
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -534,3 +540,85 @@ def test_default_data_is_python_help():
     found = {document.name: document.text for document in documents}
     assert "Assignment statements" in found["assignment"]
     assert sum(map(len, found.values())) > 200_000
+
+
+# Plans
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path):
+    """The hub's client, of which `someone/model` is `tmp_path / "served"`; and its folder here."""
+    client = pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
+    here = tmp_path / "cache"
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        assert name == "someone/model"
+        here.mkdir(exist_ok=True)
+        for path in (tmp_path / "served").iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, here)
+        return str(here)
+
+    monkeypatch.setattr(client, "snapshot_download", snapshot_download)
+    return here
+
+
+def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
+    sizes = transformer.Config(320, d_model=32, num_layers=1, num_heads=2)
+    model = transformer.Transformer(sizes, key=jax.random.key(0))
+    zoo.save(tmp_path / "served", cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    with pytest.raises(SystemExit) as ended:
+        tune("--model=someone/model", "--plan=cpu:1", "--lora.rank=2", "--accumulate=1")
+    assert ended.value.code == 0
+    assert not list(fake_hub.glob("*.safetensors*"))
+    output = " ".join(capsys.readouterr().out.split())
+    adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
+    frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
+
+    def size(number):
+        return report.gigabytes(float(number))
+
+    assert f"trained parameters {size(4 * adapters)} {adapters:,}, fp32 masters, " in output
+    assert f"adapters' {adapters:,} frozen parameters {size(2 * frozen)} {frozen:,}, bf16" in output
+    assert f"optimizer {size(2 * 4 * adapters + 8)}" in output
+
+
+def lora_of(model):
+    """The adapters of a model alone."""
+    adapted = zoo.lora.adapt(model, zoo.lora.Config(rank=2), key=jax.random.key(0))
+    return eqx.filter(adapted, zoo.lora.trainable(adapted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("--method=full",), ("--method=lora",), ("--method=lora", "--base=int8")],
+    ids=["full", "lora", "int8"],
+)
+def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
+    jobs, live = [], []
+    make_job, call = planned.make_job, CompiledStep.__call__
+
+    def step(self, state, batch):
+        outputs = call(self, state, batch)
+        if isinstance(state, TrainState):
+            jax.block_until_ready(outputs)
+            del state
+            gc.collect()
+            live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        return outputs
+
+    monkeypatch.setattr(planned, "make_job", lambda *x: jobs.append(make_job(*x)) or jobs[-1])
+    monkeypatch.setattr(CompiledStep, "__call__", step)
+    monkeypatch.setattr(finetuning, "save", lambda *_: sys.exit())
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    # A checkpoint under way holds a copy of what is trained, for a moment.
+    with pytest.raises(SystemExit):
+        tune("--model=lm-python", "--data.tokenizer=", "--checkpoint-every=100", *flags)
+    memory = make_estimate(jobs[0], targets.parse("cpu:1")).memory
+    planned_bytes = memory.parameters + memory.optimizer + memory.batch
+    assert len(live) == 8
+    assert planned_bytes > 3e6
+    assert min(live) >= 0.95 * planned_bytes
+    assert max(live) <= 1.05 * planned_bytes

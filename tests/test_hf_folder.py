@@ -26,7 +26,7 @@ import zoo
 from zoo import hf, sharding, transformer
 from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
-from zoo.publishing import token_ids
+from zoo.publishing import models, token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import hub
 
@@ -530,9 +530,16 @@ HUB = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
+from zoo.publishing import models, shelf
 from zoo.publishing.errors import PublishError
 for name in sys.argv[2:]:
     try:
+        if name.startswith("plan:"):
+            name = name.removeprefix("plan:")
+            skeleton = models.skeleton(name, weights=False)
+            files = sorted(path.name for path in shelf.find(name, weights=False).iterdir())
+            print("planned", skeleton.embedding.weight, *files)
+            continue
         print("loaded", type(zoo.load(name)).__name__)
     except PublishError as error:
         print("refused", error)
@@ -545,7 +552,8 @@ def load_from_hub(*names: str, **environment: str) -> list[str]:
     environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith(("loaded", "refused"))]
+    said = ("planned", "loaded", "refused")
+    return [line for line in done.stdout.splitlines() if line.startswith(said)]
 
 
 def test_hub_ids_open_from_the_cache(tmp_path: Path):
@@ -561,6 +569,19 @@ def test_hub_ids_open_from_the_cache(tmp_path: Path):
     assert elsewhere.startswith("refused 'someone/else' is no folder here")
     assert "HF_HUB_OFFLINE is set" in elsewhere
     assert str(home) in elsewhere
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "bert"])
+def test_skeletons_without_weights_are_those_with_them(tmp_path: Path, name: str):
+    values = json.loads((GOLDEN / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    here = models.skeleton(tmp_path, weights=False)
+    stored = models.skeleton(GOLDEN / name, dtype="bf16")
+    assert jax.tree.structure(here) == jax.tree.structure(stored)
+    assert jax.tree.leaves(here) == jax.tree.leaves(stored)
+    assert len({leaf for leaf in jax.tree.leaves(here) if hasattr(leaf, "shape")}) > 4
+    with pytest.raises(PublishError, match=r"has neither model\.safetensors nor"):
+        models.skeleton(tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -616,9 +637,12 @@ def test_hub_ids_are_downloaded_and_cached(tmp_path: Path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    served, missing = load_from_hub("someone/served", "someone/missing", **home)
+    names = ("plan:someone/served", "someone/served", "someone/missing")
+    planned, served, missing = load_from_hub(*names, **home)
     server.shutdown()
     server.server_close()
+    assert planned.startswith("planned ShapeDtypeStruct(")
+    assert planned.endswith(") config.json")  # and none of the weights
     assert served == "loaded Transformer"
     assert missing.startswith("refused 'someone/missing' is no folder here")
     assert f"{endpoint} gave" in missing
@@ -711,7 +735,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
         (Ends(), (), (1, [2, 3], 0), dict(zip(IDS, (1, [2, 3], 0), strict=True))),
         (Ends(), (4, 5), (1, [4, 5], 0), dict(zip(IDS, (1, [4, 5], 0), strict=True))),
     ],
-    ids=str,
+    ids=["none", "own", "tokenizer", "both"],
 )
 def test_ids_are_written(tokenizer: Any, own: Any, ids: Any, generation: Any, tmp_path: Path):
     model = drawn_transformer(num_layers=1, eos_ids=own)

@@ -59,6 +59,24 @@ def test_command_line_help_and_errors():
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "describe"])
+def test_wrong_flags_name_the_command_at_hand(capsys, command):
+    with pytest.raises(SystemExit):
+        main.main([command, "llama3-8b", "--target", "cpu:1", "--mash", "fsdp=1"])
+    said = capsys.readouterr()
+    hints = [line for line in (said.out + said.err).splitlines() if "--help" in line]
+    assert len(hints) == 1
+    assert f"python -m zoo {command} --help" in hints[0]
+
+
+def test_flags_of_adapters_have_their_prefix(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["plan", "--help"])
+    output = capsys.readouterr().out
+    assert "--lora.rank INT" in output
+    assert "--seq-len INT" in output
+
+
 def test_report_names_versions_devices_and_settings(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("HF_TOKEN", "a secret")

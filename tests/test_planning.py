@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
+from zoo.nn.quantized import quantize
 from zoo.planning import (
     chips,
     collectives,
@@ -261,6 +262,14 @@ def test_a_cpu_has_no_roofline():
     assert any("No peak" in line for line in report.caveats(estimate))
 
 
+def test_tables_in_pipes_do_not_wrap(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    report.show(small_estimate())
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert report.title(small_estimate()) in lines
+    assert report.CONVENTION in lines
+
+
 def test_estimates_allocate_no_arrays():
     small_estimate.cache_clear()
     before = {id(x) for x in jax.live_arrays()}
@@ -300,6 +309,56 @@ def test_suggestions_go_from_cheap_to_expensive():
         "--remat full --mesh fsdp=4,tensor=2 --sequence-parallel --accumulate 8",
         "--remat full --mesh fsdp=2,tensor=4 --sequence-parallel --accumulate 16",
     ]
+
+
+def test_suggestions_stop_after_a_few():
+    wanted = job(rows=2**12, mesh="data=8")
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+    said = []
+    found, tried = suggestions.suggest(
+        limited(estimate, 1e12),
+        remat_flag="--remat",
+        say=said.append,
+        make=lambda changed, target, quick: limited(estimate, 0),
+    )
+    assert found is None
+    assert len(tried) == 6
+    assert said[-1] == "no more than 6 changes are tried"
+
+
+def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    target = targets.parse("cpu:8")
+
+    def flags(**changes):
+        config = command.Config(model="small", target="cpu:8", **changes)
+        return [flags for flags, _ in command.lighter(config, None, target)]
+
+    all_of_them = ["--method lora", "--method lora --base int8", "--method lora --base int4"]
+    assert flags() == all_of_them
+    assert flags(method="lora", base="int8") == all_of_them[2:]
+    assert flags(method="lora", base="nf4") == []
+
+
+def test_other_trainings_are_tried_last():
+    wanted, tried = job(rows=16, mesh="data=8"), []
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+
+    def make(changed, target, quick):
+        tried.append(changed)
+        return limited(estimate, 1e12 if changed is other else 0)
+
+    other = job()
+    big = dataclasses.replace(estimate.memory, total=2 * estimate.memory.total)
+    found, _ = suggestions.suggest(
+        limited(dataclasses.replace(estimate, memory=big), 1e12),
+        others=[("--method lora", other)],
+        say=lambda _: None,
+        make=make,
+    )
+    assert found.flags == "--method lora"
+    assert len(tried) > 2
+    assert tried[-1] is other
 
 
 def test_out_of_memory_messages_are_parsed():
@@ -517,9 +576,26 @@ def test_nonexistent_tpu_slices_are_refused():
     with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
         target.devices()
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
+    for name in ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1"):
+        assert len(targets.parse(name).devices()) == 1, name
 
 
 def test_tpu_targets_are_exact():
     assert targets.parse("v5e:4x4").is_exact
     assert not targets.parse("h200:8").is_exact
     assert targets.parse("V5P:4x4x8").num_devices == 128
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_products_of_few_bits_keep_no_wider_codes(kind):
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    [chip] = targets.parse("v5e:1x1").devices()
+    one = jax.sharding.SingleDeviceSharding(chip)
+    outline = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+    matrix = eqx.filter_eval_shape(
+        quantize, jax.ShapeDtypeStruct((1024, 16_384), jnp.bfloat16), ("embed", "mlp"), kind
+    )
+    codes = jax.tree.map(lambda x: outline(x.shape, x.dtype), matrix)
+    compiled = jax.jit(lambda x, w: w.times(x)).lower(outline((256, 1024), jnp.bfloat16), codes)
+    kept = compiled.compile().memory_analysis().temp_size_in_bytes
+    assert kept <= 1.2 * 1024 * 16_384 * 2  # the matrix in bf16, and no int32 or float32 of it

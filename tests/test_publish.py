@@ -577,7 +577,7 @@ class Large(Tokenizer):
         (WithEos(), (), (5, 6)),
         (WithEos(), (7,), (7,)),
     ],
-    ids=str,
+    ids=["none", "no ends", "one", "two", "own"],
 )
 def test_ids_that_end_a_text_are_stored(tmp_path, tokenizer, own, ids):
     model = drawn_transformer(num_layers=1, eos_ids=own)

@@ -2,15 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zoo import sharding
 from zoo.base import checksums
 from zoo.planning import command as planning
+from zoo.planning.report import console
 from zoo.publishing import adapters
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
@@ -31,7 +31,7 @@ def list_models() -> None:
         summary = next((line for line in lines if line and not line.startswith("#")), "")
         megabytes = f"{folder_bytes(card.folder) / 1e6:.1f}"
         table.add_row(card.name, card.family, f"{card.num_parameters:,}", megabytes, summary)
-    Console().print(table if cards else "The shelf is empty.")
+    console().print(table if cards else "The shelf is empty.")
 
 
 def describe(
@@ -81,7 +81,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def plan(config: tyro.conf.OmitArgPrefixes[planning.Config]) -> None:
+def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?
 
     For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192
@@ -102,11 +102,21 @@ COMMANDS: dict[str, Any] = {
     "report": report,
 }
 
+
+def main(arguments: list[str]) -> None:
+    """Run the command that the arguments begin with; without any, list the models."""
+    name, *rest = arguments or ["list"]
+    if name in COMMANDS:  # parsed alone: of several commands tyro's hints name others, or none
+        tyro.cli(COMMANDS[name], prog=f"python -m zoo {name}", args=rest)
+        return
+    tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="python -m zoo",
+        description="List, describe and verify models, plan a training, report versions.",
+        args=arguments,
+    )
+
+
 if __name__ == "__main__":
     with cli_errors():
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="python -m zoo",
-            description="List, describe and verify models, plan a training, report versions.",
-            args=sys.argv[1:] or ["list"],
-        )
+        main(sys.argv[1:])

@@ -334,9 +334,37 @@ def _times_forward(
         and form == ("int4", contract - 1 - codes.ndim, False)
     ):
         y = _row_product(rows, codes, scales, zeros, contract)
+    elif _shares_inputs(codes, form, contract):
+        inputs, plain = _input_halves(rows, codes, scales, form), (kind, None, False)
+        low, high = (_dequantize(c, scales, zeros, plain) for c in _halves(codes))
+        y = _product(inputs[0], low, False) + _product(inputs[1], high, False)
     else:
         y = _product(rows, _dequantize(codes, scales, zeros, form), is_transposed, dtype)
     return y.astype(dtype).reshape(b, m, -1), (codes, scales, zeros, jnp.zeros(0, x.dtype))
+
+
+# The two codes of a byte are of two inputs of one output: two products, of half of the inputs each,
+# bring about no array of all codes one behind the other, which XLA for TPU keeps as integers.
+def _shares_inputs(codes: Array, form: _Form, contract: int) -> bool:
+    _, packed, is_transposed = form
+    return packed is not None and not is_transposed and packed == contract - 1 - codes.ndim
+
+
+def _halves(codes: Array) -> tuple[Array, Array]:
+    return codes & 15, codes >> 4
+
+
+def _num_groups(codes: Array, scales: Array, form: _Form) -> int:
+    """The number of groups of inputs of one output."""
+    axis = codes.ndim + (form[1] or 0)
+    return math.prod(codes.shape[:axis]) * scales.shape[axis]
+
+
+def _input_halves(x: Array, codes: Array, scales: Array, form: _Form) -> tuple[Array, Array]:
+    """The inputs that meet the low bits, and those that meet the high ones."""
+    rows = x.shape[0]
+    both = x.reshape(rows, _num_groups(codes, scales, form), 2, -1)
+    return both[:, :, 0].reshape(rows, -1), both[:, :, 1].reshape(rows, -1)
 
 
 def _product(x: Array, w: Array, is_transposed: bool, dtype: DTypeLike = jnp.float32) -> Array:
@@ -381,9 +409,15 @@ def _times_backward(
 ) -> tuple[Array, None, None, None]:
     codes, scales, zeros, like_x = residuals
     b, m, n = g.shape
+    g = g.astype(like_x.dtype).reshape(b * m, n)
+    if _shares_inputs(codes, form, contract):
+        groups, plain = _num_groups(codes, scales, form), (form[0], None, False)
+        halves = (_dequantize(c, scales, zeros, plain).reshape(-1, n) for c in _halves(codes))
+        dxs = [_product(g, w, True, like_x.dtype).reshape(b * m, groups, -1) for w in halves]
+        return jnp.stack(dxs, 2).reshape(b, m, -1), None, None, None
     w = _dequantize(codes, scales, zeros, form)
     w = w if form[-1] else w.reshape(-1, n)
-    dx = _product(g.astype(like_x.dtype).reshape(b * m, n), w, not form[-1], like_x.dtype)
+    dx = _product(g, w, not form[-1], like_x.dtype)
     return dx.reshape(b, m, -1), None, None, None
 
 

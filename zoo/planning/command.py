@@ -1,25 +1,38 @@
 """`python -m zoo plan`: will it fit, how fast can it be, and what bounds it."""
 
+import dataclasses
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
+from jaxtyping import PyTree
 
 from zoo import sharding, transformer
+from zoo.base.configuration import check, require
 from zoo.base.files import local_path
 from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
+from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
+from zoo.publishing import models
+from zoo.publishing.errors import PublishError
+from zoo.publishing.shelf import find
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
+from zoo.training.pretrained import Pretrained
+from zoo.wrappers import lora
+from zoo.wrappers.lora import Config as LoraConfig
+
+Base = Literal["stored", "int8", "int4", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +40,17 @@ class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
 
     model: tyro.conf.Positional[str]
-    """Published size: llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b."""
+    """Published size (llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), a name on the
+    shelf, a model's folder, or an id on the Hugging Face hub, of which no weights are fetched."""
     target: str
-    """TPU slice, such as v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or virtual
-    CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
+    """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or
+    virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
+    method: Literal["full", "lora"] = "full"
+    """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
+    in memory."""
+    base: Base = "stored"
+    """Of lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8 or
+    4 bits."""
     mesh: str = sharding.storage_mesh(-1)
     """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones."""
     batch_size: int | None = None
@@ -47,6 +67,7 @@ class Config:
     """Split activations along the sequence between the tensor-parallel parts."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
     """Update rule."""
+    lora: LoraConfig = LoraConfig()
     suggest: bool = True
     """Where it does not fit, compile changes until one of them fits."""
     quick: bool = False
@@ -54,17 +75,27 @@ class Config:
     save: Path | None = None
     """File to write the result to, as markdown."""
 
+    def __post_init__(self) -> None:
+        check(self)
+        require(
+            self.base == "stored" or self.method == "lora",
+            f"base={self.base!r}: matrices of few bits are not trained; add --method lora",
+        )
+
 
 def main(config: Config) -> None:
     """Compile, print, and look for what fits."""
     save = None if config.save is None else local_path(config.save, "save")
-    published.named(config.model)  # before a compiler for the target is looked for
+    folder = locate(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
-    estimate = make_estimate(make_job(config, target), target, quick=config.quick)
+    job = make_job(config, skeleton_of(config, folder), target)
+    print(f"compiling for {target.name} …", flush=True)
+    estimate = make_estimate(job, target, quick=config.quick)
     report.show(estimate)
     found = None
     if config.suggest and not estimate.memory.fits:
-        found = show_suggestion(estimate, "--remat", quick=config.quick)
+        others = lighter(config, folder, target)
+        found = show_suggestion(estimate, "--remat", others, quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(_markdown(config, estimate, found))
@@ -87,19 +118,54 @@ class TokenRows(SeededPlan):
         raise NotImplementedError("these rows have shapes alone")
 
 
-def make_job(config: Config, target: Target) -> Job:
-    """The job of a published size."""
-    model = published.named(config.model)
+def locate(model: str) -> Path | None:
+    """The folder of a model, without its weights if the hub has it; None for a published size.
+
+    Raises:
+        PublishError: neither a published size nor a model.
+    """
+    if model.lower() in published.SIZES:
+        return None
+    try:
+        return find(model, weights=False)
+    except PublishError as error:
+        sizes = ", ".join(published.SIZES)
+        raise PublishError(f"{error}\n{model!r} is no published size either: {sizes}") from error
+
+
+def skeleton_of(config: Config, folder: Path | None) -> PyTree:
+    """The skeleton of the model to train, as it is in memory before that; nothing is loaded.
+
+    Raises:
+        PublishError: a folder that is no model.
+        ValueError: a model that learns no next token, or of fewer positions than a row.
+    """
+    quantize = None if config.base == "stored" else config.base
+    if folder is None:
+        return published.skeleton(config.model, quantize=quantize)
+    model = models.skeleton(folder, quantize=quantize, weights=False)
+    decoder_of(model).check_decoder(config.seq_len)
+    return model
+
+
+def make_job(config: Config, model: PyTree, target: Target) -> Job:
+    """The job of a training that begins with a model of this skeleton."""
     mesh = sharding.make_mesh(config.mesh, target.devices())
     rows = config.batch_size or sharding.num_batch_parts(mesh) * config.accumulate
     check_batch_size(rows, mesh, config.accumulate)
+    is_full = config.method == "full"
+    known = isinstance(model, transformer.Transformer) and is_full
     training = Training(
-        make_model=lambda key: transformer.Transformer(model, key=key),
+        make_model=lambda key, model: model if is_full else lora.adapt(model, config.lora, key=key),
+        pretrained=Pretrained(model, load=_nothing),
+        trainable=None if is_full else lora.trainable,
         loss_fn=losses.next_token,
         optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
         data=TokenRows(rows, config.seq_len),
         evaluate=lambda model, whole: {},  # nothing is trained
-        flops_per_token=transformer.num_flops_per_token(model, config.seq_len),
+        flops_per_token=transformer.num_flops_per_token(model.config, config.seq_len)
+        if known
+        else None,
     )
     return Job(
         training=training,
@@ -109,6 +175,20 @@ def make_job(config: Config, target: Target) -> Job:
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
     )
+
+
+def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:
+    """Trainings that keep less in memory, by their flags: adapters, on bases of ever fewer bits."""
+    bases: list[Base] = ["stored", "int8", "int4"]
+    done = bases.index(config.base) + 1 if config.base in bases else len(bases)
+    for base in bases[done if config.method == "lora" else 0 :]:
+        changed = dataclasses.replace(config, method="lora", base=base)
+        flags = "--method lora" + f" --base {base}" * (base != "stored")
+        yield flags, make_job(changed, skeleton_of(changed, folder), target)
+
+
+def _nothing() -> PyTree:
+    raise NotImplementedError("a plan loads no weights")
 
 
 def _markdown(config: Config, estimate: Estimate, found: Attempt | None) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.data.plans import batch_shapes
@@ -15,8 +14,8 @@ from zoo.nn import remat
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import collectives, flops, hlo
+from zoo.planning.parameters import Parameters, count, device_bytes
 from zoo.planning.targets import Target
-from zoo.sharding.axes import is_parameter
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 
@@ -79,7 +78,7 @@ class Estimate:
     job: Job
     target: Target
     mesh: dict[str, int]
-    num_parameters: int
+    parameters: Parameters
     memory: Memory
     flops: float
     """Of the products of a step, of all devices together."""
@@ -136,9 +135,7 @@ def make_estimate(
         job=job,
         target=target,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
-        num_parameters=sum(
-            math.prod(x.shape) for x in jax.tree.leaves(state.model) if is_parameter(x)
-        ),
+        parameters=count(state.model, job.training.trainable),
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
         flops=flops.count(traced.jaxpr),
         traffic=collectives.memory_traffic(program) if program else 0.0,
@@ -175,7 +172,7 @@ def wanted_bytes(message: str) -> float | None:
 
 
 def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
-    parameters, optimizer = (_device_bytes(x) for x in (state.model, state.opt_state))
+    parameters, optimizer = (device_bytes(x) for x in (state.model, state.opt_state))
     if compiled is None:
         wanted, arguments = wanted_bytes(refusal), parameters + optimizer + batch
         alone = wanted is not None and "temporaries" in refusal
@@ -204,13 +201,3 @@ def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit:
         limit=limit,
         peak=float(getattr(stats, "peak_memory_in_bytes", 0)) or None,
     )
-
-
-def _device_bytes(tree: PyTree) -> float:
-    """The bytes that one device keeps of a tree."""
-
-    def each(x: Any) -> float:
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        return float(math.prod(shape) * x.dtype.itemsize)
-
-    return sum(each(x) for x in jax.tree.leaves(tree) if is_parameter(x))

@@ -6,7 +6,16 @@ From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Ll
 
 import dataclasses
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+from zoo.nn.parameters import cast
+from zoo.nn.quantized import Kind
+from zoo.publishing.quantizing import quantized_skeleton
 from zoo.transformer.config import Config
+from zoo.transformer.model import Transformer
 
 _LLAMA3 = Config(
     vocab_size=128_256,
@@ -54,3 +63,16 @@ def named(name: str) -> Config:
     if name.lower() not in SIZES:
         raise ValueError(f"{name!r} is no published size; there are {', '.join(SIZES)}")
     return SIZES[name.lower()]
+
+
+def skeleton(name: str, *, quantize: Kind | None = None) -> PyTree:
+    """The skeleton of a model of a published size, in bf16 as it is published, or quantised.
+
+    Raises:
+        ValueError: as `named`.
+    """
+
+    def make(key: Key[Array, ""]) -> Transformer:
+        return cast(Transformer(named(name), key=key), jnp.bfloat16)
+
+    return quantized_skeleton(eqx.filter_eval_shape(make, jax.random.key(0)), quantize)

@@ -1,13 +1,18 @@
 """An estimate as a table, and as a paragraph of markdown."""
 
+import os
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
 from zoo.planning import collectives
 from zoo.planning.job import Estimate, Memory
+from zoo.planning.parameters import Parameters
 from zoo.planning.roofline import Roofline, roofline
 
 Rows = list[tuple[str, str, str]]
+_WIDE = 240
 
 CONVENTION = (
     "Bytes of a collective are those that a device sends around a ring: (n-1)/n of the whole for "
@@ -20,9 +25,7 @@ def title(estimate: Estimate) -> str:
     job, chip = estimate.job, estimate.target.chip
     mesh = ",".join(f"{axis}={size}" for axis, size in estimate.mesh.items()) or "one device"
     parts = [
-        f"{estimate.num_parameters / 1e9:.2f}B parameters"
-        if estimate.num_parameters > 1e8
-        else f"{estimate.num_parameters:,} parameters",
+        f"{_number(estimate.parameters.count)} parameters",
         f"{estimate.num_devices} × {chip.name} ({mesh})",
         f"{job.tokens:,} {job.training.data.unit} per step",
         job.precision,
@@ -38,7 +41,7 @@ def title(estimate: Estimate) -> str:
 
 def sections(estimate: Estimate) -> dict[str, Rows]:
     """The table's sections: rows of a quantity, its amount, and a remark."""
-    found = {"memory per device": _memory(estimate.memory)}
+    found = {"memory per device": [*_parameters(estimate.parameters), *_memory(estimate.memory)]}
     found["compute per step"] = _compute(estimate)
     if estimate.text and estimate.num_devices > 1:
         found["bytes sent per device and step"] = _collectives(estimate)
@@ -56,9 +59,26 @@ def gigabytes(size: float) -> str:
     return f"{size:,.0f} B"
 
 
+def _number(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count > 1e8 else f"{count:,}"
+
+
+def _parameters(found: Parameters) -> Rows:
+    """The masters; of a training of some of them, those by themselves, then the frozen ones."""
+    if not found.frozen.count:
+        return [("parameters", gigabytes(found.bytes), "fp32 masters")]
+    rows = []
+    for name, part in (("trained", found.trained), ("frozen", found.frozen)):
+        remark = f"{_number(part.count)}, {' and '.join(part.kinds)}"
+        if name == "trained":
+            remark += " masters"
+            remark += f", adapters' {_number(found.adapters.count)}" * bool(found.adapters.count)
+        rows.append((f"{name} parameters", gigabytes(part.bytes), remark))
+    return rows
+
+
 def _memory(memory: Memory) -> Rows:
     rows = [
-        ("parameters", gigabytes(memory.parameters), "fp32 masters"),
         ("optimizer", gigabytes(memory.optimizer), ""),
         ("batch", gigabytes(memory.batch), ""),
     ]
@@ -132,10 +152,16 @@ def caveats(estimate: Estimate) -> list[str]:
     return found
 
 
-def show(estimate: Estimate, console: Console | None = None) -> None:
+def console() -> Console:
+    """A terminal as wide as it is; a file or a pipe without lines that wrap."""
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else _WIDE)
+
+
+def show(estimate: Estimate) -> None:
     """Print an estimate."""
-    console = console or Console()
-    console.print(title(estimate), style="bold", highlight=False)
+    out = console()
+    out.print(title(estimate), style="bold", highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
@@ -144,10 +170,10 @@ def show(estimate: Estimate, console: Console | None = None) -> None:
         table.add_row(name, "", "", style="bold")
         for what, amount, remark in rows:
             table.add_row(f"  {what}", amount, remark)
-    console.print(table)
+    out.print(table)
     for line in [*caveats(estimate), CONVENTION]:
-        console.print(line, style="dim", highlight=False)
-    console.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
+        out.print(line, style="dim", highlight=False)
+    out.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
 
 
 def markdown(estimate: Estimate) -> str:

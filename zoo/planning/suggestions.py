@@ -1,7 +1,9 @@
 """Changes that make a step fit, the cheapest first, each verified by compiling it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh
@@ -11,6 +13,11 @@ from zoo.planning import report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
+
+_MOST = 6  # compiled changes: each may take a minute
+
+
+_say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
 
 @dataclass(frozen=True)
@@ -57,21 +64,32 @@ def suggest(
     estimate: Estimate,
     *,
     remat_flag: str | None = None,
+    others: Iterable[tuple[str, Job]] = (),
     quick: bool = False,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Attempt | None, list[Attempt]]:
     """The first change that fits, by its own compiled program, and all that were tried.
 
-    None if none of them does. A change whose state alone does not fit is not compiled.
+    None if none of the first few does, nor one of `others`, jobs by the flags that make them. A
+    change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
     tried: list[Attempt] = []
-    for changed in changes(job, target.num_devices, rows, remat_flag=remat_flag):
-        flags = describe(job, changed, remat_flag)
-        if _state_alone(changed, estimate, target) > estimate.memory.limit:
-            continue
+
+    def changed_jobs() -> Iterator[tuple[str, Job]]:
+        count = 0
+        for changed in changes(job, target.num_devices, rows, remat_flag=remat_flag):
+            if _state_alone(changed, estimate, target) > estimate.memory.limit:
+                continue
+            if count == _MOST:
+                say(f"no more than {_MOST} changes are tried")
+                return
+            count += 1
+            yield describe(job, changed, remat_flag), changed
+
+    for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
         try:
             attempt = Attempt(flags, make(changed, target, quick=quick))
@@ -115,11 +133,15 @@ def _storage_parts(mesh: str, num_devices: int) -> int:
 
 
 def show_suggestion(
-    estimate: Estimate, remat_flag: str | None, *, quick: bool = False
+    estimate: Estimate,
+    remat_flag: str | None,
+    others: Iterable[tuple[str, Job]] = (),
+    *,
+    quick: bool = False,
 ) -> Attempt | None:
     """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
-    print()
-    found, _ = suggest(estimate, remat_flag=remat_flag, quick=quick)
+    print("\nlooking for a change that fits; each is compiled", flush=True)
+    found, _ = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:

@@ -71,7 +71,9 @@ class Target:
         from jax.experimental import topologies
 
         # The two cores of a chip are one device: of a v4 only if told so.
-        options = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        options: dict[str, Any] = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        if self.num_devices == 1:  # else a host has four chips, and slices have whole hosts
+            options["chips_per_host_bounds"] = (1, 1, 1)
         try:
             found = topologies.get_topology_desc(self.name, platform="tpu", **options).devices
         except Exception as error:  # of no common type
@@ -95,10 +97,10 @@ class Target:
 
 
 _EXAMPLES = {
-    "v4": "v4:2x2x2 or v4:4x4x4",
-    "v5e": "v5e:2x2, v5e:4x4 or v5e:16x16",
-    "v5p": "v5p:2x2x1, v5p:4x4x4 or v5p:4x8x8",
-    "v6e": "v6e:2x2, v6e:4x4 or v6e:16x16",
+    "v4": "v4:1x1x1, v4:2x2x2 or v4:4x4x4",
+    "v5e": "v5e:1x1, v5e:2x2, v5e:4x4 or v5e:16x16",
+    "v5p": "v5p:1x1x1, v5p:2x2x1, v5p:4x4x4 or v5p:4x8x8",
+    "v6e": "v6e:1x1, v6e:2x2, v6e:4x4 or v6e:16x16",
 }
 
 

@@ -206,22 +206,31 @@ def skeleton(
     dtype: DTypeLike | None = None,
     quantize: Kind | None = None,
     overrides: Mapping[str, Any] | None = None,
+    weights: bool = True,
 ) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
-    Only `config.json` and the tables of the weights' files are read. Raises PublishError, which
-    names the file, field or tensor at fault.
+    Only `config.json` and the tables of the weights' files are read. Given `weights=False` a hub's
+    model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
+    Raises PublishError, which names the file, field or tensor at fault.
     """
     dtype = parse_dtype(dtype)
     check_kind(quantize)
-    folder = find(name_or_folder)
+    folder = find(name_or_folder, weights=weights)
     values = None if peft.is_peft(folder) else hugging_face_config(folder)
+    if values is not None and not weights and not hf.are_present(folder):
+        plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        return reconfigured(plain, overrides)
     if values is not None:
         plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
         return reconfigured(plain, overrides)
     if adapters.are_adapters(folder):
         base = skeleton(
-            adapters.base_of(folder), dtype=dtype, quantize=quantize, overrides=overrides
+            adapters.base_of(folder),
+            dtype=dtype,
+            quantize=quantize,
+            overrides=overrides,
+            weights=weights,
         )
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
     plain = reconfigured(read_skeleton(folder), overrides)

@@ -48,10 +48,11 @@ def _card(folder: Path) -> Card:
     )
 
 
-def find(name_or_folder: str | Path, *, revision: str | None = None) -> Path:
+def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a model, given its path, its name on the shelf or its hub id.
 
-    A run's folder stands for the model in it. Of a hub id, `revision` may name a commit.
+    A run's folder stands for the model in it. Of a hub id, `revision` may name a commit, and
+    `weights=False` downloads none.
 
     Raises:
         PublishError: there is none.
@@ -67,7 +68,7 @@ def find(name_or_folder: str | Path, *, revision: str | None = None) -> Path:
     if Path(name_or_folder).exists():
         raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
     if hf.is_hub_id(str(name_or_folder)):
-        return hf.snapshot(str(name_or_folder), revision=revision)
+        return hf.snapshot(str(name_or_folder), revision=revision, weights=weights)
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")

@@ -182,9 +182,10 @@ class Base:
 
     def __init__(self, run: Run[Config]):
         config = run.config
-        self.folder = find(config.model)
+        weights = not config.plan  # which fetches none
+        self.folder = find(config.model, weights=weights)
         self.is_hugging_face = hugging_face_config(adapters.whole(self.folder)) is not None
-        stored = models.skeleton(self.folder, quantize=config.quantize)
+        stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         if config.quantize is not None and lora.has_adapters(stored):
             raise ValueError(
                 f"base={config.base!r}: {config.model} has adapters, and merged with them its "
@@ -242,7 +243,9 @@ class Base:
     @property
     def pretrained(self) -> Pretrained:
         """The model for a training, which loads it when it begins."""
-        return Pretrained(self.skeleton, self.load, models.weights_checksum(self.folder))
+        is_planned = bool(self._run.config.plan)
+        checksum = "" if is_planned else models.weights_checksum(self.folder)
+        return Pretrained(self.skeleton, self.load, checksum)
 
 
 def _check_lengths(config: Config, model: Any) -> None:

@@ -22,7 +22,7 @@ from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, place, write_weights
 from zoo.publishing.quantizing import quantized_skeleton
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import Tensor, check_tensors, fill
+from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype
 from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import on_host
@@ -75,25 +75,45 @@ def _typed(
     return quantized_skeleton(fill(skeleton, None, make), quantize)
 
 
-def _open(
-    folder: Path, values: dict, dtype: DTypeLike | None, quantize: Kind | None
-) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
-    """The skeleton of a folder's model, its files, and where in them each parameter lies."""
+def announced_skeleton(
+    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+) -> PyTree:
+    """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
+    if quantization.FIELD in values:
+        raise PublishError(
+            f"{folder / 'config.json'} has a {quantization.FIELD}, whose details its weights say: "
+            "download the model first, by zoo.load, or plan the model that it was made of"
+        )
+    skeleton = _skeleton(*_family(folder, values))
+    dtype = dtype or parse_dtype(values.get("dtype") or values.get("torch_dtype") or "float32")
+    typed = fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
+    return quantized_skeleton(typed, quantize)
+
+
+def _family(folder: Path, values: dict) -> tuple[Family, Any]:
+    """The family of a folder's model, and its configuration."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
     family = MODEL_TYPES[kind]
-    method = quantization.read_method(values, where, quantize)
-    config = family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
+    return family, family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
+
+
+def _open(
+    folder: Path, values: dict, dtype: DTypeLike | None, quantize: Kind | None
+) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
+    """The skeleton of a folder's model, its files, and where in them each parameter lies."""
+    family, config = _family(folder, values)
+    method = quantization.read_method(values, f"{folder / 'config.json'}", quantize)
     weights = Weights(folder)
     config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family.tensors(config), prefix)
-    matrices = quantization.find(method, weights, found, kind)
+    matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
     of_values = _dtype(weights, embedding, dtype)

@@ -28,10 +28,11 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "/"))
 
 
-def snapshot(name: str, *, revision: str | None = None) -> Path:
+def snapshot(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
 
-    `revision` is a commit, a branch or a tag; None is the newest commit.
+    `revision` is a commit, a branch or a tag; None is the newest commit. Without `weights` all but
+    those are downloaded, which is all that a plan takes.
 
     The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
 
@@ -45,10 +46,11 @@ def snapshot(name: str, *, revision: str | None = None) -> Path:
             f"{name!r} is no folder here, and looking for it on the Hugging Face Hub needs "
             "huggingface_hub: pip install 'zoo[hf]'"
         ) from None
+    files = FILES if weights else [name for name in FILES if "safetensors" not in name]
     try:
         # In FILES "*" would match slashes too: other subfolders are left out.
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=FILES, ignore_patterns="model-*/*"
+            name, revision=revision, allow_patterns=files, ignore_patterns="model-*/*"
         )
     except Exception as error:  # of the client, of its HTTP library, or of the system
         constants = huggingface_hub.constants

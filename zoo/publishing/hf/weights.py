@@ -92,6 +92,13 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(set(_read_index(folder).values())) or [WEIGHTS]
 
 
+def are_present(folder: Path) -> bool:
+    """Whether all files of a folder's weights are there: of a hub's model none may be."""
+    if not any((folder / name).is_file() for name in (INDEX, WEIGHTS)):
+        return False
+    return all((folder / name).is_file() for name in weight_files(folder))
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index, which is checked; empty if one file holds all."""
     path = folder / INDEX
