@@ -471,6 +471,7 @@ UNFIT = {
             "--model={tmp}/short",
             "--data.format=completions",
             "--data.files={tmp}/pairs.jsonl",
+            "--data.seq-len=48",
             "--sample-tokens=16",
         ],
         "sample_tokens=16: a sequence of 57 is longer than max_seq_len=56",
