@@ -178,10 +178,16 @@ def test_scan_reads_one_layer_per_iteration():
 def test_what_is_read_of_a_table_and_what_is_moved_is_counted():
     text = """HloModule m
 
+%other_layout (p: s8[100,64]) -> s8[100,64] {
+  %p = s8[100,64]{1,0:T(32,128)} parameter(0)
+  ROOT %copy = s8[100,64]{1,0:T(8,128)} copy(%p)
+}
+
 %fused (p: s8[100,64], i: s32[2]) -> f32[2,64] {
-  %p = s8[100,64]{1,0} parameter(0)
+  %p = s8[100,64]{1,0:T(32,128)} parameter(0)
   %i = s32[2]{0} parameter(1)
-  %wide = f32[100,64]{1,0} convert(%p)
+  %same = s8[100,64]{1,0:T(8,128)} fusion(%p), kind=kLoop, calls=%other_layout
+  %wide = f32[100,64]{1,0} convert(%same)
   ROOT %rows = f32[2,64]{1,0} gather(%wide, %i), offset_dims={1}
 }
 

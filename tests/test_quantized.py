@@ -1,6 +1,7 @@
 """Quantised matrices: their values, their products, models of them, and how these are loaded."""
 
 import dataclasses
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -193,7 +194,7 @@ def test_a_host_holds_a_layer_at_a_time(folder, monkeypatch):
     assert all(len(s) == 2 or s[0] == 1 for s in sizes)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_sharded_models_are_those_of_one_device(folder, kind):
     model = zoo.load(folder, quantize=kind)
     # With 64 inputs there is but one group of 4 bits, which "fsdp" would cut.
@@ -217,15 +218,43 @@ def test_a_mesh_that_cuts_groups_is_refused(folder):
         sharding.shardings(model, zoo.make_mesh("fsdp=2"))
 
 
+def test_a_hugging_face_folder_is_quantised():
+    folder = Path(__file__).parent / "golden" / "hf" / "llama3"
+    golden, model = np.load(folder / "golden.npz"), zoo.load(folder, quantize="int8")
+    assert is_quantized(model.blocks.mlp.w_up)
+    wanted, found = golden["logits"], np.asarray(model(jnp.asarray(golden["tokens"])))
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert 1e-4 < error < 0.02
+
+
 def test_decoding_is_the_forward_pass(folder):
     model = zoo.load(folder, quantize="int4")
     found = zoo.generate(model, TOKENS[:1, :4], max_new_tokens=3, temperature=0.0, stop_tokens=())
-    ids = TOKENS[0, :4].tolist()
-    for _ in range(3):
-        ids.append(int(model(jnp.asarray([ids]))[0, -1].argmax()))
-    assert np.asarray(found)[0].tolist() == ids
+    logits = eqx.filter_jit(model)(jnp.asarray(found))
+    np.testing.assert_array_equal(logits[0, 3:-1].argmax(-1), np.asarray(found)[0, 4:])
 
 
+def test_an_adapter_on_a_quantised_matrix_alone_is_trained(folder):
+    model = zoo.load(folder, quantize="int4")
+    model = zoo.lora.adapt(model, zoo.lora.Config(rank=2), key=jax.random.key(1))
+    chosen = trained_leaves(model, zoo.lora.trainable)
+    assert sum(jax.tree.leaves(chosen)) == 2 * 7
+    wq = jax.tree.map(lambda x: x[0], model.blocks.attention.wq)
+    assert is_quantized(wq.weight)
+    wq = dataclasses.replace(wq, up=jnp.ones_like(wq.up))
+    x = matrix(3, 64)
+
+    def gradient(down, weight):
+        node = dataclasses.replace(wq, down=down, weight=weight)
+        return jnp.square(node.times(jnp.asarray(x))).sum()
+
+    found = jax.grad(gradient)(wq.down, wq.weight)
+    expected = jax.grad(gradient)(wq.down, wq.weight.value())
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.slow
 def test_adapters_train_on_a_quantised_base_alone(folder):
     base = zoo.load(folder, quantize="int4")
     model = zoo.lora.adapt(base, zoo.lora.Config(rank=2), key=jax.random.key(1))
@@ -261,7 +290,7 @@ def first_step(model, mesh=None, precision="fp32"):
 
     def make(key, model):
         model = zoo.lora.adapt(model, zoo.lora.Config(rank=2), key=key)
-        ups = lambda m: [  # noqa: E731
+        ups = lambda m: [
             x.up for x in jax.tree.leaves(m, is_leaf=zoo.lora.is_adapted) if zoo.lora.is_adapted(x)
         ]
         drawn = [0.1 * jax.random.normal(key, x.shape) for x in ups(model)]
@@ -325,7 +354,7 @@ def test_adapters_train_under_remat_and_in_bf16(folder, kind):
     remat = zoo.load(folder, quantize=kind, overrides={"remat": "full"})
     assert remat.config.remat == "full"
     assert_same_step(first_step(remat), expected, 1e-5)
-    assert_same_step(first_step(remat, precision="bf16"), expected, 0.05)
+    assert_same_step(first_step(remat, precision="bf16"), expected, 0.15)
 
 
 @pytest.mark.parametrize("format", ["zoo", "peft"])

@@ -197,7 +197,7 @@ def _used(program: Program, fused: Computation, parameter: Instruction) -> float
         for user in fused.instructions.values():
             if name not in user.operands:
                 continue
-            if user.opcode in ("bitcast", "copy", "convert"):
+            if user.opcode in _SAME or _is_same(program, user):
                 names.append(user.name)
             elif user.opcode in ("dynamic-slice", "slice") or _looks_up(user, name):
                 total += whole * hlo.num_bytes(user.type) / all_of_it
@@ -207,6 +207,17 @@ def _used(program: Program, fused: Computation, parameter: Instruction) -> float
             else:
                 return None
     return total
+
+
+_SAME = ("bitcast", "copy", "convert")
+
+
+def _is_same(program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction is a fusion that has its operand in another layout or dtype."""
+    if instruction.opcode != "fusion":
+        return False
+    inside = program.computations[instruction.called["calls"][0]].instructions.values()
+    return all(x.opcode in (*_SAME, "parameter") for x in inside)
 
 
 def _looks_up(instruction: Instruction, name: str) -> bool:
