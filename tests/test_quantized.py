@@ -356,8 +356,9 @@ def test_adapters_train_under_remat_and_in_bf16(folder, kind):
     assert_same_step(first_step(remat), expected, 1e-5)
     loss, low = first_step(remat, precision="bf16")
     assert loss == pytest.approx(expected[0], rel=0.01)
-    difference = [low[name] - gradient for name, gradient in expected[1].items()]
-    assert optax.global_norm(difference) < 0.2 * optax.global_norm(expected[1])
+    together = lambda x: np.concatenate([x[name].ravel() for name in expected[1]])
+    wanted = together(expected[1])
+    assert np.linalg.norm(together(low) - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("format", ["zoo", "peft"])
