@@ -25,6 +25,7 @@ import benchmarks.lora
 import benchmarks.memory
 import benchmarks.mlp
 import benchmarks.programs
+import benchmarks.quantized
 import benchmarks.recipe
 import benchmarks.rnn
 import benchmarks.transformer
@@ -46,6 +47,7 @@ Name = Literal[
     "checkpoint",
     "generate",
     "lora",
+    "quantized",
 ]
 
 
@@ -74,6 +76,7 @@ class Config:
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
     generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
     lora: benchmarks.lora.Options = field(default_factory=benchmarks.lora.Options)
+    quantized: benchmarks.quantized.Options = field(default_factory=benchmarks.quantized.Options)
 
 
 BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
@@ -91,6 +94,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
     "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
     "lora": lambda config: benchmarks.lora.measure(config.lora, config.timing),
+    "quantized": lambda config: benchmarks.quantized.measure(config.quantized),
 }
 
 

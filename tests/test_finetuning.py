@@ -21,6 +21,7 @@ from zoo import finetuning, rnn, transformer
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.nn.parameters import cast
+from zoo.nn.quantized import is_quantized
 from zoo.planning import report, targets
 from zoo.planning.job import Job, make_estimate
 from zoo.publishing.errors import PublishError
@@ -100,6 +101,29 @@ def test_finetuning_on_completions(tune, tmp_path, capsys):
     assert read_metrics(run_dir / "metrics.jsonl")[1]["tokens"] < 8 * 32 * 0.8
     shown = capsys.readouterr().out.split("--- a sample after ---\n")[1]
     assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_adapters_over_a_quantised_base_resume_and_serve(kind, tune, capsys):
+    flags = ("--method=lora", f"--base={kind}", "--optimizer.learning-rate=0.01")
+    tune(*flags, "--steps=3")
+    run_dir = tune(*flags)
+    evaluated = [x for x in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in x]
+    assert [x["step"] for x in evaluated] == [0, 3, 8]
+    assert evaluated[0]["eval_loss"] > evaluated[1]["eval_loss"] > evaluated[2]["eval_loss"]
+    served = zoo.load(run_dir / "adapters", quantize=kind)
+    assert is_quantized(served.blocks.attention.wq.weight)
+    assert not is_quantized(zoo.load(run_dir / "adapters").blocks.attention.wq.weight)
+    tokens = jnp.asarray([[256, *b"def f(x):"]])
+    merged = zoo.load(run_dir)(tokens)  # in the dtype of the base
+    np.testing.assert_allclose(served(tokens), merged, atol=0.05 * float(jnp.abs(merged).max()))
+    generate = importlib.import_module("recipes.generate")
+    for model in ((str(run_dir),), (str(run_dir / "adapters"), f"--quantize={kind}")):
+        capsys.readouterr()
+        args = [*model, "def ", "--max-new-tokens=4", "--stop", "\n"]
+        generate.main(tyro.cli(generate.Config, args=args))
+        assert capsys.readouterr().out.startswith("def ")
 
 
 @pytest.mark.slow

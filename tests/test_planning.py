@@ -175,6 +175,39 @@ def test_scan_reads_one_layer_per_iteration():
     assert 2 * 8 * stack < traffic < 4 * 8 * stack
 
 
+def test_what_is_read_of_a_table_and_what_is_moved_is_counted():
+    text = """HloModule m
+
+%other_layout (p: s8[100,64]) -> s8[100,64] {
+  %p = s8[100,64]{1,0:T(32,128)} parameter(0)
+  ROOT %copy = s8[100,64]{1,0:T(8,128)} copy(%p)
+}
+
+%fused (p: s8[100,64], i: s32[2]) -> f32[2,64] {
+  %p = s8[100,64]{1,0:T(32,128)} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  %same = s8[100,64]{1,0:T(8,128)} fusion(%p), kind=kLoop, calls=%other_layout
+  %wide = f32[100,64]{1,0} convert(%same)
+  ROOT %rows = f32[2,64]{1,0} gather(%wide, %i), offset_dims={1}
+}
+
+ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
+  %t = s8[100,64]{1,0} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  %w = bf16[32,8]{1,0} parameter(2)
+  %few = s8[2,64]{1,0} gather(%t, %i), offset_dims={1}
+  %copy-start = (bf16[32,8]{1,0:S(1)}, bf16[32,8]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %copy-done = bf16[32,8]{1,0:S(1)} copy-done(%copy-start)
+  %slice-start = ((bf16[32,8]{1,0}), bf16[4,8]{1,0}, s32[]{:S(2)}) slice-start(%w), slice={[0:4]}
+  %slice-done = bf16[4,8]{1,0} slice-done(%slice-start)
+  ROOT %rows = f32[2,64]{1,0} fusion(%t, %i), kind=kLoop, calls=%fused
+}
+"""
+    gather, copy, part = 2 * 2 * 64 + 2 * 4, 2 * 32 * 8, 2 * 2 * 4 * 8
+    fusion = 2 * 64 + 2 * 4 + 4 * 2 * 64
+    assert collectives.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+
+
 def test_fsdp_gathers_forward_and_backward():
     estimate = make_estimate(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
     times = [c.times for c in estimate.collectives if c.kind == "all-gather" and c.bytes > 64]

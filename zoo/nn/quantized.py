@@ -394,8 +394,9 @@ def _row_product(
     groups = math.prod(scales.shape[:contract])
     outputs = math.prod(codes.shape[contract:])
     constants = jnp.float32(1 / 16), jnp.float32(16)
+    codes = codes.reshape(groups, -1, outputs)  # later XLA for TPU writes them in fp32 before
     x, codes, (sixteenth, sixteen) = lax.optimization_barrier((x, codes, constants))
-    both = codes.reshape(groups, -1, outputs).astype(jnp.float32)
+    both = codes.astype(jnp.float32)
     high = jnp.floor(both * sixteenth)
     low = both - high * sixteen
     x = x.astype(jnp.float32).reshape(groups, 2, -1, 1)

@@ -129,11 +129,15 @@ _NO_TRAFFIC = {
     "call", "after-all", "opt-barrier", "partition-id", "replica-id", "iota",
 }  # fmt: skip
 
+# Copies that are started, and which of the arrays in the type of each is the copy.
+_MOVES = {"copy-start": 0, "slice-start": 1}
+
 
 def memory_traffic(program: Program) -> float:
     """Bytes between a device and its memory in a step: the reads and writes of each fusion.
 
-    A fusion that slices a stack of layers reads the slice, one that writes into it the slice too.
+    A fusion that slices a stack of layers reads the slice, one that writes into it the slice too,
+    a lookup the rows that it finds, and a copy that runs beside other work what it moves.
     """
     total = 0.0
     for visit in hlo.visits(program):
@@ -157,7 +161,7 @@ def _accesses(
         written = 0.0
         for number, operand in enumerate(operands):
             inside = parameters.get(str(number))
-            used = None if inside is None else _used(fused, inside)
+            used = None if inside is None else _used(program, fused, inside)
             whole = _memory(operand.type)
             if inside is not None and used is not None and whole:
                 yield min(whole, used)
@@ -168,6 +172,11 @@ def _accesses(
         yield max(_memory(instruction.type) - written, 0.0)
     elif instruction.opcode == "dynamic-slice":
         yield 2 * _memory(instruction.type)
+    elif instruction.opcode == "gather":
+        yield from (2 * _memory(instruction.type), _memory(operands[1].type))
+    elif instruction.opcode in _MOVES:
+        moved = hlo.arrays(instruction.type)[_MOVES[instruction.opcode]]
+        yield from (hlo.num_bytes(moved) if _memory(operands[0].type) else 0.0, _memory(moved))
     elif instruction.opcode == "dynamic-update-slice":
         yield 2 * _memory(operands[1].type)
     else:
@@ -179,22 +188,41 @@ def _memory(type_: str) -> float:
     return float(hlo.num_bytes(type_, in_main_memory=True))
 
 
-def _used(fused: Computation, parameter: Instruction) -> float | None:
+def _used(program: Program, fused: Computation, parameter: Instruction) -> float | None:
     """The bytes that a fusion touches of a parameter that it only slices; None if of all."""
+    whole = hlo.num_bytes(parameter.type)
     total, names = 0.0, [parameter.name]
     for name in names:
+        all_of_it = hlo.num_bytes(fused.instructions[name].type) or 1  # in another dtype, maybe
         for user in fused.instructions.values():
             if name not in user.operands:
                 continue
-            if user.opcode in ("bitcast", "copy"):
+            if user.opcode in _SAME or _is_same(program, user):
                 names.append(user.name)
-            elif user.opcode in ("dynamic-slice", "slice"):
-                total += hlo.num_bytes(user.type)
+            elif user.opcode in ("dynamic-slice", "slice") or _looks_up(user, name):
+                total += whole * hlo.num_bytes(user.type) / all_of_it
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                total += hlo.num_bytes(fused.instructions[user.operands[1]].type)
+                update = fused.instructions[user.operands[1]]
+                total += whole * hlo.num_bytes(update.type) / all_of_it
             else:
                 return None
     return total
+
+
+_SAME = ("bitcast", "copy", "convert")
+
+
+def _is_same(program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction is a fusion that has its operand in another layout or dtype."""
+    if instruction.opcode != "fusion":
+        return False
+    inside = program.computations[instruction.called["calls"][0]].instructions.values()
+    return all(x.opcode in (*_SAME, "parameter") for x in inside)
+
+
+def _looks_up(instruction: Instruction, name: str) -> bool:
+    """Whether an instruction reads rows of a table of that name."""
+    return instruction.opcode == "gather" and instruction.operands[0] == name
 
 
 def _is_updated(fused: Computation, parameter: Instruction) -> bool:

@@ -139,6 +139,11 @@ def _balanced(text: str, start: int) -> int:
     raise HLOError(f"a parenthesis is not closed: {text[:80]!r}")
 
 
+def arrays(type_: str) -> list[str]:
+    """The types of the arrays in a type, of a tuple or of tuples in it in their order."""
+    return [match.group() for match in _ARRAY.finditer(type_)]
+
+
 def num_bytes(type_: str, *, in_main_memory: bool = False) -> int:
     """The bytes of a type, of a tuple all of it.
 
