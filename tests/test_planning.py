@@ -262,7 +262,7 @@ def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
     else:
         only = {"lora": zoo.lora.Config(rank=2)}
     config = command.Config(model="", target="", method="lora", seq_len=16, batch_size=8, **only)
-    skeleton = eqx.filter_eval_shape(lambda key: make_transformer(num_layers=3, **model)(key), KEY)
+    skeleton = eqx.filter_eval_shape(make_transformer(num_layers=3, **model), KEY)
     planned_job = command.make_job(config, skeleton, target)
     useful = planned_job.training.flops_per_token
     assert traced_flops(planned_job) == pytest.approx(useful * 8 * 16)
@@ -270,18 +270,17 @@ def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
 
 
 def test_a_token_uses_the_adapters_of_its_own_experts():
-    make = make_transformer(mlp="swiglu", num_experts=4, experts_per_token=2)
-    model = eqx.filter_eval_shape(lambda key: make(key), KEY)
-    rest, all_of_them = (
-        flops.per_token(eqx.filter_eval_shape(lambda m: zoo.lora.adapt(m, c, key=KEY), model), 16)
-        for c in (
-            zoo.lora.Config(rank=2, targets=("blocks.attention.*",)),
-            zoo.lora.Config(rank=2, targets=("blocks.attention.*", "blocks.mlp.w_up")),
+    config = small_config(mlp="swiglu", num_experts=4, experts_per_token=2)
+
+    def per_token(*targets):
+        adapters = zoo.lora.Config(rank=2, targets=("blocks.attention.*", *targets))
+        make = lambda key: zoo.lora.adapt(
+            transformer.Transformer(config, key=key), adapters, key=key
         )
-    )
-    config = model.config
+        return flops.per_token(eqx.filter_eval_shape(make, KEY), 16)
+
     one = 2 * (config.d_model + config.hidden_size)
-    assert all_of_them - rest == 6 * config.num_layers * 2 * one
+    assert per_token("blocks.mlp.w_up") - per_token() == 6 * config.num_layers * 2 * one
     assert flops.per_token(zoo.mlp.MLP(zoo.mlp.Config(in_size=4), key=KEY), 16) is None
 
 
