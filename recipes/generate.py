@@ -125,22 +125,33 @@ def print_samples(
 
 
 def print_chat(config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, stops: Stops) -> None:
-    """Print each answer as its tokens come."""
-    stops = stops._replace(ids=(*stops.ids, *chat.end_of_turn()))
+    """Print each answer as its tokens come; Ctrl-C ends an answer."""
+    stops = stops._replace(ids=(*stops.ids, *chat.template.ends_of_turn))
     for turn, text in enumerate(turns(config.prompts)):
         key = jax.random.fold_in(jax.random.key(config.seed), turn)
         [row], steps = generation.stream_texts(
             model, tokenizer, [chat.ask(text)], stops, key=key, **config.sampling
         )
-        for [new] in steps:
-            print(new, end="", flush=True)
-        print(row.end(), flush=True)
+        try:
+            for [new] in steps:
+                print(new, end="", flush=True)
+        except KeyboardInterrupt:  # ends the answer, and at a terminal not the conversation
+            print()
+            if not is_typed():
+                raise
+        else:
+            print(row.end(), flush=True)
         chat.hear(row.text)
+
+
+def is_typed() -> bool:
+    """Whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def turns(given: tuple[str, ...]) -> Iterator[str]:
     """The user's turns: those given, and then the lines of standard input."""
-    typed = sys.stdin is not None and sys.stdin.isatty()
+    typed = is_typed()
     lines = () if typed or sys.stdin is None else sys.stdin
     for text in itertools.chain(given, lines):
         if text := text.strip():

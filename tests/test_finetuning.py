@@ -18,6 +18,7 @@ from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, rnn, transformer
+from zoo.data.documents import help_topics
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.nn.parameters import cast
@@ -436,7 +437,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
     template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     text = chat_run(template, CHAT, CHAT)
     assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
-    monkeypatch.setattr(finetuning, "datetime", Tomorrow)
+    monkeypatch.setattr("zoo.tasks.finetuning.data.datetime", Tomorrow)
     assert chat_run(template, CHAT, CHAT).fingerprint == text.fingerprint
 
 
@@ -536,7 +537,7 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
 
 
 def test_default_data_is_python_help():
-    documents = zoo.finetuning.help_topics()
+    documents = help_topics()
     found = {document.name: document.text for document in documents}
     assert "Assignment statements" in found["assignment"]
     assert sum(map(len, found.values())) > 200_000
@@ -551,7 +552,7 @@ def fake_hub(monkeypatch, tmp_path):
     client = pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
     here = tmp_path / "cache"
 
-    def snapshot_download(name, allow_patterns, ignore_patterns):
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
         assert name == "someone/model"
         here.mkdir(exist_ok=True)
         for path in (tmp_path / "served").iterdir():
@@ -610,7 +611,7 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
 
     monkeypatch.setattr(planned, "make_job", lambda *x: jobs.append(make_job(*x)) or jobs[-1])
     monkeypatch.setattr(CompiledStep, "__call__", step)
-    monkeypatch.setattr(finetuning, "save", lambda *_: sys.exit())
+    monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_: sys.exit())
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
     # A checkpoint under way holds a copy of what is trained, for a moment.

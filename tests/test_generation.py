@@ -11,8 +11,9 @@ import tyro
 from helpers import drawn_rnn
 
 import zoo
-from recipes import generate
+from recipes import finetune, generate
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from zoo.runs.command_line import cli
 from zoo.tasks import generation
 from zoo.tasks.generation import Chat, Continuation, Stops
 
@@ -156,7 +157,7 @@ def test_a_chat_grows_by_its_template(tokenizer: BPETokenizer):
 )
 def test_the_end_of_a_turn_is_found(template: str, name: str | None):
     tokenizer = make_tokenizer(template)
-    found = Chat(tokenizer).end_of_turn()
+    found = Chat(tokenizer).template.ends_of_turn
     assert found == (() if name is None else (id_of(tokenizer, name),))
 
 
@@ -204,6 +205,47 @@ def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: p
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert [*generate.turns(("hi",))] == ["hi", "and you?"]
     assert capsys.readouterr().out == "> hi\n\n"
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_an_interrupt_ends_an_answer(
+    is_typed: bool, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    asked, inputs = [], iter(["more", "bye"])
+
+    def stream_texts(model: Any, tokenizer: Any, prompts: Any, stops: Any, **_: Any) -> Any:
+        asked.append(tokenizer.decode(prompts[0]))
+        row = Continuation(tokenizer, prompts[0], stops)
+
+        def steps() -> Any:
+            for token in ids_of(tokenizer, "well"):
+                yield [row.add(token)]
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+
+        return [row], steps()
+
+    monkeypatch.setattr(generation, "stream_texts", stream_texts)
+    monkeypatch.setattr("builtins.input", lambda _: next(inputs))
+    monkeypatch.setattr("sys.stdin", io.StringIO("more\nbye\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: is_typed)
+    with pytest.raises(StopIteration if is_typed else KeyboardInterrupt):
+        run(capsys, folder, "hi", "--chat")
+    assert len(asked) == (3 if is_typed else 1)
+    if is_typed:  # the next turn knows what there is of the answer
+        assert asked[1].endswith("<|bot|>well<|end|><|user|>more<|end|><|bot|>")
+
+
+def test_only_runs_are_said_to_resume(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["recipe"])
+    for config, message in ((generate.Config, "stopped"), (finetune.Config, "the same command")):
+        with pytest.raises(SystemExit):
+            cli(config, interrupted, "recipes.x")
+        shown = capsys.readouterr().err
+        assert (message in shown, "command" in shown) == (True, config is finetune.Config)
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,3 @@ class Chat:
     def hear(self, text: str) -> None:
         """Keep the assistant's answer."""
         self.messages.append({"role": "assistant", "content": text})
-
-    def end_of_turn(self) -> tuple[int, ...]:
-        """The special token by which the template ends an answer, if it shows one."""
-        try:
-            end = self.template.end_of_turn
-        except ValueError:  # it refuses the plainest of conversations
-            return ()
-        return () if end is None else (end,)
