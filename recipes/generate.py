@@ -26,6 +26,7 @@ import zoo
 from zoo.base import configuration
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from zoo.publishing.adapters import nearest
+from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
 from zoo.runs.run import check_seed
@@ -93,6 +94,7 @@ def main(config: Config) -> None:
     prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
+    check_finite(model, folder)
     stops = generation.make_stops(model, tokenizer, config.stop)
     if chat is not None:
         print_chat(config, model, tokenizer, chat, stops)

@@ -1,11 +1,14 @@
 """zoo.tasks.generation: prompts, stops and chats as tokens; `recipes.generate --chat` with them."""
 
+import contextlib
 import io
 import logging
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 import tyro
 from helpers import drawn_rnn
@@ -207,11 +210,26 @@ def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: p
     assert capsys.readouterr().out == "> hi\n\n"
 
 
+def test_damaged_models_are_named(folder: Path, tokenizer: BPETokenizer, tmp_path: Path):
+    model = zoo.load(folder)
+    table = model.embedding.weight.at[1, 2].set(jnp.nan)
+    damaged = eqx.tree_at(lambda m: m.embedding.weight, model, table)
+    zoo.save(tmp_path / "model", damaged, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"model: embedding.weight has a NaN or an infinity"):
+        generate.main(generate.Config(str(tmp_path / "model"), ("hi",)))
+
+
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_an_interrupt_ends_an_answer(
     is_typed: bool, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    asked, inputs = [], iter(["more", "bye"])
+    asked: list[str] = []
+    inputs = iter(["more", "bye"])
+
+    def ask(_: str) -> str:
+        if (text := next(inputs, None)) is None:
+            raise EOFError
+        return text
 
     def stream_texts(model: Any, tokenizer: Any, prompts: Any, stops: Any, **_: Any) -> Any:
         asked.append(tokenizer.decode(prompts[0]))
@@ -226,10 +244,11 @@ def test_an_interrupt_ends_an_answer(
         return [row], steps()
 
     monkeypatch.setattr(generation, "stream_texts", stream_texts)
-    monkeypatch.setattr("builtins.input", lambda _: next(inputs))
+    monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr("sys.stdin", io.StringIO("more\nbye\n"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: is_typed)
-    with pytest.raises(StopIteration if is_typed else KeyboardInterrupt):
+    ended = contextlib.nullcontext() if is_typed else pytest.raises(KeyboardInterrupt)
+    with ended:
         run(capsys, folder, "hi", "--chat")
     assert len(asked) == (3 if is_typed else 1)
     if is_typed:  # the next turn knows what there is of the answer

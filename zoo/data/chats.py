@@ -78,7 +78,8 @@ class ChatTemplate:
         except ValueError:  # it refuses the plainest of conversations
             return ()
         found = self._ends.search(text)
-        return () if found is None else (self.tokenizer.tokenizer.token_to_id(found[1]),)
+        end = None if found is None else self.tokenizer.tokenizer.token_to_id(found[1])
+        return () if end is None else (end,)
 
     @functools.cached_property
     def _ends(self) -> re.Pattern[str]:

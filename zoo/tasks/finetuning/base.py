@@ -1,13 +1,10 @@
 """The model that a fine-tuning begins with, and its checks before anything is computed."""
 
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from zoo import sharding
@@ -17,10 +14,10 @@ from zoo.nn.protocols import SequenceModel
 from zoo.nn.quantized import dequantize, is_quantized
 from zoo.publishing import adapters, models
 from zoo.publishing.families import reconfigured
+from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
 from zoo.runs.run import Run
-from zoo.sharding.axes import keystr
 from zoo.tasks.finetuning.config import Config
 from zoo.tasks.finetuning.trained import prepare, trainable
 from zoo.training.pretrained import Pretrained
@@ -64,8 +61,9 @@ class Base:
         self.tokenizer = _load_tokenizer(run, self)
         if self.tokenizer.vocab_size > size:
             raise ValueError(
-                f"the tokenizer has ids up to {self.tokenizer.vocab_size}, and {config.model} a "
-                f"vocab_size of {size}: they do not go together"
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, and {config.model} a "
+                f"vocab_size of {size}: they do not go together; name the model's own by "
+                "--data.tokenizer"
             )
 
     def _check_trained(self) -> None:
@@ -88,7 +86,7 @@ class Base:
         quantize = self._run.config.quantize
         model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
         model = model if quantize else merge(self._run, model)
-        check_finite(model, self.folder, self._run.mesh)
+        check_finite(model, self.folder)
         return reconfigured(model, self._run.config.overrides)
 
     def as_stored(self, model: PyTree) -> PyTree:
@@ -115,22 +113,6 @@ def _check_lengths(config: Config, model: Any) -> None:
             f"{flag}={longest}: {config.model} has {limit} positions (its max_seq_len); give rows "
             f"of at most {limit} tokens"
         )
-
-
-def check_finite(model: PyTree, folder: Path, mesh: Mesh) -> None:
-    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
-    floats = eqx.filter(model, eqx.is_inexact_array)
-    check = jax.jit(
-        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
-        out_shardings=sharding.replicated(mesh),
-    )
-    finite = check(floats)
-    for path, is_finite in jtu.tree_leaves_with_path(jax.device_get(finite)):
-        if not is_finite:
-            raise ValueError(
-                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
-                "training diverged; get it again, or begin with another --model"
-            )
 
 
 def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:

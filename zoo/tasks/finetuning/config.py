@@ -74,7 +74,8 @@ class Config(RunConfig):
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
     base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
-    """Bits of the matrices that adapters are trained beside: those of the files, 8 or 4."""
+    """Format of the matrices that adapters are trained beside: as they are stored, or quantised to
+    8 bits (int8) or to 4 (int4, nf4)."""
     freeze: tuple[str, ...] = ()
     """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
     label: str | None = None
@@ -110,9 +111,11 @@ class Config(RunConfig):
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",
         )
+        fields = dataclasses.asdict(self.lora).items() - dataclasses.asdict(type(self).lora).items()
         require(
-            self.method == "lora" or self.lora == type(self).lora,
-            f"lora={self.lora}: method={self.method!r} has no adapters; give --method lora too",
+            self.method == "lora" or not fields,
+            f"{', '.join(f'lora.{name}={x!r}' for name, x in sorted(fields))}: "
+            f"method={self.method!r} has no adapters; give --method lora too",
         )
         require(
             self.adapter_format == "zoo" or (self.method == "lora" and not self.label),

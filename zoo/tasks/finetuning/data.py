@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data import completions, text
+from zoo.data.chats import ChatTemplate
 from zoo.data.documents import Document, help_topics
 from zoo.data.tokenizer import Tokenizer
 from zoo.runs.run import Run
@@ -49,9 +50,9 @@ def _documents(
         fields = {"prompt": config.prompt, "completion": config.completion}
         return completions.read_completions(config.files, **fields), completions.tokenize_parts
     if config.format == "chats":
-        template = completions.chat_template(tokenizer)
+        template = ChatTemplate(tokenizer)
         if template.writes_time:  # a run resumed on another day reads the same
-            template = completions.chat_template(tokenizer, _first_start(run))
+            template = ChatTemplate(tokenizer, _first_start(run))
         chats = completions.read_chats(config.files, template, field=config.messages)
         return chats, completions.tokenize_chats
     documents = text.read_documents_of(config, label) if config.files else help_topics()

@@ -43,6 +43,7 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
         seed=config.seed,
         prompt=prompt,
         stop_tokens=ends,
+        on_new_line=config.data.format == "chats",
     )
     chosen = Chosen(run, save=saver(run, base))
     more = []
@@ -132,7 +133,7 @@ def answer_ends(config: Config, base: Base) -> tuple[int, ...]:
 
 
 def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
-    lines = [f"{'held out':18}{'before':>10}{'after':>10}"]
+    lines = [f"{'held out':18}{'before':>16}{'after':>16}"]
     return "\n".join(
-        lines + [f"{name:18}{before[name]:10.4f}{value:10.4f}" for name, value in after.items()]
+        lines + [f"{name:18}{before[name]:16.4f}{value:16.4f}" for name, value in after.items()]
     )
