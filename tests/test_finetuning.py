@@ -519,6 +519,13 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):
+    adapted = zoo.lora.adapt(zoo.load(shared / "base"), zoo.lora.Config(), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=shared / "base")
+    with pytest.raises(ValueError, match=r"base='int8': .*adapters has adapters, and merged with"):
+        tune(f"--model={tmp_path / 'adapters'}", "--base=int8")
+
+
 def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     model = transformer.Transformer(
         transformer.Config(64, d_model=16, num_layers=1, num_heads=2), key=jax.random.key(0)

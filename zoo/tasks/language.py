@@ -180,9 +180,8 @@ def sample(
 ) -> str:
     """Text from a model, where it lies, after a prompt, or from the beginning of a document.
 
-    It ends with one of the `stop_tokens`, the model's own if not given; `on_new_line` it begins a
-    line after the prompt, which has its end in a token that the text does not show. All processes
-    call it, as a model may lie on the devices of several.
+    It ends with one of the `stop_tokens`, the model's own if not given; `on_new_line` puts a line
+    break after the prompt. All processes call it, as a model may lie on the devices of several.
     """
     prompt = document_begin(tokenizer) if prompt is None else prompt
     tokens = sampling.generate(

@@ -34,21 +34,10 @@ class Base:
         self.folder = find(config.model, weights=weights)
         self.is_hugging_face = hugging_face_config(adapters.whole(self.folder)) is not None
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
-        if config.quantize is not None and lora.has_adapters(stored):
-            raise ValueError(
-                f"base={config.base!r}: {config.model} has adapters, and merged with them its "
-                "matrices would be whole: give the model that they adapt, or base='stored'"
-            )
+        _check_quantized(config, stored)
         merged = eqx.filter_eval_shape(lora.merge, stored)
         self.skeleton: Any = reconfigured(merged, config.overrides)
         self._stored_config, self._run = getattr(merged, "config", None), run
-        leaves = jax.tree.leaves(stored, is_leaf=is_quantized)
-        if config.method != "lora" and any(map(is_quantized, leaves)):
-            raise ValueError(
-                f"model={config.model!r} is stored quantised, and quantised matrices are not "
-                "trained: take method='lora', which trains adapters beside them, or the model that "
-                "it was made of"
-            )
         is_sequence = isinstance(self.skeleton, SequenceModel)
         size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:
@@ -100,6 +89,22 @@ class Base:
         is_planned = bool(self._run.config.plan)
         checksum = "" if is_planned else models.weights_checksum(self.folder)
         return Pretrained(self.skeleton, self.load, checksum)
+
+
+def _check_quantized(config: Config, stored: PyTree) -> None:
+    """Refuse to merge adapters into quantised matrices, and to train those."""
+    if config.quantize is not None and lora.has_adapters(stored):
+        raise ValueError(
+            f"base={config.base!r}: {config.model} has adapters, and merged with them its "
+            "matrices would be whole: give the model that they adapt, or base='stored'"
+        )
+    leaves = jax.tree.leaves(stored, is_leaf=is_quantized)
+    if config.method != "lora" and any(map(is_quantized, leaves)):
+        raise ValueError(
+            f"model={config.model!r} is stored quantised, and quantised matrices are not trained: "
+            "take method='lora', which trains adapters beside them, or the model that it was made "
+            "of"
+        )
 
 
 def _check_lengths(config: Config, model: Any) -> None:
