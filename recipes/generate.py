@@ -92,6 +92,9 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     chat = Chat(tokenizer, config.system) if config.chat else None
     prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
+    if chat is not None:
+        for text in filter(str.strip, config.prompts[:1]):
+            chat.check(text)  # before the model is read
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
     check_finite(model, folder)

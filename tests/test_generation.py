@@ -250,9 +250,8 @@ def test_an_interrupt_ends_an_answer(
     ended = contextlib.nullcontext() if is_typed else pytest.raises(KeyboardInterrupt)
     with ended:
         run(capsys, folder, "hi", "--chat")
-    assert len(asked) == (3 if is_typed else 1)
-    if is_typed:  # the next turn knows what there is of the answer
-        assert asked[1].endswith("<|bot|>well<|end|><|user|>more<|end|><|bot|>")
+    # The next turn knows what there is of the answer.
+    assert asked == (["hi", "hiwellmore", "hiwellmorewellbye"] if is_typed else ["hi"])
 
 
 def test_only_runs_are_said_to_resume(capsys: Any, monkeypatch: pytest.MonkeyPatch):

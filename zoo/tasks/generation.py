@@ -160,10 +160,13 @@ class Chat:
         Raises:
             ValueError: the template refuses the conversation, or fails on it.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.template.encode(messages).tolist()
-        self.messages = messages
+        ids = self.check(text)
+        self.messages.append({"role": "user", "content": text})
         return ids
+
+    def check(self, text: str) -> list[int]:
+        """What `ask` would return, or the error that it would raise, without asking."""
+        return self.template.encode([*self.messages, {"role": "user", "content": text}]).tolist()
 
     def hear(self, text: str) -> None:
         """Keep the assistant's answer."""
