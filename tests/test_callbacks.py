@@ -543,6 +543,7 @@ def test_only_trained_weights_are_averaged(tmp_path):
     assert not np.allclose(average.model.head, state.model.head)
 
 
+@pytest.mark.slow
 def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
     base = low()
     options = {"pretrained": base, "trainable": only_norms, "make_model": lambda key, model: model}

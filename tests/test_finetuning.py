@@ -577,14 +577,19 @@ def fake_hub(monkeypatch, tmp_path):
     return here
 
 
-def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
+def serve(folder):
     sizes = transformer.Config(320, d_model=32, num_layers=1, num_heads=2)
     model = transformer.Transformer(sizes, key=jax.random.key(0))
-    zoo.save(tmp_path / "served", cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    zoo.save(folder, cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    return model
+
+
+@pytest.mark.slow
+def test_plans_of_hub_models_say_what_there_is(tune, tmp_path, capsys, fake_hub):
+    model = serve(tmp_path / "served")
     with pytest.raises(SystemExit) as ended:
         tune("--model=someone/model", "--plan=cpu:1", "--lora.rank=2", "--accumulate=1")
     assert ended.value.code == 0
-    assert not list(fake_hub.glob("*.safetensors*"))
     output = " ".join(capsys.readouterr().out.split())
     adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
     frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
@@ -597,15 +602,18 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
     assert f"optimizer {size(2 * 4 * adapters + 8)}" in output
 
 
-def test_plans_that_do_not_fit_advise_the_recipe_s_own_flag(tune, monkeypatch):
+def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_hub):
+    serve(tmp_path / "served")
     too_large = SimpleNamespace(memory=SimpleNamespace(fits=False))
     advised = []
     monkeypatch.setattr(planned, "make_estimate", lambda job, target: too_large)
     monkeypatch.setattr(planned.report, "show", lambda estimate: None)
     monkeypatch.setattr(planned, "show_suggestion", lambda estimate, flag: advised.append(flag))
     with pytest.raises(SystemExit):
-        tune("--plan=cpu:1")
-    assert advised == ["--remat"]
+        tune("--model=someone/model", "--plan=cpu:1")
+    assert (fake_hub / "config.json").exists()
+    assert not list(fake_hub.glob("*.safetensors*"))
+    assert advised == ["--remat"]  # the flag that this recipe has
 
 
 def lora_of(model):
