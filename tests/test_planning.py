@@ -281,7 +281,7 @@ def test_a_token_uses_the_adapters_of_its_own_experts():
 
     one = 2 * (config.d_model + config.hidden_size)
     assert per_token("blocks.mlp.w_up") - per_token() == 6 * config.num_layers * 2 * one
-    assert flops.per_token(zoo.mlp.MLP(zoo.mlp.Config(in_size=4), key=KEY), 16) is None
+    assert flops.per_token(zoo.mlp.MLP(zoo.mlp.Config(in_size=4, out_size=2), key=KEY), 16) is None
 
 
 def test_roofline_matches_hand_calculation():

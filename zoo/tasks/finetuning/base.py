@@ -74,7 +74,8 @@ class Base:
         """
         quantize = self._run.config.quantize
         model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
-        model = model if quantize else merge(self._run, model)
+        if lora.has_adapters(model):  # what else is quantised, or of another dtype, stays so
+            model = _without_adapters(self._run, model)
         check_finite(model, self.folder)
         return reconfigured(model, self._run.config.overrides)
 
@@ -128,6 +129,17 @@ def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
         raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
     tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
+
+
+def _without_adapters(run: Run[Config], model: PyTree) -> PyTree:
+    """The model that `Base.skeleton` outlines, on the run's mesh."""
+
+    @eqx.filter_jit
+    def make(model: PyTree) -> PyTree:
+        model = lora.merge(model)
+        return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
+
+    return make(model)
 
 
 def merge(run: Run[Config], model: PyTree) -> PyTree:
