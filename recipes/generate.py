@@ -26,6 +26,7 @@ import zoo
 from zoo.base import configuration
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from zoo.publishing.adapters import nearest
+from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
 from zoo.runs.run import check_seed
@@ -91,8 +92,12 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     chat = Chat(tokenizer, config.system) if config.chat else None
     prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
+    if chat is not None:
+        for text in filter(str.strip, config.prompts[:1]):
+            chat.check(text)  # before the model is read
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
+    check_finite(model, folder)
     stops = generation.make_stops(model, tokenizer, config.stop)
     if chat is not None:
         print_chat(config, model, tokenizer, chat, stops)
@@ -125,22 +130,33 @@ def print_samples(
 
 
 def print_chat(config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, stops: Stops) -> None:
-    """Print each answer as its tokens come."""
-    stops = stops._replace(ids=(*stops.ids, *chat.end_of_turn()))
+    """Print each answer as its tokens come; Ctrl-C ends an answer."""
+    stops = stops._replace(ids=(*stops.ids, *chat.template.ends_of_turn))
     for turn, text in enumerate(turns(config.prompts)):
         key = jax.random.fold_in(jax.random.key(config.seed), turn)
         [row], steps = generation.stream_texts(
             model, tokenizer, [chat.ask(text)], stops, key=key, **config.sampling
         )
-        for [new] in steps:
-            print(new, end="", flush=True)
-        print(row.end(), flush=True)
+        try:
+            for [new] in steps:
+                print(new, end="", flush=True)
+        except KeyboardInterrupt:  # ends the answer, and at a terminal not the conversation
+            print()
+            if not is_typed():
+                raise
+        else:
+            print(row.end(), flush=True)
         chat.hear(row.text)
+
+
+def is_typed() -> bool:
+    """Whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def turns(given: tuple[str, ...]) -> Iterator[str]:
     """The user's turns: those given, and then the lines of standard input."""
-    typed = sys.stdin is not None and sys.stdin.isatty()
+    typed = is_typed()
     lines = () if typed or sys.stdin is None else sys.stdin
     for text in itertools.chain(given, lines):
         if text := text.strip():

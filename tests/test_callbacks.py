@@ -24,6 +24,7 @@ from test_loop import (
     training,
     without_speed,
 )
+from test_train import low, only_norms, parameters
 
 import zoo
 from zoo import callbacks, losses, mlp, sharding
@@ -540,6 +541,27 @@ def test_only_trained_weights_are_averaged(tmp_path):
     assert average.arrays["model"].table is None
     np.testing.assert_array_equal(average.model.table, state.model.table)
     assert not np.allclose(average.model.head, state.model.head)
+
+
+@pytest.mark.slow
+def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
+    base = low()
+    options = {"pretrained": base, "trainable": only_norms, "make_model": lambda key, model: model}
+    average, norms = callbacks.Average(0.9), callbacks.Norms(every=1)
+    state, _ = fit(config(tmp_path, steps=2, mesh="fsdp=2"), average, norms, **options)
+    before, after, averaged = map(parameters, (base, state.model, average.model))
+    trained = {name for name in before if name.endswith("scale")}
+    assert 0 < len(trained) < len(before)
+    for name, array in averaged.items():
+        assert array.dtype == after[name].dtype == ("float32" if name in trained else "bfloat16")
+        assert np.array_equal(array, before[name]) == (name not in trained), name
+    last = json.loads((tmp_path / "run" / "norms.jsonl").read_text().splitlines()[-1])
+    measured = {re.sub(r"blocks\.\d+", "blocks", name) for name in last if "norms/" in name}
+    assert measured == {f"norms/{name}" for name in trained}
+    # The placement table has the dtypes that they are held in.
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    dtypes = {row[0]: row[2] for row in rows if row and row[0] in before}
+    assert dtypes == {name: str(x.dtype) for name, x in after.items()}
 
 
 def test_unfit_decays_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import losses
 from zoo.data import completions
+from zoo.data.chats import ChatTemplate
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
@@ -129,7 +130,7 @@ CHAT = [
 
 def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
-    template = completions.chat_template(tokenizer)
+    template = ChatTemplate(tokenizer)
     documents = completions.read_chats(path, template, field="messages")
     corpus = completions.tokenize_chats(documents, tokenizer)
     batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
@@ -143,7 +144,7 @@ def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
 def test_chat_template_matches_transformers(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
-    ours = completions.chat_template(tokenizer)
+    ours = ChatTemplate(tokenizer)
     for prompt in (False, True):
         expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
         assert ours(CHAT, add_generation_prompt=prompt) == expected
@@ -159,7 +160,7 @@ def test_chat_template_matches_transformers(tokenizer, tmp_path):
 )
 def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
-    template = completions.chat_template(tokenizer)
+    template = ChatTemplate(tokenizer)
     with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
         completions.read_chats(path, template, field="messages")
 
@@ -171,6 +172,6 @@ def test_templates_are_sandboxed_and_may_refuse(tokenizer):
     ):
         tokenizer.config["chat_template"] = source
         with pytest.raises(ValueError, match=message):
-            completions.chat_template(tokenizer)(CHAT, add_generation_prompt=False)
+            ChatTemplate(tokenizer)(CHAT, add_generation_prompt=False)
     with pytest.raises(ValueError, match="has no chat template"):
-        completions.chat_template(ByteTokenizer())
+        ChatTemplate(ByteTokenizer())

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -17,7 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
 import zoo
-from zoo import finetuning, rnn, transformer
+from zoo import finetuning, language, rnn, transformer
+from zoo.data.documents import help_topics
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.nn.parameters import cast
@@ -59,11 +61,18 @@ def write_lines(path, *records):
     return path
 
 
-def test_report_compares_before_and_after(tune, capsys):
-    run_dir = tune("--method=full", "--optimizer.learning-rate=0.01")
+def test_full_finetuning_on_completions(tune, tmp_path, capsys, shared):
+    pairs = [{"question": f"{i} ", "answer": f"is {i}"} for i in range(60)]
+    path = write_lines(tmp_path / "rows.jsonl", *pairs)
+    flags = ("--data.format=completions", "--data.prompt=question", "--data.completion=answer")
+    flags += (f"--data.files={path}", "--method=full", "--optimizer.learning-rate=0.01")
+    run_dir = tune(*flags, "--freeze", "embedding.*", "blocks.mlp.*")
+    assert read_metrics(run_dir / "metrics.jsonl")[1]["tokens"] < 8 * 32 * 0.8
+    # The report compares before and after.
     output = capsys.readouterr().out
     assert "--- a sample before ---" in output
-    assert "--- a sample after ---" in output
+    shown = output.split("--- a sample after ---\n")[1]
+    assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
     first, *_, last = [r for r in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in r]
     assert (first["step"], last["step"]) == (0, 8)
     assert f"eval_loss {first['eval_loss']:14.4f}{last['eval_loss']:10.4f}".split() == next(
@@ -71,6 +80,11 @@ def test_report_compares_before_and_after(tune, capsys):
     )
     assert last["eval_loss"] < first["eval_loss"]
     assert not (run_dir / "adapters").exists()
+    # What is frozen does not change.
+    base, model = arrays(zoo.load(shared / "base")), arrays(zoo.load(run_dir))
+    for name, array in model.items():
+        frozen = name.startswith(("embedding", "blocks.mlp."))
+        assert np.array_equal(array, base[name]) == frozen, name
 
 
 @pytest.mark.slow
@@ -83,24 +97,6 @@ def test_saved_adapters_reproduce_the_model(tune, shared):
     again = tune("--model", str(run_dir / "adapters"), run_dir=run_dir.parent / "again")
     before = read_metrics(again / "metrics.jsonl")[0]["eval_loss"]
     assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
-
-
-def test_frozen_parameters_do_not_change(tune, shared):
-    run_dir = tune("--method=full", "--freeze", "embedding.*", "blocks.mlp.*")
-    base, model = arrays(zoo.load(shared / "base")), arrays(zoo.load(run_dir))
-    for name, array in model.items():
-        frozen = name.startswith(("embedding", "blocks.mlp."))
-        assert np.array_equal(array, base[name]) == frozen, name
-
-
-def test_finetuning_on_completions(tune, tmp_path, capsys):
-    pairs = [{"question": f"{i} ", "answer": f"is {i}"} for i in range(60)]
-    path = write_lines(tmp_path / "rows.jsonl", *pairs)
-    flags = ("--data.format=completions", "--data.prompt=question", "--data.completion=answer")
-    run_dir = tune(*flags, f"--data.files={path}", "--method=full")
-    assert read_metrics(run_dir / "metrics.jsonl")[1]["tokens"] < 8 * 32 * 0.8
-    shown = capsys.readouterr().out.split("--- a sample after ---\n")[1]
-    assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
 
 
 @pytest.mark.slow
@@ -397,7 +393,7 @@ def test_a_finetuned_folder_says_what_its_base_says(chatty):
     assert dtypes == [{"bfloat16"}] * 2
     assert zoo.load(model).config.eos_ids == (2, 5)
     # The recipe's sample is the chat, and ends with the answer.
-    assert printed.endswith("--- a sample after ---\nwho?a zoo\n")
+    assert printed.endswith("--- a sample after ---\nwho?\na zoo\n")
 
 
 @pytest.mark.slow
@@ -427,6 +423,14 @@ def test_both_stop_at_the_same_token(chatty):
     with torch.no_grad():
         logits = theirs(tokens).logits.numpy()
     np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
+
+
+def test_answers_in_samples_begin_a_line(monkeypatch):
+    answer = lambda model, prompts, **options: [[*prompts[0], *b"a zoo"]]
+    monkeypatch.setattr("zoo.decoding.sampling.generate", answer)
+    options = {"num_tokens": 5, "seed": 0, "prompt": [*b"who? \n"]}
+    assert language.sample(None, ByteTokenizer(), **options) == "who? \na zoo"
+    assert language.sample(None, ByteTokenizer(), **options, on_new_line=True) == "who?\na zoo"
 
 
 @pytest.fixture
@@ -460,7 +464,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
     template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     text = chat_run(template, CHAT, CHAT)
     assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
-    monkeypatch.setattr(finetuning, "datetime", Tomorrow)
+    monkeypatch.setattr("zoo.tasks.finetuning.data.datetime", Tomorrow)
     assert chat_run(template, CHAT, CHAT).fingerprint == text.fingerprint
 
 
@@ -539,12 +543,19 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):
+    adapted = zoo.lora.adapt(zoo.load(shared / "base"), zoo.lora.Config(), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=shared / "base")
+    with pytest.raises(ValueError, match=r"base='int8': .*adapters has adapters, and merged with"):
+        tune(f"--model={tmp_path / 'adapters'}", "--base=int8")
+
+
 def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     model = transformer.Transformer(
         transformer.Config(64, d_model=16, num_layers=1, num_heads=2), key=jax.random.key(0)
     )
     zoo.save(tmp_path / "small", model)
-    with pytest.raises(ValueError, match=r"257, and .*small a vocab_size of 64"):
+    with pytest.raises(ValueError, match=r"257 ids, and .*small a vocab_size of 64"):
         tune(f"--model={tmp_path / 'small'}")
     with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
         tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
@@ -553,14 +564,17 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
     with pytest.raises(PublishError, match="is a run that has not finished"):
         tune(f"--model={tmp_path / 'unfinished'}")
-    with pytest.raises(ValueError, match=r"rank=4.*method='full' has no adapters"):
+    with pytest.raises(ValueError, match=r"^lora.rank=4: method='full' has no adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
+    for more in ({}, {"method": "lora", "label": "kind"}):
+        with pytest.raises(ValueError, match=r"adapter_format='peft': no adapters are saved with"):
+            finetuning.Config(run_dir=tmp_path, steps=1, adapter_format="peft", **more)
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
 
 
 def test_default_data_is_python_help():
-    documents = zoo.finetuning.help_topics()
+    documents = help_topics()
     found = {document.name: document.text for document in documents}
     assert "Assignment statements" in found["assignment"]
     assert sum(map(len, found.values())) > 200_000
@@ -575,7 +589,7 @@ def fake_hub(monkeypatch, tmp_path):
     client = pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
     here = tmp_path / "cache"
 
-    def snapshot_download(name, allow_patterns, ignore_patterns):
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
         assert name == "someone/model"
         here.mkdir(exist_ok=True)
         for path in (tmp_path / "served").iterdir():
@@ -587,14 +601,19 @@ def fake_hub(monkeypatch, tmp_path):
     return here
 
 
-def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
+def serve(folder):
     sizes = transformer.Config(320, d_model=32, num_layers=1, num_heads=2)
     model = transformer.Transformer(sizes, key=jax.random.key(0))
-    zoo.save(tmp_path / "served", cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    zoo.save(folder, cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    return model
+
+
+@pytest.mark.slow
+def test_plans_of_hub_models_say_what_there_is(tune, tmp_path, capsys, fake_hub):
+    model = serve(tmp_path / "served")
     with pytest.raises(SystemExit) as ended:
         tune("--model=someone/model", "--plan=cpu:1", "--lora.rank=2", "--accumulate=1")
     assert ended.value.code == 0
-    assert not list(fake_hub.glob("*.safetensors*"))
     output = " ".join(capsys.readouterr().out.split())
     adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
     frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
@@ -605,6 +624,20 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, capsys, fake_hub):
     assert f"trained parameters {size(4 * adapters)} {adapters:,}, fp32 masters, " in output
     assert f"adapters' {adapters:,} frozen parameters {size(2 * frozen)} {frozen:,}, bf16" in output
     assert f"optimizer {size(2 * 4 * adapters + 8)}" in output
+
+
+def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_hub):
+    serve(tmp_path / "served")
+    too_large = SimpleNamespace(memory=SimpleNamespace(fits=False))
+    advised = []
+    monkeypatch.setattr(planned, "make_estimate", lambda job, target: too_large)
+    monkeypatch.setattr(planned.report, "show", lambda estimate: None)
+    monkeypatch.setattr(planned, "show_suggestion", lambda estimate, flag: advised.append(flag))
+    with pytest.raises(SystemExit):
+        tune("--model=someone/model", "--plan=cpu:1")
+    assert (fake_hub / "config.json").exists()
+    assert not list(fake_hub.glob("*.safetensors*"))
+    assert advised == ["--remat"]  # the flag that this recipe has
 
 
 def lora_of(model):
@@ -634,7 +667,7 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
 
     monkeypatch.setattr(planned, "make_job", lambda *x: jobs.append(make_job(*x)) or jobs[-1])
     monkeypatch.setattr(CompiledStep, "__call__", step)
-    monkeypatch.setattr(finetuning, "save", lambda *_: sys.exit())
+    monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_: sys.exit())
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
     # A checkpoint under way holds a copy of what is trained, for a moment.

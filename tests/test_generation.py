@@ -1,18 +1,22 @@
 """zoo.tasks.generation: prompts, stops and chats as tokens; `recipes.generate --chat` with them."""
 
+import contextlib
 import io
 import logging
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 import tyro
 from helpers import drawn_rnn
 
 import zoo
-from recipes import generate
+from recipes import finetune, generate
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from zoo.runs.command_line import cli
 from zoo.tasks import generation
 from zoo.tasks.generation import Chat, Continuation, Stops
 
@@ -156,7 +160,7 @@ def test_a_chat_grows_by_its_template(tokenizer: BPETokenizer):
 )
 def test_the_end_of_a_turn_is_found(template: str, name: str | None):
     tokenizer = make_tokenizer(template)
-    found = Chat(tokenizer).end_of_turn()
+    found = Chat(tokenizer).template.ends_of_turn
     assert found == (() if name is None else (id_of(tokenizer, name),))
 
 
@@ -204,6 +208,62 @@ def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: p
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert [*generate.turns(("hi",))] == ["hi", "and you?"]
     assert capsys.readouterr().out == "> hi\n\n"
+
+
+def test_damaged_models_are_named(folder: Path, tokenizer: BPETokenizer, tmp_path: Path):
+    model = zoo.load(folder)
+    table = model.embedding.weight.at[1, 2].set(jnp.nan)
+    damaged = eqx.tree_at(lambda m: m.embedding.weight, model, table)
+    zoo.save(tmp_path / "model", damaged, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"model: embedding.weight has a NaN or an infinity"):
+        generate.main(generate.Config(str(tmp_path / "model"), ("hi",)))
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_an_interrupt_ends_an_answer(
+    is_typed: bool, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+    inputs = iter(["more", "bye"])
+
+    def ask(_: str) -> str:
+        if (text := next(inputs, None)) is None:
+            raise EOFError
+        return text
+
+    def stream_texts(model: Any, tokenizer: Any, prompts: Any, stops: Any, **_: Any) -> Any:
+        asked.append(tokenizer.decode(prompts[0]))
+        row = Continuation(tokenizer, prompts[0], stops)
+
+        def steps() -> Any:
+            for token in ids_of(tokenizer, "well"):
+                yield [row.add(token)]
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+
+        return [row], steps()
+
+    monkeypatch.setattr(generation, "stream_texts", stream_texts)
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin", io.StringIO("more\nbye\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: is_typed)
+    ended = contextlib.nullcontext() if is_typed else pytest.raises(KeyboardInterrupt)
+    with ended:
+        run(capsys, folder, "hi", "--chat")
+    # The next turn knows what there is of the answer.
+    assert asked == (["hi", "hiwellmore", "hiwellmorewellbye"] if is_typed else ["hi"])
+
+
+def test_only_runs_are_said_to_resume(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["recipe"])
+    for config, message in ((generate.Config, "stopped"), (finetune.Config, "the same command")):
+        with pytest.raises(SystemExit):
+            cli(config, interrupted, "recipes.x")
+        shown = capsys.readouterr().err
+        assert (message in shown, "command" in shown) == (True, config is finetune.Config)
 
 
 @pytest.mark.parametrize(

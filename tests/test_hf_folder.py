@@ -642,7 +642,8 @@ def test_hub_ids_are_downloaded_and_cached(tmp_path: Path):
     server.shutdown()
     server.server_close()
     assert planned.startswith("planned ShapeDtypeStruct(")
-    assert planned.endswith(") config.json")  # and none of the weights
+    # What text is read and written by, and none of the weights.
+    assert planned.endswith(") additional_chat_templates config.json")
     assert served == "loaded Transformer"
     assert missing.startswith("refused 'someone/missing' is no folder here")
     assert f"{endpoint} gave" in missing

@@ -38,6 +38,7 @@ from zoo.training.step import make_train_step
 
 TEXTS = Path(__file__).parent / "golden" / "hlo"
 MiB = 2**20
+KEY = jax.random.key(0)
 
 
 def job(rows=8, seq=16, mesh="fsdp=8", **changes):
@@ -248,10 +249,9 @@ def test_memory_estimate_matches_the_compiler():
 
 def traced_flops(wanted, policy=None):
     """FLOPs without a compile."""
-    args = {"key": jax.random.key(0), "mesh": None}
     with remat.overridden(policy):
-        state = abstract_state(wanted.training.make_model, wanted.training.optimizer, **args)
-        step = make_train_step(wanted.training.loss_fn, wanted.training.optimizer, precision="fp32")
+        state = wanted.training.skeleton(jax.random.key(0), mesh=None)
+        step = wanted.training.step(mesh=None, precision="fp32")
         return flops.count(step.trace(state, wanted.batch).jaxpr)
 
 
@@ -272,6 +272,49 @@ def test_flops_count_loops_and_branches():
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
     assert flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4)))) == (7 + 2) * 2 * 4**3
+
+
+EXPERTS = {"attention": "xla", "causal": False, "mlp": "swiglu", "num_experts": 4}
+
+
+def test_products_of_experts_are_counted_on_any_mesh():
+    wanted = job(model=EXPERTS)
+    found = traced_flops(wanted)
+    assert found == pytest.approx(wanted.training.flops_per_token * wanted.tokens)
+    done = jax.jit(lambda x: x).lower(1.0).compile()  # in place of a step's program
+    sharded = dataclasses.replace(wanted, mesh="fsdp=2,tensor=4")
+    estimate = make_estimate(sharded, targets.parse("cpu:8"), compiled=done)
+    assert estimate.flops == found
+
+
+@pytest.mark.parametrize("model", [{"attention": "xla", "causal": False}, EXPERTS])
+def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
+    sizes, target = small_config(num_layers=3, **model), targets.parse("cpu:8")
+    if "num_experts" in model:  # whose adapters are merged, a product that the maths does not need
+        only = {"lora": zoo.lora.Config(rank=2, targets=("blocks.attention.*",))}
+    else:
+        only = {"lora": zoo.lora.Config(rank=2)}
+    config = command.Config(model="", target="", method="lora", seq_len=16, batch_size=8, **only)
+    skeleton = eqx.filter_eval_shape(make_transformer(num_layers=3, **model), KEY)
+    planned_job = command.make_job(config, skeleton, target)
+    useful = planned_job.training.flops_per_token
+    assert traced_flops(planned_job) == pytest.approx(useful * 8 * 16)
+    assert useful < 0.85 * transformer.num_flops_per_token(sizes, 16)
+
+
+def test_a_token_uses_the_adapters_of_its_own_experts():
+    config = small_config(mlp="swiglu", num_experts=4, experts_per_token=2)
+
+    def per_token(*targets):
+        adapters = zoo.lora.Config(rank=2, targets=("blocks.attention.*", *targets))
+        make = lambda key: zoo.lora.adapt(
+            transformer.Transformer(config, key=key), adapters, key=key
+        )
+        return flops.per_token(eqx.filter_eval_shape(make, KEY), 16)
+
+    one = 2 * (config.d_model + config.hidden_size)
+    assert per_token("blocks.mlp.w_up") - per_token() == 6 * config.num_layers * 2 * one
+    assert flops.per_token(zoo.mlp.MLP(zoo.mlp.Config(in_size=4, out_size=2), key=KEY), 16) is None
 
 
 def test_roofline_matches_hand_calculation():

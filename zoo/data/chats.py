@@ -70,21 +70,16 @@ class ChatTemplate:
         return (text, False) if found is None else (text[: found.end(1)], True)
 
     @functools.cached_property
-    def end_of_turn(self) -> int | None:
-        """The id of the special token with which the template ends an answer, if there is one."""
+    def ends_of_turn(self) -> tuple[int, ...]:
+        """The id of the special token with which the template ends an answer, if it shows one."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        if self.has_marks:
-            text = self._render(messages, False, lambda text: text)
-        else:
+        try:
             text = self(messages, add_generation_prompt=False)
+        except ValueError:  # it refuses the plainest of conversations
+            return ()
         found = self._ends.search(text)
-        return None if found is None else self.tokenizer.tokenizer.token_to_id(found[1])
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: the end of turn, and the tokenizer's ends of text."""
-        turn = () if self.end_of_turn is None else (self.end_of_turn,)
-        return tuple(dict.fromkeys([*turn, *self.tokenizer.eos_ids]))
+        end = None if found is None else self.tokenizer.tokenizer.token_to_id(found[1])
+        return () if end is None else (end,)
 
     @functools.cached_property
     def _ends(self) -> re.Pattern[str]:

@@ -7,7 +7,6 @@ one by one, as a prompt is in generation, and a chat is tokenized as a whole.
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,8 @@ def _marked(messages: list[Message], template: ChatTemplate) -> list[list[Part]]
     if not parts:
         raise ValueError("the chat template marks no part of it by {% generation %}")
     end, ended = template.answer(rest)
-    if (
-        ended and not template.answer(parts[-1][0])[1]
-    ):  # a model that is not taught the end of turn never stops
-        parts.append((end, True))
+    if ended and not template.answer(parts[-1][0])[1]:
+        parts.append((end, True))  # a model that is not taught the end of a turn never stops
     return [parts]
 
 
@@ -201,11 +198,3 @@ def _tokenize(
             all_counted.append(counted)
             num_bytes += sum(len(text.encode()) for text, counts in parts if counts)
     return Corpus.from_arrays(arrays, vocab_size, num_bytes, names, all_counted, framed)
-
-
-def chat_template(tokenizer: Tokenizer, now: datetime | None = None) -> ChatTemplate:
-    """The tokenizer's own chat template, as a function `(messages, add_generation_prompt=…)`.
-
-    `now` is the time that it may write; None is the time of each call.
-    """
-    return ChatTemplate(tokenizer, now)

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import equinox as eqx
+import jax
 import numpy as np
 import tyro
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
-from zoo import sharding, transformer
+from zoo import sharding
 from zoo.base.configuration import check, require
 from zoo.base.files import local_path
 from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
-from zoo.planning import published, report
+from zoo.planning import flops, published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
@@ -154,18 +156,20 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
     rows = config.batch_size or sharding.num_batch_parts(mesh) * config.accumulate
     check_batch_size(rows, mesh, config.accumulate)
     is_full = config.method == "full"
-    known = isinstance(model, transformer.Transformer) and is_full
+
+    def make_model(key: Key[Array, ""], model: PyTree) -> PyTree:
+        return model if is_full else lora.adapt(model, config.lora, key=key)
+
+    trained = eqx.filter_eval_shape(make_model, jax.random.key(0), model)
     training = Training(
-        make_model=lambda key, model: model if is_full else lora.adapt(model, config.lora, key=key),
+        make_model=make_model,
         pretrained=Pretrained(model, load=_nothing),
         trainable=None if is_full else lora.trainable,
         loss_fn=losses.next_token,
         optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
         data=TokenRows(rows, config.seq_len),
         evaluate=lambda model, whole: {},  # nothing is trained
-        flops_per_token=transformer.num_flops_per_token(model.config, config.seq_len)
-        if known
-        else None,
+        flops_per_token=flops.per_token(trained, config.seq_len),
     )
     return Job(
         training=training,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zoo import sharding
 from zoo.data.plans import batch_shapes
@@ -116,16 +117,7 @@ def make_estimate(
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     began = time.monotonic()
-    with remat.overridden(job.remat):
-        state = job.training.skeleton(jax.random.key(0), mesh=mesh, rules=rules)
-        step = job.training.step(
-            mesh=mesh,
-            rules=rules,
-            precision=job.precision,
-            accumulate=job.accumulate,
-            clip_norm=job.clip_norm,
-        )
-        traced = step.trace(state, job.batch)
+    state, traced = _trace(job, mesh, rules)
     compiled, refusal = (compiled, "") if compiled else _compile(traced, quick)
     text = "" if compiled is None else compiled.as_text()
     program = None if compiled is None else hlo.read(text)
@@ -137,13 +129,36 @@ def make_estimate(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         parameters=count(state.model, job.training.trainable),
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
-        flops=flops.count(traced.jaxpr),
+        flops=_flops(job, traced),
         traffic=collectives.memory_traffic(program) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
         unknown_loops=collectives.unknown_loops(program) if program else [],
         compile_seconds=time.monotonic() - began,
         text=text,
     )
+
+
+def _trace(
+    job: Job, mesh: Mesh | None, rules: sharding.Rules | None = None
+) -> tuple[TrainState, Any]:
+    """The skeleton of the state, and the step on it."""
+    with remat.overridden(job.remat):
+        state = job.training.skeleton(jax.random.key(0), mesh=mesh, rules=rules)
+        step = job.training.step(
+            mesh=mesh,
+            rules=rules,
+            precision=job.precision,
+            accumulate=job.accumulate,
+            clip_norm=job.clip_norm,
+        )
+        return state, step.trace(state, job.batch)
+
+
+def _flops(job: Job, traced: Any) -> float:
+    """FLOPs of a step; experts on a mesh are counted as one device would compute them all."""
+    if flops.has_local_parts(traced.jaxpr):
+        _, traced = _trace(job, None)
+    return flops.count(traced.jaxpr)
 
 
 def _compile(traced: Any, quick: bool) -> tuple[Any, str]:

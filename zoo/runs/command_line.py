@@ -12,6 +12,7 @@ import tyro
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.processes import RunError
+from zoo.runs.run import Config
 
 T = TypeVar("T")
 
@@ -21,15 +22,19 @@ def cli(config_class: type[T], main: Callable[[T], object], module: str) -> None
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec and spec.name == f"zoo.{module}":  # the wheel has the recipes there
         module = spec.name
-    with cli_errors():
+    is_run = issubclass(config_class, Config)
+    left = (
+        "left at once; the same command resumes from the last checkpoint" if is_run else "stopped"
+    )
+    with cli_errors(left):
         main(tyro.cli(config_class, prog=f"python -m {module}"))
 
 
 @contextlib.contextmanager
-def cli_errors() -> Iterator[None]:
+def cli_errors(left: str = "stopped") -> Iterator[None]:
     """Within, an error that the user can mend is shown as its message alone, and ends the program.
 
-    ZOO_TRACEBACK=1 shows where it came from.
+    ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`.
     """
     try:
         yield
@@ -42,5 +47,5 @@ def cli_errors() -> Iterator[None]:
         print("\n".join(lines) + "\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("left at once; the same command resumes from the last checkpoint", file=sys.stderr)
+        print(left, file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None

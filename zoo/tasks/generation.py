@@ -160,19 +160,14 @@ class Chat:
         Raises:
             ValueError: the template refuses the conversation, or fails on it.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.template.encode(messages).tolist()
-        self.messages = messages
+        ids = self.check(text)
+        self.messages.append({"role": "user", "content": text})
         return ids
+
+    def check(self, text: str) -> list[int]:
+        """What `ask` would return, or the error that it would raise, without asking."""
+        return self.template.encode([*self.messages, {"role": "user", "content": text}]).tolist()
 
     def hear(self, text: str) -> None:
         """Keep the assistant's answer."""
         self.messages.append({"role": "assistant", "content": text})
-
-    def end_of_turn(self) -> tuple[int, ...]:
-        """The special token by which the template ends an answer, if it shows one."""
-        try:
-            end = self.template.end_of_turn
-        except ValueError:  # it refuses the plainest of conversations
-            return ()
-        return () if end is None else (end,)

@@ -176,21 +176,26 @@ def sample(
     seed: int,
     prompt: Sequence[int] | None = None,
     stop_tokens: Sequence[int] | None = None,
+    on_new_line: bool = False,
 ) -> str:
     """Text from a model, where it lies, after a prompt, or from the beginning of a document.
 
-    It ends with one of the `stop_tokens`, the model's own if not given. All processes call it, as a
-    model may lie on the devices of several.
+    It ends with one of the `stop_tokens`, the model's own if not given; `on_new_line` puts a line
+    break after the prompt. All processes call it, as a model may lie on the devices of several.
     """
+    prompt = document_begin(tokenizer) if prompt is None else prompt
     tokens = sampling.generate(
         model,
-        [document_begin(tokenizer) if prompt is None else prompt],
+        [prompt],
         max_new_tokens=num_tokens,
         temperature=0.7,
         stop_tokens=stop_tokens,
         key=jax.random.key(seed),
     )
-    return tokenizer.decode(tokens[0])
+    if not on_new_line:
+        return tokenizer.decode(tokens[0])
+    given, new = tokens[0][: len(prompt)], tokens[0][len(prompt) :]
+    return f"{tokenizer.decode(given).rstrip()}\n{tokenizer.decode(new)}"
 
 
 def document_begin(tokenizer: Tokenizer) -> list[int]:

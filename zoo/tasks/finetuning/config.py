@@ -1,0 +1,153 @@
+"""The fields of fine-tuning, and the defaults of its methods."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zoo.base.configuration import added, may_differ, require
+from zoo.base.files import local_path
+from zoo.data import text
+from zoo.nn.attention import Implementation
+from zoo.nn.quantized import Kind
+from zoo.nn.remat import Policy
+from zoo.publishing import adapters
+from zoo.runs.run import Config as RunConfig
+from zoo.tasks import language
+from zoo.training import optimizers
+from zoo.wrappers.classifier import Pooling
+from zoo.wrappers.lora import Config as LoraConfig
+
+
+@dataclass(frozen=True)
+class Data(text.Source):
+    """Text to fine-tune on, in the tokens of the model's own tokenizer."""
+
+    format: Literal["text", "completions", "chats"] = "text"
+    """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
+    by the tokenizer's own template, in which the assistant's answers count."""
+    prompt: str = "prompt"
+    """Field of a prompt."""
+    completion: str = "completion"
+    """Field of its completion."""
+    messages: str = "messages"
+    """Field of a chat's messages, each with a role and a content."""
+    tokenizer: str = ""
+    """bytes, or a path to tokenizer.json, where the model's folder has none."""
+
+
+# Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
+LEARNING_RATES = {"full": 3e-4, "lora": 1e-3}
+WEIGHT_DECAYS = {"full": 0.01, "lora": 0.0}
+
+
+@dataclass(frozen=True)
+class Optimizer(optimizers.Config):
+    """An optimizer whose rate and decay are those of the method, where none are given."""
+
+    learning_rate: float | None = None  # type: ignore[assignment]
+    """Peak learning rate; if not given, 3e-4 for method full, and 1e-3 for lora."""
+    weight_decay: float | None = None  # type: ignore[assignment]
+    """Decoupled weight decay, on matrices only; if not given, 0.01 for full, and 0 for lora."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is None or self.weight_decay is None:
+            self.completed("full", {})
+        else:
+            super().__post_init__()
+
+    def completed(self, method: str, stored: Mapping[str, Any]) -> "Optimizer":
+        """The same with numbers: those of the stored run, or else those of the method."""
+        defaults = {"learning_rate": LEARNING_RATES, "weight_decay": WEIGHT_DECAYS}
+        missing = {name: x for name, x in defaults.items() if getattr(self, name) is None}
+        numbers = {name: stored.get(name, x[method]) for name, x in missing.items()}
+        return dataclasses.replace(self, **numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
+
+    model: str = "lm-python"
+    """Model to begin with: a name on the shelf, a run's folder, a model's or one of adapters, which
+    are merged, or a hub id."""
+    method: Literal["full", "lora"] = "full"
+    """Train the parameters themselves, or adapters of low rank beside them."""
+    base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
+    """Format of the matrices that adapters are trained beside: as they are stored, or quantised to
+    8 bits (int8) or to 4 (int4, nf4)."""
+    freeze: tuple[str, ...] = ()
+    """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
+    label: str | None = None
+    """Field of --data that holds a row's label: puts a new head on the model, which classifies."""
+    pooling: Pooling = "auto"
+    """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
+    decoder, which has seen the others, and the mean of an encoder."""
+    sample_tokens: int = may_differ(128)
+    """Tokens of the samples at the end."""
+    sample_every: int | None = may_differ(None)
+    """Steps between samples during training, which samples.jsonl keeps."""
+    remat: Policy | None = may_differ(None)
+    """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full; that
+    of the stored model if not given."""
+    dropout: float | None = added(None)
+    """Rate of dropout in training; that of the stored model if not given."""
+    attention: Implementation | None = may_differ(None)
+    """Attention kernel: auto, chunked, xla, or cudnn; that of the stored model if not given."""
+    scan_layers: bool | None = may_differ(None)
+    """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
+    lora: LoraConfig = LoraConfig()
+    adapter_format: adapters.Format = added("zoo")
+    """Format in which the trained adapters are saved; PEFT's is peft."""
+    data: Data = Data()
+    optimizer: optimizers.Config = Optimizer()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        local_path(self.model, "model")
+        language.check_sample_tokens(self.sample_tokens)
+        language.check_sample_every(self.sample_every, label=self.label)
+        require(
+            self.method != "lora" or not self.freeze,
+            f"freeze={self.freeze}: method='lora' trains nothing but adapters",
+        )
+        fields = dataclasses.asdict(self.lora).items() - dataclasses.asdict(type(self).lora).items()
+        require(
+            self.method == "lora" or not fields,
+            f"{', '.join(f'lora.{name}={x!r}' for name, x in sorted(fields))}: "
+            f"method={self.method!r} has no adapters; give --method lora too",
+        )
+        require(
+            self.adapter_format == "zoo" or (self.method == "lora" and not self.label),
+            f"adapter_format={self.adapter_format!r}: no adapters are saved with "
+            f"method={self.method!r} and label={self.label!r}; leave it out",
+        )
+        require(
+            self.method == "lora" or self.base == "stored",
+            f"base={self.base!r}: quantised matrices are not trained; take method='lora', which "
+            "trains adapters beside them, or base='stored'",
+        )
+
+    def completed(self, stored: Mapping[str, Any]) -> "Config":
+        """The configuration with the numbers of its optimizer."""
+        if not isinstance(self.optimizer, Optimizer):
+            return self
+        optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
+        return dataclasses.replace(self, optimizer=optimizer)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The given values of fields of the model's own configuration."""
+        names = ("remat", "dropout", "attention", "scan_layers")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def quantize(self) -> Kind | None:
+        """The kind that the base's matrices are quantised in."""
+        return None if self.base == "stored" else self.base
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self.data.batch_size

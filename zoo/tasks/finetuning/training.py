@@ -1,0 +1,139 @@
+"""Fine-tuning itself, and what it saves and shows."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from jaxtyping import PyTree
+
+from zoo.data import text
+from zoo.data.chats import ChatTemplate
+from zoo.publishing import adapters, models, token_ids
+from zoo.runs import loop
+from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.flags import Chosen
+from zoo.runs.metrics import read_metrics
+from zoo.runs.run import Run
+from zoo.tasks import classification, language
+from zoo.tasks.finetuning.base import Base, merge
+from zoo.tasks.finetuning.config import Config
+from zoo.tasks.finetuning.data import sample_prompt
+from zoo.tasks.finetuning.trained import prepare, trainable
+from zoo.training.description import Training
+from zoo.wrappers import lora
+
+
+def train(run: Run[Config], base: Base, data: text.Text) -> None:
+    """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
+    config, prompt = run.config, sample_prompt(data)
+    ends = answer_ends(config, base) if config.data.format != "text" else None
+    training = _from_base(
+        language.training(
+            run, config.optimizer, data, lambda key, model: prepare(config, model, key)
+        ),
+        config,
+        base,
+    )
+    language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
+    sample_of = lambda model: language.sample(  # noqa: E731
+        model,
+        data.tokenizer,
+        num_tokens=config.sample_tokens,
+        seed=config.seed,
+        prompt=prompt,
+        stop_tokens=ends,
+        on_new_line=config.data.format == "chats",
+    )
+    chosen = Chosen(run, save=saver(run, base))
+    more = []
+    if config.sample_every is not None:
+        more.append(Samples(lambda x: sample_of(merge(run, x)), every=config.sample_every))
+    state, after = loop.fit(run, training, [*chosen.callbacks, *more])
+    model, after = chosen.published(state), chosen.metrics(after)
+    model = save(run, base, model, {**after, "steps": int(state.step)})
+    del state, chosen, more  # and the optimizer's, whose room the model of before takes
+    before = read_metrics(run.folder / "metrics.jsonl")[0]
+    run.say(_compare(before, after))
+    published = base.load()
+    for when, shown in (("before", published), ("after", model)):
+        run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
+
+
+def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
+    """Fine-tune a model under a head for the classes of labelled rows; judge and save it."""
+    config = run.config
+    make_model = lambda key, model: prepare(config, model, key, len(data.classes))  # noqa: E731
+    training = classification.training(run, config.optimizer, data, make_model)
+    # No format but the zoo's has this head, and without it adapters are of no use.
+    plain = classification.saver(base.tokenizer)
+    as_stored = lambda model: base.as_stored(merge(run, model))  # noqa: E731
+    save = lambda folder, model, metrics: plain(folder, as_stored(model), metrics)  # noqa: E731
+    classification.train(run, _from_base(training, config, base), save=save)
+
+
+def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
+    """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
+    if lora.has_adapters(model):
+        adapters.save_adapters(
+            run.folder / "adapters",
+            model,
+            base=run.config.model,
+            format=run.config.adapter_format,
+            tokenizer=base.tokenizer,
+        )
+        run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+    if run.config.quantize is not None:
+        run.say(
+            f"the merged model has the {run.config.base} base's matrices as they were trained "
+            "beside, dequantised: it is as large as without --base"
+        )
+    merged = merge(run, model)
+    saver(run, base)(run.folder / "model", merged, metrics)
+    run.say(f"the model is in {run.folder / 'model'}")
+    return merged
+
+
+def saver(run: Run[Config], base: Base) -> Save:
+    """A function that saves a model, merged, in its base's format with its metrics.
+
+    A model of chats ends its texts with the end of a turn as well.
+    """
+    more = answer_ends(run.config, base) if run.config.data.format == "chats" else ()
+    return lambda folder, model, metrics: models.save(
+        folder,
+        token_ids.with_more_ends(base.as_stored(merge(run, model)), more),
+        format="hf" if base.is_hugging_face else "zoo",
+        tokenizer=base.tokenizer,
+        metrics=metrics,
+        like=base.folder,
+    )
+
+
+AnyTraining = TypeVar("AnyTraining", bound=Training)
+
+
+def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
+    """The same training, of a model that there is, in full or in part."""
+    remat = getattr(base.skeleton.config, "remat", None)
+    return dataclasses.replace(
+        training,
+        pretrained=base.pretrained,
+        trainable=trainable(config),
+        remat=remat,
+        remat_flag="--remat",
+    )
+
+
+def answer_ends(config: Config, base: Base) -> tuple[int, ...]:
+    """The tokens that end a completion, or in a chat the assistant's turn."""
+    ends = token_ids.choose_eos_ids(base.skeleton.config, base.tokenizer)
+    turns = ChatTemplate(base.tokenizer).ends_of_turn if config.data.format == "chats" else ()
+    return tuple(dict.fromkeys([*ends, *turns]))
+
+
+def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
+    lines = [f"{'held out':18}{'before':>16}{'after':>16}"]
+    return "\n".join(
+        lines + [f"{name:18}{before[name]:16.4f}{value:16.4f}" for name, value in after.items()]
+    )
