@@ -73,7 +73,47 @@ def some_slow(names, *slow: str) -> list:
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "conv1d", "patterns", "some_layers"))
+def sums_of_peft(name: str) -> dict[str, np.ndarray]:
+    """The modules' weights with PEFT's adapters, by the formulas and the files alone."""
+    folder = GOLDEN / "peft" / name
+    values = json.loads((folder / CONFIG).read_text())
+    weights = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    found = {}
+    for key, down in tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            continue
+        prefix = key.removesuffix("lora_A.weight")
+        module = prefix.removeprefix("base_model.model.").removesuffix(".")
+        alpha = values["alpha_pattern"].get(module.rpartition(".")[2], values["lora_alpha"])
+        rank = len(down)
+        scale = alpha / (rank**0.5 if values["use_rslora"] else rank)
+        weight = weights[f"{module}.weight"]
+        added = scale * tensors[f"{prefix}lora_B.weight"] @ down
+        total = weight + (added.T if values["fan_in_fan_out"] else added)
+        if values["use_dora"]:
+            inputs = 0 if values["fan_in_fan_out"] else 1
+            length = np.linalg.norm(total, axis=inputs)
+            factor = tensors[f"{prefix}lora_magnitude_vector"] / length
+            total = total * np.expand_dims(factor, inputs)
+        found[f"{module}.weight"] = total
+    return {**weights, **found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_peft_are_merged_by_its_formulas(name: str, tmp_path: Path):
+    merged = lora.merge(zoo.load(opened(name, tmp_path / "adapters")))
+    zoo.save(tmp_path / "merged", merged, format="hf")
+    written = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    before = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
+    wanted = sums_of_peft(name)
+    assert written.keys() == wanted.keys()
+    assert sum(np.abs(wanted[key] - before[key]).max() > 0.1 for key in wanted) >= 3
+    for key, value in wanted.items():
+        np.testing.assert_allclose(written[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, *(name for name in CASES if name != "plain")))
 def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     golden = np.load(GOLDEN / "peft" / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"])
@@ -258,7 +298,7 @@ FORMATS = ("zoo", "peft")
 @pytest.fixture(params=some_slow(FORMATS, "peft"))
 def saved(request, tmp_path: Path):
     """A base, and a folder of adapters of it."""
-    base = drawn_transformer()
+    base = drawn_transformer(vocab_size=ByteTokenizer().vocab_size)
     zoo.save(tmp_path / "base", base, tokenizer=ByteTokenizer())
     adapted = drawn(base, lora.Config(rank=2))
     zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format=request.param)
@@ -281,6 +321,20 @@ def test_another_base_of_the_same_shape_is_refused(saved):
         zoo.load_adapters(folder / "a", parameters.cast(other, dtype))
         with pytest.raises(PublishError, match=r"its blocks\..* has other values"):
             zoo.load_adapters(folder / "a", parameters.cast(far, dtype))
+
+
+def test_another_base_of_adapters_of_peft_is_refused(tmp_path: Path):
+    base = drawn_transformer(num_layers=1)
+    zoo.save(tmp_path / "base", base)
+    adapted = drawn(base, lora.Config(rank=1, targets=("*.wq",)))
+    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format="peft")
+    assert lora.has_adapters(zoo.load(tmp_path / "a"))
+    far = jax.tree.map(lambda x: x[..., ::-1] if eqx.is_array(x) else x, base)
+    with pytest.raises(PublishError, match=r"its blocks\.attention\.wq has other values"):
+        zoo.load_adapters(tmp_path / "a", far)
+    zoo.save(tmp_path / "base", eqx.tree_at(lambda m: m.final_norm.scale, base, jnp.ones(32)))
+    with pytest.raises(PublishError, match=r"base has other weights than the model of that"):
+        zoo.load(tmp_path / "a")
 
 
 def test_adapters_without_a_checksum_open(saved):
