@@ -138,7 +138,13 @@ def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32", optimizer
     return base, state, found
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+MLP_AND_SLOW_ONES = [
+    pytest.param(family, id=family.name, marks=[] if family.name == "mlp" else pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", MLP_AND_SLOW_ONES)
 def test_training_changes_only_adapters(family):
     base, state, found = train(family)
     assert found[-1] < found[0]
@@ -159,13 +165,7 @@ def test_training_changes_only_adapters(family):
     assert all(name.endswith(ADAPTER) for name in moments)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, id=family.name, marks=[] if family.name == "mlp" else pytest.mark.slow)
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", MLP_AND_SLOW_ONES)
 def test_mesh_training_matches_and_shards_adapters(family):
     mesh = zoo.make_mesh("data=2,fsdp=2,tensor=2")
     _, alone, losses_alone = train(family)
@@ -419,6 +419,7 @@ def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatc
     assert {(24, 32), (24, 16), (32, 24), (24, 40), (40, 24)} <= full
 
 
+@pytest.mark.slow
 def test_a_step_costs_two_thirds_of_a_full_one():
     config = zoo.transformer.Config(vocab_size=64, d_model=256, num_layers=2, num_heads=4)
     make = lambda key: zoo.transformer.Transformer(config, key=key)

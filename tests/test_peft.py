@@ -120,7 +120,8 @@ def test_adapters_of_peft_are_merged_by_its_formulas(name: str, tmp_path: Path):
         np.testing.assert_allclose(written[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, *(name for name in CASES if name != "plain")))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     golden = np.load(GOLDEN / "peft" / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"])
