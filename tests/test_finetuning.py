@@ -89,12 +89,14 @@ def test_full_finetuning_on_completions(tune, tmp_path, capsys, shared):
 
 @pytest.mark.slow
 def test_saved_adapters_reproduce_the_model(tune, shared):
-    run_dir = tune()
+    # In bf16 a product with the sum of two matrices is rounded otherwise than the sum of products.
+    run_dir = tune("--precision=fp32")
     model = zoo.load(run_dir)  # a run's folder stands for its model
     adapted = zoo.load_adapters(run_dir / "adapters", zoo.load(shared / "base"))
     np.testing.assert_allclose(adapted(TOKENS), model(TOKENS), atol=1e-5)
     assert np.abs(model(TOKENS) - zoo.load(shared / "base")(TOKENS)).max() > 1e-4
-    again = tune("--model", str(run_dir / "adapters"), run_dir=run_dir.parent / "again")
+    flags = ("--precision=fp32", "--model", str(run_dir / "adapters"))
+    again = tune(*flags, run_dir=run_dir.parent / "again")
     before = read_metrics(again / "metrics.jsonl")[0]["eval_loss"]
     assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
 
@@ -501,15 +503,22 @@ def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [["--lora.targets", "q_porj"], ["--lora.targets", "embed_tokens", "--adapter-format=peft"]],
+    ("flags", "message"),
+    [
+        (["--lora.targets", "q_porj"], "'q_porj' matches no matrix"),
+        # Which the zoo's own format has.
+        (
+            ["--lora.targets", "embedding.weight", "--adapter-format=peft"],
+            "no family of Hugging Face's has such a model",
+        ),
+    ],
 )
-def test_targets_are_checked_before_the_text_is_read(flags, tune, monkeypatch):
+def test_targets_are_checked_before_the_text_is_read(flags, message, tune, monkeypatch):
     def read_text(*arguments, **options):
         pytest.fail("the text was read")
 
     monkeypatch.setattr(finetuning, "read_text", read_text)
-    with pytest.raises((ValueError, PublishError), match=r"matches no matrix|no adapters on embed"):
+    with pytest.raises((ValueError, PublishError), match=message):
         tune(*flags)
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 
 import equinox as eqx
@@ -13,8 +14,11 @@ from helpers import (
     as_subclass,
     assert_trees_close,
     copy,
+    drawn_model,
     drawn_transformer,
     equations,
+    labelled_batch,
+    make_mlp,
     make_rnn,
     make_transformer,
     token_batch,
@@ -23,7 +27,7 @@ from helpers import (
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import ensemble, lora, losses, mlp, sharding
+from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
 from zoo.nn import parameters
 from zoo.nn.precision import matmul
@@ -35,7 +39,14 @@ from zoo.training.loss_values import call_loss
 
 CONFIG = lora.Config(rank=4, alpha=8.0)
 KEY = jax.random.key(0)
+forward = eqx.filter_jit(lambda model, x: model(x))
 ADAPTER = (".down", ".up")
+
+
+@functools.cache
+def begun(family):
+    """A family's model as it begins."""
+    return eqx.filter_jit(family.make_model(0.0))(KEY)
 
 
 def drawn(model, seed=0, config=CONFIG):
@@ -76,17 +87,17 @@ def test_adapted_mlp_matches_its_formula():
 def test_merged_adapters_equal_applied_ones(family, remat):
     if remat == "full" and family.name != "transformer":
         pytest.skip("once is enough")
-    plain = family.make_model(0.0)(KEY)
+    plain = begun(family)
     if remat == "full":
-        plain = make_transformer(remat="full", tie_embeddings=True)(KEY)
+        plain = eqx.filter_jit(make_transformer(remat="full", tie_embeddings=True))(KEY)
     model = drawn(plain)
     merged = lora.merge(model)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
     batch = jax.tree.map(jnp.asarray, family.make_batch(2, 8, 0))
     inputs = batch["inputs"] if "inputs" in batch else batch["tokens"]
-    applied = eqx.filter_jit(lambda model, x: model(x))(model, inputs)
-    np.testing.assert_allclose(applied, merged(inputs), atol=1e-5)
-    assert np.abs(applied - plain(inputs)).max() > 1e-2  # and they do something
+    applied = forward(model, inputs)
+    np.testing.assert_allclose(applied, forward(merged, inputs), atol=1e-5)
+    assert np.abs(applied - forward(plain, inputs)).max() > 1e-2  # and they do something
 
 
 def test_stacked_matrices_are_merged_per_layer():
@@ -111,7 +122,7 @@ def test_bf16_adapters_merge_in_fp32():
 def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32", optimizer=None):
     optimizer = optimizer or optax.adamw(1e-2, mask=zoo.optimizers.matrices)
     options = {"mesh": mesh, "trainable": lora.trainable}
-    base = family.make_model(0.0)(KEY)
+    base = begun(family)
     state = zoo.init_state(
         lambda key, model: lora.adapt(model, config, key=key),
         optimizer,
@@ -127,7 +138,13 @@ def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32", optimizer
     return base, state, found
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+MLP_AND_SLOW_ONES = [
+    pytest.param(family, id=family.name, marks=[] if family.name == "mlp" else pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", MLP_AND_SLOW_ONES)
 def test_training_changes_only_adapters(family):
     base, state, found = train(family)
     assert found[-1] < found[0]
@@ -148,7 +165,7 @@ def test_training_changes_only_adapters(family):
     assert all(name.endswith(ADAPTER) for name in moments)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", MLP_AND_SLOW_ONES)
 def test_mesh_training_matches_and_shards_adapters(family):
     mesh = zoo.make_mesh("data=2,fsdp=2,tensor=2")
     _, alone, losses_alone = train(family)
@@ -177,14 +194,11 @@ def adapters_of(axes):
 
 def test_bf16_adapters_match_merged_weights():
     family = FAMILIES[0]
-    model = drawn(family.make_model(0.0)(KEY))
-    batch = family.make_batch(8, 16, 0)
+    model, batch = drawn(begun(family)), family.make_batch(8, 16, 0)
     evaluate = zoo.make_eval_step(family.loss, precision="bf16")
     applied = evaluate(model, batch)[1]["loss"]
-    merged, plain = (
-        zoo.make_eval_step(family.loss, precision="bf16")(x, batch)[1]["loss"]
-        for x in (lora.merge(model), lora.base(model))
-    )
+    evaluate = zoo.make_eval_step(family.loss, precision="bf16")
+    merged, plain = (evaluate(x, batch)[1]["loss"] for x in (lora.merge(model), lora.base(model)))
     np.testing.assert_allclose(applied, merged, rtol=1e-3)
     assert abs(applied - plain) > 20 * abs(applied - merged)
 
@@ -198,7 +212,7 @@ def test_targets_are_chosen_by_path():
     chosen = lora.Config(targets=("*.wq", "head.*"))
     assert lora.targets(model, chosen) == ["blocks.attention.wq", "head.weight"]
     adapted = lora.adapt(model, chosen, key=KEY)
-    np.testing.assert_array_equal(adapted(TOKENS), model(TOKENS))
+    np.testing.assert_array_equal(forward(adapted, TOKENS), forward(model, TOKENS))
     with pytest.raises(ValueError, match=r"targets='blocks.mpl.\*' matches no matrix; those are"):
         lora.adapt(model, lora.Config(targets=("blocks.mpl.*",)), key=KEY)
     tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
@@ -236,12 +250,12 @@ def test_adapters_save_and_load_separately(saved):
         assert arrays(model).keys() == arrays(adapted).keys()
         for name, array in arrays(adapted).items():
             np.testing.assert_array_equal(arrays(model)[name], array)
-        np.testing.assert_array_equal(model(TOKENS), adapted(TOKENS))
+        assert jax.tree.structure(model) == jax.tree.structure(adapted)
     mesh = zoo.make_mesh("fsdp=2,tensor=2")
     sharded = zoo.load(folder / "adapters", mesh=mesh)
     for path, where in arrays_of(sharding.shardings(sharded, mesh)).items():
         assert arrays(sharded)[path].sharding.is_equivalent_to(where, arrays(sharded)[path].ndim)
-    np.testing.assert_allclose(sharded(TOKENS), adapted(TOKENS), atol=1e-4)
+    np.testing.assert_allclose(forward(sharded, TOKENS), forward(adapted, TOKENS), atol=1e-4)
 
 
 def test_mismatched_adapters_are_refused(saved):
@@ -405,6 +419,7 @@ def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatc
     assert {(24, 32), (24, 16), (32, 24), (24, 40), (40, 24)} <= full
 
 
+@pytest.mark.slow
 def test_a_step_costs_two_thirds_of_a_full_one():
     config = zoo.transformer.Config(vocab_size=64, d_model=256, num_layers=2, num_heads=4)
     make = lambda key: zoo.transformer.Transformer(config, key=key)
@@ -418,17 +433,17 @@ def test_a_step_costs_two_thirds_of_a_full_one():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_lengths_are_those_of_dora(family):
     config = dataclasses.replace(CONFIG, dora=True, rank_stabilized=True)
-    plain = family.make_model(0.0)(KEY)
+    plain = begun(family)
     batch = jax.tree.map(jnp.asarray, family.make_batch(2, 8, 0))
     inputs = batch["inputs"] if "inputs" in batch else batch["tokens"]
-    forward = eqx.filter_jit(lambda model, x: model(x))
-    np.testing.assert_allclose(
-        forward(lora.adapt(plain, config, key=KEY), inputs), plain(inputs), atol=1e-5
-    )
+    expected = forward(plain, inputs)
+    adapted = forward(lora.adapt(plain, config, key=KEY), inputs)
+    np.testing.assert_allclose(adapted, expected, atol=1e-5)
     model = longer(drawn(plain, config=config))
     merged = lora.merge(model)
-    np.testing.assert_allclose(forward(model, inputs), merged(inputs), atol=1e-5)
-    assert np.abs(merged(inputs) - plain(inputs)).max() > 1e-2
+    found = forward(merged, inputs)
+    np.testing.assert_allclose(forward(model, inputs), found, atol=1e-5)
+    assert np.abs(found - expected).max() > 1e-2
     found = [x for x in jax.tree.leaves(model, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
     for node, name in zip(found, lora.config_of(model).targets, strict=True):
         stack = node.down.ndim - node.num_inputs - 1
@@ -454,14 +469,16 @@ def longer(model):
     return jax.tree.map(visit, model, is_leaf=lora.is_adapted)
 
 
-def test_the_norm_of_dora_has_no_gradient():
+@pytest.mark.parametrize("use", ["product", "value"])
+def test_the_norm_of_dora_has_no_gradient(use):
     config = dataclasses.replace(CONFIG, dora=True)
     rng = np.random.default_rng(0)
     layer = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
     node = longer(drawn(layer, config=config)).weight
     x = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
     g = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
-    got = jax.grad(lambda node: (node.times(x) * g).sum())(node)
+    times = (lambda node: node.times(x)) if use == "product" else (lambda node: x @ node.value())
+    got = jax.grad(lambda node: (times(node) * g).sum())(node)
     got, node, x, g = copy((got, node, x, g))
     total = node.weight + 2 * node.down @ node.up
     norm = np.sqrt((total**2).sum(0))
@@ -513,12 +530,99 @@ def test_gradients_on_a_mesh_are_those_of_one_device(axes, kind):
         for each in (None, mesh)
     )
     assert found == pytest.approx(first, rel=1e-5)
-    moved = arrays(lora.adapt(family.make_model(0.0)(KEY), config, key=jax.random.key(9)))
+    moved = arrays(lora.adapt(begun(family), config, key=jax.random.key(9)))
     ups = [name for name in moved if name.endswith((".up", ".magnitude"))]
     assert len(ups) == (14 if config.dora else 7)
     for name in ups:
         assert np.abs(arrays(alone.model)[name] - 0).max() > 0, name
     assert_trees_close(state.model, alone.model, rtol=1e-3, atol=1e-6)
+
+
+def bert_loss(model, batch, key):
+    logits = model(batch["tokens"], mask=batch["weights"] > 0)
+    return *losses.cross_entropy(logits, batch["targets"], batch["weights"])[:2], {}
+
+
+def bert_model():
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 32}
+    return drawn_model(lambda key: bert.BERT(bert.Config(64, **sizes), key=key))
+
+
+def mlp_members():
+    return ensemble.Ensemble(make_mlp(0.0), 4, key=KEY)
+
+
+AGAINST_MERGED = {
+    "accumulate": (drawn_transformer, losses.next_token, "fp32", 2, token_batch),
+    "fp16": (drawn_transformer, losses.next_token, "fp16", 2, token_batch),
+    "bert": (bert_model, bert_loss, "fp32", 1, token_batch),
+    "ensemble": (
+        mlp_members,
+        ensemble.member_loss(losses.classification),
+        "fp32",
+        1,
+        labelled_batch,
+    ),
+}
+
+
+def step_of(model, loss, batch, **options):
+    """The loss of a step, and the gradients, which it takes away from the parameters."""
+    placed = {name: x for name, x in options.items() if name in ("mesh", "trainable")}
+    state = zoo.init_state(lambda key: model, optax.sgd(1.0), key=KEY, **placed)
+    before = copy(state.model)
+    step = zoo.make_train_step(loss, optax.sgd(1.0), clip_norm=None, **options)
+    state, metrics = step(state, batch)
+    assert not metrics["skipped"]
+    after = arrays(copy(state.model))
+    return float(metrics["loss"]), {name: x - after[name] for name, x in arrays(before).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("case", AGAINST_MERGED)
+def test_gradients_are_those_by_the_chain_rule_of_the_merged_model(case, dora, axes):
+    make, loss, precision, accumulate, make_batch = AGAINST_MERGED[case]
+    config = dataclasses.replace(CONFIG, dora=dora)
+    model, batch = longer(drawn(make(), config=config)), make_batch(8, 16)
+    nodes = jax.tree.leaves(copy(model), is_leaf=lora.is_adapted)
+    nodes = [x for x in nodes if lora.is_adapted(x)]
+    wanted_loss, whole = step_of(lora.merge(model), loss, batch, precision="fp32")
+    found_loss, found = step_of(
+        model,
+        loss,
+        batch,
+        precision=precision,
+        accumulate=accumulate,
+        mesh=zoo.make_mesh(axes) if axes else None,
+        trainable=lora.trainable,
+    )
+    rtol = 1e-4 if precision == "fp32" else 0.02
+    assert found_loss == pytest.approx(wanted_loss, rel=rtol)
+    for path, node in zip(lora.config_of(model).targets, nodes, strict=True):
+        stack = node.down.shape[: node.down.ndim - 1 - node.num_inputs]
+        count, flat = int(np.prod(stack)), lambda x, *shape: np.asarray(x).reshape(shape)
+        down = flat(node.down, count, -1, node.rank)
+        up = flat(node.up, count, node.rank, -1)
+        sizes = (count, down.shape[1], up.shape[2])
+        g, total = flat(whole[path], *sizes), flat(node.weight, *sizes) + 2 * down @ up
+        if dora:
+            length = np.linalg.norm(total, axis=1)
+            lengths = (g * total).sum(1) / length
+            g = g * (flat(node.magnitude, count, -1) / length)[:, None]
+        wanted = {"down": 2 * g @ up.swapaxes(1, 2), "up": 2 * down.swapaxes(1, 2) @ g}
+        wanted |= {"magnitude": lengths} if dora else {}
+        for field, value in wanted.items():
+            np.testing.assert_allclose(
+                found[f"{path}.{field}"].reshape(value.shape),
+                value,
+                rtol=0,
+                atol=rtol * np.abs(value).max(),
+                err_msg=f"{path}.{field}",
+            )
+        assert np.abs(wanted["down"]).max() > 0
+        assert not found[f"{path}.weight"].any()
 
 
 def test_dropout_differs_by_layer_and_is_off_without_a_key():
@@ -549,6 +653,38 @@ def test_dropout_differs_by_layer_and_is_off_without_a_key():
         lora.adapt(make_rnn(0.0)(KEY), config, key=KEY)
 
 
+def test_frozen_adapters_have_no_dropout():
+    layer = Linear(jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float32))
+    lower = drawn(layer, config=dataclasses.replace(CONFIG, dropout=0.5))
+    upper = lora.adapt(lower, CONFIG, key=KEY)
+    x = jnp.ones((4, 32))
+    with parameters.dropping_out(KEY):
+        below, above = lower.weight.times(x), upper.weight.times(x)
+    expected = copy(lower.weight.times(x))
+    assert np.abs(below - expected).max() > 1e-2
+    np.testing.assert_array_equal(above, expected)
+
+
+def test_steps_draw_their_own_masks_and_evaluations_none():
+    layer = Linear(jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float32))
+    model = drawn(layer, config=dataclasses.replace(CONFIG, dropout=0.5))
+    batch = {"x": np.ones((8, 32), np.float32)}
+    loss = lambda model, batch, key: ((model(batch["x"]) ** 2).sum(), jnp.float32(8), {})
+    options = {"trainable": lora.trainable}
+    optimizer = optax.sgd(0.0)
+    state = zoo.init_state(lambda key: model, optimizer, key=KEY, **options)
+    exact = float(np.square(batch["x"] @ np.asarray(lora.merge(model).weight)).sum() / 8)
+    step = zoo.make_train_step(loss, optimizer, precision="fp32", **options)
+    evaluate = zoo.make_eval_step(loss, precision="fp32")
+    assert float(evaluate(state.model, batch)[1]["loss"]) / 8 == pytest.approx(exact, rel=1e-4)
+    found = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    assert len({*found, exact}) == 4
+    assert max(abs(x - exact) for x in found) > 0.01 * exact
+
+
 def test_adapters_stand_on_adapters(saved, tmp_path):
     folder, lower = saved
     config = lora.Config(rank=2, targets=("*.wq", "*.w_up"), dora=True)
@@ -563,25 +699,39 @@ def test_adapters_stand_on_adapters(saved, tmp_path):
         for place in ("attention.wq", "mlp.w_up")
         for part in ("down", "up", "magnitude")
     )
-    np.testing.assert_allclose(upper(TOKENS), lora.merge(upper)(TOKENS), atol=1e-4)
+    found, below = forward(upper, TOKENS), forward(lower, TOKENS)
+    np.testing.assert_allclose(found, forward(lora.merge(upper), TOKENS), atol=1e-4)
     assert jax.tree.structure(lora.merge(upper)) == jax.tree.structure(drawn_transformer())
-    assert np.abs(upper(TOKENS) - lower(TOKENS)).max() > 1e-2
-    np.testing.assert_allclose(lora.base(upper)(TOKENS), lower(TOKENS), atol=1e-6)
+    assert np.abs(found - below).max() > 1e-2
+    for path, array in arrays(lower).items():
+        np.testing.assert_array_equal(arrays(lora.base(upper))[path], array, err_msg=path)
     # Saved alone, and opened with the adapters below it.
+    with pytest.raises(PublishError, match=r"has other adapters below .* base=.*base' has none"):
+        zoo.save_adapters(tmp_path / "upper", upper, base=folder / "base")
     zoo.save_adapters(tmp_path / "upper", upper, base=folder / "adapters")
     again = zoo.load(tmp_path / "upper")
     assert jax.tree.structure(again) == jax.tree.structure(upper)
-    np.testing.assert_array_equal(again(TOKENS), upper(TOKENS))
+    np.testing.assert_array_equal(forward(again, TOKENS), found)
+
+
+def on_bf16():
+    """A model in bf16 with adapters in fp32, also on its embedding, which is its head."""
+    base = parameters.cast(drawn_transformer(tie_embeddings=True), jnp.bfloat16)
+    return base, drawn(base, config=lora.Config(rank=4, targets=("embedding.*", "blocks.*")))
 
 
 def test_adapters_in_fp32_on_a_bf16_model_run_outside_of_a_step():
-    base = parameters.cast(drawn_transformer(tie_embeddings=True), jnp.bfloat16)
-    model = drawn(base, config=lora.Config(rank=4, targets=("embedding.*", "blocks.*")))
+    base, model = on_bf16()
     assert model.blocks.mlp.w_up.down.dtype == jnp.float32
     assert model.embedding.weight.down.dtype == jnp.float32
-    exact = lora.merge(parameters.cast(model, jnp.float32))(TOKENS)
-    np.testing.assert_allclose(model(TOKENS), exact, rtol=0.1, atol=0.2)
-    assert np.abs(exact - parameters.cast(base, jnp.float32)(TOKENS)).max() > 1
+    exact = forward(lora.merge(parameters.cast(model, jnp.float32)), TOKENS)
+    np.testing.assert_allclose(forward(model, TOKENS), exact, rtol=0.1, atol=0.2)
+    assert np.abs(exact - forward(parameters.cast(base, jnp.float32), TOKENS)).max() > 1
+
+
+@pytest.mark.slow
+def test_adapters_in_fp32_on_a_bf16_model_generate():
+    _, model = on_bf16()
     prompt = np.asarray(TOKENS)[:, :4]
     tokens = zoo.generate(model, prompt, max_new_tokens=3, temperature=0.0)
     # As without a cache, whose layers are not apart.
@@ -590,21 +740,56 @@ def test_adapters_in_fp32_on_a_bf16_model_run_outside_of_a_step():
         np.testing.assert_array_equal(logits.argmax(-1), tokens[:, 4 + index])
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_an_adapted_head_has_the_same_gradient_in_chunks(name, monkeypatch):
     base = drawn_transformer(tie_embeddings=True)
     config = lora.Config(rank=4, targets=("embedding.weight", "*.wq"))
     model, batch = drawn(base, config=config), jax.tree.map(jnp.asarray, token_batch(2, 8))
     adapters, rest = eqx.partition(model, lora.trainable(model))
 
-    def loss(adapters):
-        return call_loss(losses.next_token, name, eqx.combine(adapters, rest), batch, None)[0]
+    def gradient():
+        loss = lambda x: call_loss(losses.next_token, name, eqx.combine(x, rest), batch, None)[0]
+        return jax.jit(jax.grad(loss))(adapters)
 
-    whole = jax.grad(loss)(adapters)
+    whole = gradient()
     monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 2 * 2 * 64)
-    chunked = jax.grad(loss)(adapters)
+    chunked = gradient()
     assert np.abs(whole.embedding.weight.down).max() > 1e-3
     assert_trees_close(chunked, whole, rtol=1e-4 if name == "fp32" else 0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_every_use_of_an_adapted_matrix_is_one_of_its_value(dora):
+    rng = np.random.default_rng(0)
+    table = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
+    node = longer(drawn(table, config=dataclasses.replace(CONFIG, dora=dora))).weight
+    x, ids = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.asarray([[4, 9], [0, 1]])
+    rows, turned = node.rows(ids), parameters.transposed(node)
+    if not dora:  # the sum is not made
+        assert lora.is_adapted(turned)
+    back = matmul(rows, turned)
+    twice = matmul(x.reshape(1, 3, 6), node, contract=1, dtype=jnp.float32)
+    rows, back, twice, value, x = copy((rows, back, twice, node.value(), x))
+    assert np.abs(value - np.asarray(node.weight)).max() > 0.1
+    np.testing.assert_allclose(rows, value[[[4, 5], [0, 1]]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(back, rows @ value.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(twice[0], x @ value, rtol=1e-4, atol=1e-4)
+    low = node.cast(jnp.bfloat16)
+    assert (low.weight.dtype, low.down.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert not dora or low.magnitude.dtype == jnp.float32
+
+
+def test_draws_are_of_the_matrix_alone():
+    model = drawn_transformer()
+    every, one = (
+        lora.adapt(model, dataclasses.replace(CONFIG, targets=targets), key=KEY).blocks.attention
+        for targets in ((), ("*.wq",))
+    )
+    np.testing.assert_array_equal(every.wq.down, one.wq.down)
+    assert np.abs(every.wq.down - every.wk.down).max() > 0.1
+    wide = lora.adapt(Linear(jnp.zeros((400, 3))), CONFIG, key=KEY).weight
+    assert np.std(wide.down) == pytest.approx(400**-0.5, rel=0.1)
+    np.testing.assert_array_equal(wide.up, 0)
 
 
 class WithForeign(parameters.CastsAtUse):

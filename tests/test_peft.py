@@ -27,6 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in (GOLDEN / "peft").glob("*/golden.npz"))
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = jax.random.key(0)
+merge = eqx.filter_jit(lora.merge)
 TOKENS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
 
 
@@ -69,11 +70,58 @@ def drawn(model, config: lora.Config):
     return jax.tree.map(draw, lora.adapt(model, config, key=KEY), is_leaf=lora.is_adapted)
 
 
+def assert_same(actual, expected) -> None:
+    assert arrays(actual).keys() == arrays(expected).keys()
+    for path, array in arrays(expected).items():
+        np.testing.assert_array_equal(arrays(actual)[path], array, err_msg=path)
+
+
 def some_slow(names, *slow: str) -> list:
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "conv1d", "patterns", "some_layers"))
+def sums_of_peft(name: str) -> dict[str, np.ndarray]:
+    """The modules' weights with PEFT's adapters, by the formulas and the files alone."""
+    folder = GOLDEN / "peft" / name
+    values = json.loads((folder / CONFIG).read_text())
+    weights = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    found = {}
+    for key, down in tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            continue
+        prefix = key.removesuffix("lora_A.weight")
+        module = prefix.removeprefix("base_model.model.").removesuffix(".")
+        alpha = values["alpha_pattern"].get(module.rpartition(".")[2], values["lora_alpha"])
+        rank = len(down)
+        scale = alpha / (rank**0.5 if values["use_rslora"] else rank)
+        weight = weights[f"{module}.weight"]
+        added = scale * tensors[f"{prefix}lora_B.weight"] @ down
+        total = weight + (added.T if values["fan_in_fan_out"] else added)
+        if values["use_dora"]:
+            inputs = 0 if values["fan_in_fan_out"] else 1
+            length = np.linalg.norm(total, axis=inputs)
+            factor = tensors[f"{prefix}lora_magnitude_vector"] / length
+            total = total * np.expand_dims(factor, inputs)
+        found[f"{module}.weight"] = total
+    return {**weights, **found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_peft_are_merged_by_its_formulas(name: str, tmp_path: Path):
+    merged = merge(zoo.load(opened(name, tmp_path / "adapters")))
+    zoo.save(tmp_path / "merged", merged, format="hf")
+    written = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    before = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
+    wanted = sums_of_peft(name)
+    assert written.keys() == wanted.keys()
+    assert sum(np.abs(wanted[key] - before[key]).max() > 0.1 for key in wanted) >= 2
+    for key, value in wanted.items():
+        np.testing.assert_allclose(written[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     golden = np.load(GOLDEN / "peft" / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"])
@@ -92,7 +140,7 @@ def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
 
 
 def test_adapters_of_peft_are_read_onto_meshes_and_in_other_dtypes(tmp_path: Path):
-    folder, mesh = opened("dora", tmp_path / "adapters"), zoo.make_mesh("fsdp=4")
+    folder, mesh = opened("conv1d_dora", tmp_path / "adapters"), zoo.make_mesh("fsdp=4")
     alone, sharded = zoo.load(folder), zoo.load(folder, mesh=mesh)
     leaves = jax.tree_util.tree_leaves_with_path(sharding.shardings(sharded, mesh))
     wanted = {keystr(path): where for path, where in leaves}
@@ -128,12 +176,10 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
     assert values["task_type"] == ("FEATURE_EXTRACTION" if family == "bert" else "CAUSAL_LM")
     assert values["fan_in_fan_out"] == (family == "gpt2")
     again = zoo.load(tmp_path / "adapters")
+    merged, found, before = (arrays(merge(x)) for x in (adapted, again, model))
     for path in config.targets:
-        get = lambda tree: lora.merge(tree).blocks.mlp.w_down
-        if path.endswith("wq"):
-            get = lambda tree: lora.merge(tree).blocks.attention.wq
-        assert np.abs(get(adapted) - get(model)).max() > 0.1
-        np.testing.assert_allclose(get(again), get(adapted), atol=1e-6)
+        assert np.abs(merged[path] - before[path]).max() > 0.1
+        np.testing.assert_allclose(found[path], merged[path], atol=1e-6)
 
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path, monkeypatch):
@@ -258,7 +304,7 @@ FORMATS = ("zoo", "peft")
 @pytest.fixture(params=some_slow(FORMATS, "peft"))
 def saved(request, tmp_path: Path):
     """A base, and a folder of adapters of it."""
-    base = drawn_transformer()
+    base = drawn_transformer(vocab_size=ByteTokenizer().vocab_size)
     zoo.save(tmp_path / "base", base, tokenizer=ByteTokenizer())
     adapted = drawn(base, lora.Config(rank=2))
     zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format=request.param)
@@ -269,7 +315,7 @@ def test_another_base_of_the_same_shape_is_refused(saved):
     folder, base, adapted = saved
     other = eqx.tree_at(lambda m: m.final_norm.scale, base, base.final_norm.scale * 1.01)
     far = jax.tree.map(lambda x: x[..., ::-1] if eqx.is_array(x) else x, base)
-    np.testing.assert_array_equal(zoo.load(folder / "a")(TOKENS), adapted(TOKENS))
+    assert_same(zoo.load(folder / "a"), adapted)
     for dtype in ("bf16", "fp16"):
         assert lora.has_adapters(zoo.load(folder / "a", dtype=dtype))
     for wrong in (other, far):
@@ -283,6 +329,20 @@ def test_another_base_of_the_same_shape_is_refused(saved):
             zoo.load_adapters(folder / "a", parameters.cast(far, dtype))
 
 
+def test_another_base_of_adapters_of_peft_is_refused(tmp_path: Path):
+    base = drawn_transformer(num_layers=1)
+    zoo.save(tmp_path / "base", base)
+    adapted = drawn(base, lora.Config(rank=1, targets=("*.wq",)))
+    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format="peft")
+    assert lora.has_adapters(zoo.load(tmp_path / "a"))
+    far = jax.tree.map(lambda x: x[..., ::-1] if eqx.is_array(x) else x, base)
+    with pytest.raises(PublishError, match=r"its blocks\.attention\.wq has other values"):
+        zoo.load_adapters(tmp_path / "a", far)
+    zoo.save(tmp_path / "base", eqx.tree_at(lambda m: m.final_norm.scale, base, jnp.ones(32)))
+    with pytest.raises(PublishError, match=r"base has other weights than the model of that"):
+        zoo.load(tmp_path / "a")
+
+
 def test_adapters_without_a_checksum_open(saved):
     folder, base, adapted = saved
     is_peft = (folder / "a" / CONFIG).exists()
@@ -294,8 +354,7 @@ def test_adapters_without_a_checksum_open(saved):
         edit_tensors(folder / "b", lambda tensors: None)  # drops the metadata
         (folder / "b" / "checksums.json").unlink()
         assert adapters.base_in(folder / "b").sample == {}
-    opened = zoo.load_adapters(folder / "b", base)
-    np.testing.assert_array_equal(opened(TOKENS), adapted(TOKENS))
+    assert_same(zoo.load_adapters(folder / "b", base), adapted)
 
 
 def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
@@ -317,10 +376,11 @@ def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
         assert asked == [(None, True)]  # nothing is downloaded to save
         assert adapters.base_in(tmp_path / "a").revision == commit
         assert adapters.base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
-        np.testing.assert_array_equal(zoo.load(tmp_path / "a")(TOKENS), adapted(TOKENS))
+        assert_same(zoo.load(tmp_path / "a"), adapted)
         assert asked[-1] == (commit, False)
 
 
+@pytest.mark.slow
 def test_adapters_on_adapters(saved):
     folder, base, first = saved
     second = drawn(zoo.load(folder / "a"), lora.Config(rank=3, targets=("blocks.mlp.*",)))

@@ -21,7 +21,7 @@ from zoo import sharding
 from zoo.base import checksums, configuration
 from zoo.base.files import local_path
 from zoo.nn.quantized import dequantize
-from zoo.publishing import bases, hf, peft, peft_config
+from zoo.publishing import bases, hf, peft, peft_config, peft_writing
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name, family_name, skeleton_of
 from zoo.publishing.folder import (
@@ -81,7 +81,7 @@ def save_adapters(
             origin["weights"] = weights_checksum(base_folder)
         if format == "peft":
             named = {"base_model_name_or_path": name, "revision": revision}
-            peft.write(new, model, config, named, json.dumps(origin))
+            peft_writing.write(new, model, config, named, json.dumps(origin))
         else:
             write_tensors(new and new / WEIGHTS, eqx.filter(model, lora.trainable(model)))
         if new is not None:
@@ -124,7 +124,7 @@ def check_format(format: Format, model: PyTree, config: lora.Config, base: Path 
             f"{base} holds adapters itself, and PEFT's format names a whole model: merge them by "
             "zoo.lora.merge, save the model, and begin with that; or take the zoo's format"
         )
-    peft.check(model, config)
+    peft_writing.check(model, config)
 
 
 def load_adapters(

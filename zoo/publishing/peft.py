@@ -6,15 +6,11 @@ there, is known by the table of its family in `hf`. A module of several matrices
 `c_attn`, has their adapters side by side: its A has the ranks of all of them.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -27,15 +23,13 @@ from zoo.publishing.hf import names as hf_names
 from zoo.publishing.hf.linears import Linear, linears
 from zoo.publishing.hf.names import Layout
 from zoo.publishing.hf.weights import DTYPES, place
-from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, write_file
-from zoo.sharding.axes import keystr
-from zoo.sharding.placement import on_host
+from zoo.publishing.tensors import check_tensors, fill, open_file
 from zoo.wrappers import lora
 
 WEIGHTS = "adapter_model.safetensors"
 METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 _ROOT = "base_model.model."
-_ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
 def is_peft(folder: Path) -> bool:
@@ -55,7 +49,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     }[field]
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
-    tensor = hf_names.Tensor(f"{_ROOT}{linear.module}.{_ENDS[field]}", theirs, part)
+    tensor = hf_names.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, part)
     return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
 
 
@@ -139,7 +133,7 @@ class Opened:
             )
         refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
         if refused and self.options.target_modules != peft_config.ALL_LINEAR:
-            raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
+            raise PublishError(f"{self._where}: {refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
         partly = [
             path
@@ -158,12 +152,12 @@ class Opened:
         for name, linear in self._modules.items():
             for field in self._fields:
                 of_module = layout("", linear, field, self.options.rank(name), self.prefix)
-                found[f"{_ROOT}{name}.{_ENDS[field]}"] = of_module.tensor_shape
+                found[f"{_ROOT}{name}.{ENDS[field]}"] = of_module.tensor_shape
         return found
 
     @property
     def _fields(self) -> list[str]:
-        return [field for field in _ENDS if field != "magnitude" or self.options.use_dora]
+        return [field for field in ENDS if field != "magnitude" or self.options.use_dora]
 
     def _layout(self, name: str) -> Layout:
         path, _, field = name.rpartition(".")
@@ -183,8 +177,8 @@ class Opened:
 
     def _tensor(self, file: Any, name: str) -> np.ndarray:
         """A tensor, of the common rank and for the common scale."""
-        field = next(field for field, end in _ENDS.items() if name.endswith(end))
-        module, rank = name.removeprefix(_ROOT).removesuffix(f".{_ENDS[field]}"), self.config.rank
+        field = next(field for field, end in ENDS.items() if name.endswith(end))
+        module, rank = name.removeprefix(_ROOT).removesuffix(f".{ENDS[field]}"), self.config.rank
         if module not in self._modules:
             linear = next(x for x in self.table.values() if module in x.names(self.prefix))
             return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
@@ -205,98 +199,6 @@ def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) ->
     return prefixes[0]
 
 
-def _refusal(path: str, reason: str) -> str:
+def refusal(path: str, reason: str) -> str:
+    """The beginning of an error about a matrix that PEFT has no adapters of."""
     return f"PEFT's format has no adapters on {path}: {reason}"
-
-
-def write(
-    folder: Path | None, model: PyTree, config: lora.Config, base: dict[str, Any], metadata: str
-) -> None:
-    """Write the adapters of a model, which `config` describes.
-
-    All processes call it, and those without a folder take part in gathering. `base` are the fields
-    of `adapter_config.json` that name the model, `metadata` goes into the header of the weights.
-
-    Raises:
-        PublishError: no family of Hugging Face's has the model, or PEFT no adapters on a matrix.
-    """
-    family, table = linears(model)
-    prefix, modules = family.prefixes[0], _modules(table, config)
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
-    tensors: dict[str, Tensor] = {}
-    for parts in modules:
-        tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
-    if folder is not None:
-        chosen = [next(iter(parts.values())) for parts in modules]
-        values = {
-            **base,
-            **peft_config.fields(config, chosen, table.values(), prefix),
-            "task_type": "CAUSAL_LM" if "LM" in family.architecture else "FEATURE_EXTRACTION",
-        }
-        text = json.dumps(values, indent=2, sort_keys=True)
-        (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-    write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", METADATA: metadata})
-
-
-def check(model: PyTree, config: lora.Config) -> None:
-    """Raise a PublishError if `write` cannot write adapters of a model on these paths."""
-    for parts in _modules(linears(model)[1], config):
-        _check_parts(parts, dora=config.dora)
-
-
-def _check_parts(parts: Mapping[str, Linear], *, dora: bool) -> None:
-    count = next(iter(parts.values())).part[1]
-    if dora and len(parts) < count:
-        raise PublishError(
-            f"PEFT's format has DoRA for all {count} matrices of a module or for none, and here "
-            f"only {', '.join(parts)} would have it; take the zoo's format, or adapt all of them"
-        )
-
-
-def _modules(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
-    """The matrices with adapters, by their paths, of one module after the other."""
-    found: dict[str, dict[str, Linear]] = {}
-    for path in config.targets:
-        if table[path].refusal:
-            raise PublishError(_refusal(path, table[path].refusal) + "; take the zoo's format")
-        found.setdefault(table[path].module, {})[path] = table[path]
-    return [*found.values()]
-
-
-def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict[str, Tensor]:
-    """The tensors of a module's adapters in all layers, given the matrices in it.
-
-    Of several, the ranks are one after the other in A, and B is zero where the rank of one meets
-    the outputs of another; so are both where a matrix has no adapter.
-    """
-    nodes = {linear.part[0]: node for node, linear in parts.values()}
-    count = next(iter(parts.values()))[1].part[1]
-    one = next(iter(nodes.values()))
-    fields = [field for field in _ENDS if getattr(one, field) is not None]
-    places = {
-        (linear.part[0], field): layout(path, linear, field, one.rank, prefix)
-        for path, (_, linear) in parts.items()
-        for field in fields
-    }
-
-    def pieces(field: str, at: Mapping[str, int]) -> Iterator[np.ndarray]:
-        for number in range(count):
-            known = number if number in nodes else min(nodes)
-            found, array = places[known, field], getattr(nodes[known], field)
-            values = found.write(at, on_host(array[found.at(at)]))
-            values = values if number in nodes else np.zeros_like(values)
-            if field == "up":
-                before, after = number * one.rank, (count - 1 - number) * one.rank
-                values = np.pad(values, ((0, 0), (before, after)))
-            yield values
-
-    tensors = {}
-    for field in fields:
-        first = places[min(nodes), field]
-        axis = {"down": 0, "up": 1}.get(field)  # of the rank
-        shape = tuple(n * count if i == axis else n for i, n in enumerate(first.tensor_shape))
-        dtype = np.result_type(*[getattr(node, field).dtype for node in nodes.values()])
-        for name, at in first.names():
-            tensors[name] = Tensor(shape, dtype, partial(pieces, field, at))
-    return tensors
