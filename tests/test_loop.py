@@ -501,10 +501,15 @@ def kill():
     ("how", "step"),
     [
         ("SIGTERM", 6),
-        ("SIGKILL", 30),
         *(
             pytest.param(how, step, marks=pytest.mark.slow)
-            for how, step in (("SIGTERM", 12), ("SIGTERM", 30), ("SIGKILL", 6), ("SIGKILL", 12))
+            for how, step in (
+                ("SIGTERM", 12),
+                ("SIGTERM", 30),
+                ("SIGKILL", 6),
+                ("SIGKILL", 12),
+                ("SIGKILL", 30),
+            )
         ),
     ],
 )

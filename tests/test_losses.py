@@ -123,6 +123,7 @@ def test_zero_weight_nan_is_ignored_in_chunks(
     np.testing.assert_allclose(chunked[1][kept], whole[1][kept], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_chunks_respect_the_logits_limit(monkeypatch: pytest.MonkeyPatch):
     readout, x, targets, weights = readout_and_inputs(vocab=400)
 

@@ -116,6 +116,7 @@ def fit(config, *given):
     return (config.run_dir / "norms.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_resumed_norms_are_those_of_an_unbroken_run(tmp_path: Path):
     watch, parts = Watch(), tmp_path / "parts"
     whole = fit(config(tmp_path / "whole", steps=9), callbacks.Norms(every=3), watch)

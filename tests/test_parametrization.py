@@ -273,6 +273,7 @@ def drift(parametrization: str) -> float:
 # What it is for
 
 
+@pytest.mark.slow
 def test_coordinates_of_an_mlp_stay():
     assert 1 / 1.2 < drift("mup") < 1.2
     assert drift("standard") > 1.5

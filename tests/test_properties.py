@@ -295,7 +295,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", WORLDS)
-@examples(2, 15)
+@examples(1, 15)
 def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))

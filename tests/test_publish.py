@@ -674,9 +674,12 @@ def test_fields_that_can_be_overridden_change_no_parameter():
         shapes = tensors.parameter_shapes(make(config))
         for field in dataclasses.fields(config):
             value = others.get(type(getattr(config, field.name)), 3)
-            value = {"attention": "xla", "remat": "full", "implementation": "scan"}.get(
-                field.name, value
-            )
+            value = {
+                "attention": "xla",
+                "remat": "full",
+                "implementation": "scan",
+                "eos_ids": (3,),
+            }.get(field.name, value)
             try:
                 changed = configuration.changed(config, {field.name: value})
             except ValueError:

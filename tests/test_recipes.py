@@ -162,7 +162,8 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
 BEST = ("--average=0.9", "--keep-best=average/eval_loss", "--patience=1")
 
 
-@pytest.mark.parametrize("name", ["lm", pytest.param("finetune", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lm", "finetune"])
 def test_language_recipes_average_stop_and_sample(name, train, tmp_path, capsys):
     run_dir, flags = tmp_path / "run", (*BEST, "--steps=12", "--eval-every=4", "--sample-every=6")
     if name == "lm":  # which learns nothing, and so is ended
@@ -471,6 +472,7 @@ UNFIT = {
             "--model={tmp}/short",
             "--data.format=completions",
             "--data.files={tmp}/pairs.jsonl",
+            "--data.seq-len=48",
             "--sample-tokens=16",
         ],
         "sample_tokens=16: a sequence of 57 is longer than max_seq_len=56",

@@ -41,6 +41,7 @@ def test_language_models_know_the_ids_that_end_a_text(name):
     assert zoo.load(name).config.eos_ids == (separator,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CARDS.keys() - {"mlp-digits"}))
 def test_language_models_prefer_forward_python(name):
     tokenizer = load_tokenizer(CARDS[name].folder)

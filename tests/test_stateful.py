@@ -404,7 +404,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["centred", pytest.param("batch norm", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_states(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,7 +43,7 @@ def test_a_stored_model_opens(name: str, stored: Path):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("mlp", "finetune") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "mlp" else pytest.param(name, marks=pytest.mark.slow)
         for name in EXPECTED["runs"]
     ],
 )

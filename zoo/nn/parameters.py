@@ -246,7 +246,9 @@ def gather_foreign(model: Tree) -> Tree:
     Their modules do not gather them where they use them, and know no operands. It takes the whole
     model, whose paths the names from outside are for.
     """
-    model = jax.tree.map(lambda x: _value(x) if _is_foreign(x) else x, model, is_leaf=is_operand)
+    if any(map(_is_foreign, jax.tree.leaves(model, is_leaf=is_operand))):
+        to_value = lambda x: _value(x) if _is_foreign(x) else x  # noqa: E731
+        model = jax.tree.map(to_value, model, is_leaf=is_operand)
     if not is_sharding():
         return model
     at_use, mesh = casts_at_use(model), jax.sharding.get_abstract_mesh()

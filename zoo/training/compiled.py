@@ -198,7 +198,8 @@ class Program:
         self._of_batch = [i for i in arrays if i >= num_state]
         rest = [None if is_parameter(x) else x for x in leaves]
 
-        def flat(of_batch: list[Array], of_state: list[Array]) -> list[Array]:
+        # The state's first: JAX names a result's placement as it does that of the first like it.
+        def flat(of_state: list[Array], of_batch: list[Array]) -> list[Array]:
             given = list(rest)
             for places, values in ((self._of_state, of_state), (self._of_batch, of_batch)):
                 for place, value in zip(places, values, strict=True):
@@ -209,7 +210,7 @@ class Program:
             return [x for x in outputs if eqx.is_array(x)]
 
         flat.__name__ = flat.__qualname__ = function.__name__  # the program's, in profiles
-        jitted = jax.jit(flat, donate_argnums=(1,) if donate else ())
+        jitted = jax.jit(flat, donate_argnums=(0,) if donate else ())
         self.traced: jax.stages.Traced = jitted.trace(*self._arguments(leaves))
 
     @functools.cached_property
@@ -224,7 +225,7 @@ class Program:
         return jax.tree.unflatten(self._structure, outputs)
 
     def _arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        return [leaves[i] for i in self._of_batch], [leaves[i] for i in self._of_state]
+        return [leaves[i] for i in self._of_state], [leaves[i] for i in self._of_batch]
 
 
 def _signature(leaves: list[Any], structure: Any) -> tuple:
