@@ -376,8 +376,7 @@ def chatty(request, tune, tmp_path, capsys):
         "--data.tokenizer=",
         "--optimizer.learning-rate=0.02",
         "--steps=60",
-        "--lora.rank=16",
-        "--lora.alpha=32",
+        *(["--lora.rank=16", "--lora.alpha=32"] if request.param == "lora" else []),
     )
     return base, run_dir / "model", capsys.readouterr().out
 
