@@ -37,6 +37,7 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
 SLOW = {
+    "docs/guides/finetuning.md",
     "docs/reference/wrappers.md",
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
 }
