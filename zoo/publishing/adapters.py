@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.base import checksums, configuration
 from zoo.base.files import local_path
+from zoo.nn.quantized import dequantize
 from zoo.publishing import bases, hf, peft, peft_config
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name, family_name, skeleton_of
@@ -102,6 +103,7 @@ def save_adapters(
 def _config_of(model: PyTree) -> lora.Config:
     """The configuration of a model's adapters, after a check that it suffices to make them."""
     config = lora.config_of(model)
+    model = eqx.filter_eval_shape(dequantize, model)  # as its base is stored
     below = eqx.filter_eval_shape(lora.base, model)
     base_skeleton = below if lora.has_adapters(below) else skeleton_of(below)
     skeleton = eqx.filter_eval_shape(lora.adapt, base_skeleton, config, key=jax.random.key(0))

@@ -156,8 +156,10 @@ def fill(
 
         return jax.tree.map(place, made, where)
 
-    is_whole = None if read is None else is_quantized
-    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_whole)
+    def is_made(x: Any) -> bool:  # not so of the base of adapters, which are read alone
+        return read is not None and is_quantized(x) and is_parameter(x.codes)
+
+    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_made)
 
 
 @contextlib.contextmanager
