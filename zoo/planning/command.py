@@ -27,6 +27,7 @@ from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import models
 from zoo.publishing.errors import PublishError
+from zoo.publishing.hf.linears import with_paths
 from zoo.publishing.shelf import find
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
@@ -156,9 +157,10 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
     rows = config.batch_size or sharding.num_batch_parts(mesh) * config.accumulate
     check_batch_size(rows, mesh, config.accumulate)
     is_full = config.method == "full"
+    adapters = config.lora if is_full else with_paths(config.lora, model)
 
     def make_model(key: Key[Array, ""], model: PyTree) -> PyTree:
-        return model if is_full else lora.adapt(model, config.lora, key=key)
+        return model if is_full else lora.adapt(model, adapters, key=key)
 
     trained = eqx.filter_eval_shape(make_model, jax.random.key(0), model)
     training = Training(
