@@ -14,6 +14,7 @@ from benchmarks.peers.common import Precision
 from benchmarks.report import Table
 from benchmarks.timing import PAUSE_SECONDS, Timing, median_ratio
 from zoo import lora, losses, transformer
+from zoo.nn.parameters import cast
 from zoo.nn.precision import native_precision
 from zoo.planning import flops
 
@@ -45,7 +46,8 @@ def measure(options: Options, timing: Timing) -> list[Table]:
     config = transformer.Config(
         vocab_size=512, d_model=options.d_model, num_layers=options.num_layers, num_heads=8
     )
-    model = transformer.Transformer(config, key=jax.random.key(0))
+    # In bf16, as published models are stored.
+    model = cast(transformer.Transformer(config, key=jax.random.key(0)), jnp.bfloat16)
     tokens = jnp.zeros((options.batch_size, options.seq_len), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
     made = {name: _build(adapters, model, options) for name, adapters in METHODS.items()}

@@ -20,8 +20,8 @@ from benchmarks.report import Table
 from zoo import losses, sharding, text
 from zoo.data.loader import batches
 from zoo.decoding.decoder import decoder_of
+from zoo.nn.codes import Kind
 from zoo.nn.precision import native_precision
-from zoo.nn.quantized import Kind
 from zoo.planning import hlo, published, targets
 from zoo.planning.collectives import memory_traffic
 from zoo.publishing import models

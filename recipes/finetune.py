@@ -4,7 +4,7 @@
 
 With no flag it fine-tunes `lm-python`, which was trained on source code alone, on the help texts
 that come with Python, and prints the held-out loss and a sample before and after. Its 200 steps
-take about six minutes on two cores of an AMD EPYC with AVX2.
+take four to six minutes on two cores of an AMD EPYC.
 
     python -m recipes.finetune --model organisation/name --method lora --data 'chats/*.jsonl' \
         --data.format chats --run-dir runs/chat

@@ -94,7 +94,7 @@ def test_repeatedly_killed_runs_match_straight_runs(name, mesh, kills, shared, t
 
 @pytest.mark.parametrize(
     "name",
-    ["lm", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "lm")],
+    [pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_signals_save_and_set_exit_code(name, shared, tmp_path):
     recipe, run_dir = Recipe(name, shared), tmp_path / "run"

@@ -263,7 +263,7 @@ FAMILIES = {
 @pytest.mark.parametrize(
     ("family", "order"),
     [
-        ("mixtral", False),
+        pytest.param("mixtral", False, marks=SLOW),
         *(pytest.param(x, True, marks=SLOW) for x in ("qwen2", "mixtral", "gemma2")),
     ],
 )

@@ -12,15 +12,16 @@ import pytest
 
 import zoo
 from zoo import sharding, transformer
-from zoo.nn import quantized
-from zoo.nn.quantized import NF4, Quantized, dequantize, is_quantized, quantize
+from zoo.nn import codes as codes_module
+from zoo.nn.codes import NF4
+from zoo.nn.quantized import Quantized, dequantize, is_quantized, quantize
 from zoo.publishing import quantizing
 from zoo.publishing.errors import PublishError
 from zoo.publishing.models import skeleton
 from zoo.training import losses
 from zoo.training.state import trained_leaves
 
-KINDS = quantized.KINDS
+KINDS = codes_module.KINDS
 CONFIG = transformer.Config(
     vocab_size=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=2
 )
@@ -64,13 +65,13 @@ def test_values_are_those_of_the_formulas(kind):
 
 def test_packing_keeps_the_codes_of_a_group_together():
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 12, 5)), jnp.uint8)
-    packed = quantized.pack(codes, -2, 4)
+    packed = codes_module.pack(codes, -2, 4)
     assert packed.shape == (2, 6, 5)
     assert packed.dtype == jnp.uint8
     assert packed[0, 0, 0] == codes[0, 0, 0] + 16 * codes[0, 2, 0]
-    np.testing.assert_array_equal(quantized.unpack(packed, -2, 4), codes)
+    np.testing.assert_array_equal(codes_module.unpack(packed, -2, 4), codes)
     # A part of whole groups is packed as it is in the whole.
-    np.testing.assert_array_equal(packed[:, 2:4], quantized.pack(codes[:, 4:8], -2, 4))
+    np.testing.assert_array_equal(packed[:, 2:4], codes_module.pack(codes[:, 4:8], -2, 4))
 
 
 def test_zero_points():
@@ -80,7 +81,7 @@ def test_zero_points():
     plain = quantize(jnp.asarray(matrix(64, 6)), ("embed", "mlp"), "int4", 32)
     q = dataclasses.replace(
         plain,
-        codes=quantized.pack(jnp.asarray(codes), 0, 32),
+        codes=codes_module.pack(jnp.asarray(codes), 0, 32),
         scales=jnp.asarray(scales),
         zeros=jnp.asarray(zeros, jnp.uint8),
     )

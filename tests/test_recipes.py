@@ -103,7 +103,10 @@ POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name == "rnn" else name for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("rnn", "mlp") else name
+        for name in CASES
+    ],
 )
 def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, capsys):
     states, fit = [], loop.fit
@@ -190,6 +193,7 @@ def test_language_recipes_average_stop_and_sample(name, train, tmp_path, capsys)
         train(name, run_dir, *flags, "--average=0.99")
 
 
+@pytest.mark.slow
 def test_classifiers_publish_and_judge_their_average(train, tmp_path, capsys):
     run_dir, flags = tmp_path / "run", (*BEST[:1], "--keep-best=eval_accuracy", "--steps=4")
     train("mlp", run_dir, *flags, "--ensemble=1", "--eval-every=2")
@@ -220,6 +224,7 @@ def test_resuming_with_changed_data_is_refused(train, shared, tmp_path):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_execution_options_may_change_on_resume(train, tmp_path, capsys):
     flags = ("--eval-batches=1", "--data.buckets", "32", "--data.too-long=split")
     train("rnn", tmp_path / "run", *flags, "--steps=2")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from zoo.nn.codes import Kind
 from zoo.nn.parameters import cast
-from zoo.nn.quantized import Kind
 from zoo.publishing.quantizing import quantized_skeleton
 from zoo.transformer.config import Config
 from zoo.transformer.model import Transformer

@@ -20,8 +20,9 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums
 from zoo.base.configuration import check_value
+from zoo.nn.codes import Kind
 from zoo.nn.parameters import is_derived
-from zoo.nn.quantized import Kind, is_quantized
+from zoo.nn.quantized import is_quantized
 from zoo.publishing import adapters, hf, peft, token_ids
 from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.nn.quantized import KINDS, Kind, Quantized, quantize
+from zoo.nn.codes import KINDS, Kind
+from zoo.nn.quantized import Quantized, quantize
 from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.foreign import ANNOTATION, Named

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.nn.codes import Kind
 from zoo.nn.precision import DTYPES
-from zoo.nn.quantized import Kind, Quantized, is_quantized
+from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.quantizing import Read, quantize_parts, quantized_skeleton
 from zoo.sharding.axes import is_parameter, keystr, named_alone

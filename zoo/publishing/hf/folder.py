@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.nn.quantized import Kind
+from zoo.nn.codes import Kind
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
 from zoo.publishing.hf.family import Family

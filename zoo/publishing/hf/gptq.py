@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zoo.nn.quantized import StoredKind
+from zoo.nn.codes import StoredKind
 from zoo.publishing.hf.family import Fields, words
 from zoo.publishing.hf.matrices import FLOATS, Expected, Matrix, Method, Read
 from zoo.publishing.hf.weights import Stored

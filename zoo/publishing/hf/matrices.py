@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zoo.nn.quantized import Quantized, StoredKind, axes_of, pack
+from zoo.nn.codes import StoredKind, pack
+from zoo.nn.quantized import Quantized, axes_of
 from zoo.publishing.hf.family import Fields
 from zoo.publishing.hf.names import Index, Layout, Tensor
 from zoo.publishing.hf.weights import Stored

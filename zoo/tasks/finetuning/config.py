@@ -9,7 +9,7 @@ from zoo.base.configuration import added, may_differ, require
 from zoo.base.files import local_path
 from zoo.data import text
 from zoo.nn.attention import Implementation
-from zoo.nn.quantized import Kind
+from zoo.nn.codes import Kind
 from zoo.nn.remat import Policy
 from zoo.publishing import adapters
 from zoo.runs.run import Config as RunConfig
