@@ -31,10 +31,10 @@ class Options:
 
     precision: Precision = native_precision()
     """Precision of the compute."""
-    num_layers: int = 4
+    num_layers: int = 2
     """Layers of the transformer."""
-    d_model: int = 768
-    """Its width."""
+    d_model: int = 2048
+    """Its width; the rank is small beside it, as beside that of published models."""
     batch_size: int = 8
     """Rows per step."""
     seq_len: int = 128
