@@ -464,3 +464,23 @@ def test_duplicate_orbax_logs_are_hidden(tmp_path, caplog, monkeypatch):
 
 def test_versions_report_the_running_jax():
     assert versions()["jax"] == jax.__version__
+
+
+# --- The command line -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wide:
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Deep:
+    depth: int = 1
+
+
+def test_a_command_line_chooses_among_configurations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["train", "deep", "--depth", "3"])
+    found: list = []
+    cli(Wide | Deep, found.append, "train")
+    assert found == [Deep(3)]

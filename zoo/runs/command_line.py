@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar
 
 import tyro
 
@@ -17,17 +18,22 @@ from zoo.runs.run import Config
 T = TypeVar("T")
 
 
-def cli(config_class: type[T], main: Callable[[T], object], module: str) -> None:
-    """Parse the command line of `python -m module` into a configuration, and run `main` with it."""
+def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: str) -> None:
+    """Parse the command line of `python -m module` into a configuration, and run `main` with it.
+
+    Of a union of configurations the command line names one.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec and spec.name == f"zoo.{module}":  # the wheel has the recipes there
         module = spec.name
-    is_run = issubclass(config_class, Config)
-    left = (
-        "left at once; the same command resumes from the last checkpoint" if is_run else "stopped"
-    )
+    with cli_errors():
+        choices: Any = config_class
+        config: T = tyro.cli(choices, prog=f"python -m {module}")
+    left = "stopped"
+    if isinstance(config, Config):
+        left = "left at once; the same command resumes from the last checkpoint"
     with cli_errors(left):
-        main(tyro.cli(config_class, prog=f"python -m {module}"))
+        main(config)
 
 
 @contextlib.contextmanager
