@@ -123,7 +123,7 @@ def save(
 
 
 def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dict[str, Any]]:
-    """What a saved model takes over from the one that it came from.
+    """The part of a model's description that one made from it takes over.
 
     The contents of `config.json` and `generation_config.json`, both empty if it is the zoo's, and
     the dtype to store each parameter in, by path.

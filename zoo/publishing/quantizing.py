@@ -86,7 +86,7 @@ def _at(matrix: Quantized, part: tuple[slice, ...], shape: tuple[int, ...]) -> t
 
 
 def _as_stored(matrix: Quantized, axes: tuple) -> tuple:
-    """What belongs to the axes of a matrix in the order of its codes' axes, and the reverse."""
+    """One item per axis of a matrix, in the order of its codes' axes; and the reverse."""
     return (*axes[:-2], axes[-1], axes[-2]) if matrix.is_transposed else axes
 
 

@@ -33,7 +33,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Stops(NamedTuple):
-    """What ends a continuation: one of some tokens, or its text coming to one of some texts."""
+    """The ends of a continuation: one of some tokens, or its text coming to one of some texts."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...] = ()
@@ -165,7 +165,7 @@ class Chat:
         return ids
 
     def check(self, text: str) -> list[int]:
-        """What `ask` would return, or the error that it would raise, without asking."""
+        """The result of `ask`, or the error that it would raise, without asking."""
         return self.template.encode([*self.messages, {"role": "user", "content": text}]).tolist()
 
     def hear(self, text: str) -> None:
