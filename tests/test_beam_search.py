@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -121,6 +123,28 @@ def test_surplus_beams_score_minus_infinity(model: Any):
     assert np.isneginf(scores[0, VOCAB:]).all()
 
 
+def test_fewer_best_ones_are_the_first_of_all(model: Any):
+    options: dict = {"max_new_tokens": NEW, "num_beams": 4, "stop_tokens": [2]}
+    every, scores = zoo.beam_search(model, PROMPTS, **options)
+    best, best_scores = zoo.beam_search(model, PROMPTS, num_best=2, **options)
+    assert best == [beams[:2] for beams in every] and best_scores.shape == (3, 2)
+    np.testing.assert_array_equal(best_scores, scores[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_best": 5}, r"num_best=5 from 1 to that"),
+        ({"num_best": 0}, r"num_best=0 from 1 to that"),
+        ({"length_penalty": float("nan")}, r"length_penalty=nan must be a number"),
+    ],
+)
+def test_invalid_options_of_a_search_are_refused(options: dict, message: str):
+    model = MODELS["lstm"]()
+    with pytest.raises(ValueError, match=message):
+        zoo.beam_search(model, PROMPTS, **options)
+
+
 def test_zero_beams_are_refused(model: Any):
     with pytest.raises(ValueError, match="num_beams=0 must be at least 1"):
         zoo.beam_search(model, PROMPTS, num_beams=0)
@@ -139,3 +163,22 @@ def test_rows_may_exceed_the_token_bucket():
     tokens, scores = zoo.beam_search(MODELS["lstm"](), prompts, max_new_tokens=1, num_beams=2)
     assert len(tokens) == len(scores) == 17
     assert tokens[16] == tokens[1] != tokens[2]
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "llama3")), "qwen3"]
+)
+def test_beams_end_as_those_of_transformers(name: str):
+    """The golden file is made by `golden/make_beams_golden.py`."""
+    found = json.loads((GOLDEN / "beams.json").read_text())
+    cases = [case for case in found if case.pop("model") == name]
+    assert len({str(case["tokens"]) for case in cases}) >= 8
+    model = zoo.load(GOLDEN / "hf" / name)
+    for case in cases:
+        prompt, tokens, wanted = (case.pop(name) for name in ("prompt", "tokens", "scores"))
+        [beams], scores = zoo.beam_search(model, [prompt], max_new_tokens=9, **case)
+        np.testing.assert_allclose(scores[0], wanted, atol=2e-5, err_msg=str(case))
+        assert beams == [[*prompt, *new] for new in tokens], case
