@@ -127,7 +127,8 @@ def test_fewer_best_ones_are_the_first_of_all(model: Any):
     options: dict = {"max_new_tokens": NEW, "num_beams": 4, "stop_tokens": [2]}
     every, scores = zoo.beam_search(model, PROMPTS, **options)
     best, best_scores = zoo.beam_search(model, PROMPTS, num_best=2, **options)
-    assert best == [beams[:2] for beams in every] and best_scores.shape == (3, 2)
+    assert best == [beams[:2] for beams in every]
+    assert best_scores.shape == (3, 2)
     np.testing.assert_array_equal(best_scores, scores[:, :2])
 
 

@@ -19,7 +19,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.sampling import Sampling, sample
+from zoo.decoding.drawing import Sampling, sample
 from zoo.nn import parameters
 from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS

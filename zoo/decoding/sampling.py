@@ -7,7 +7,7 @@ continues them, are compiled once per bucket. A model computes in the dtype of i
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
+from zoo.decoding.drawing import Sampling, Seen
 from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
@@ -33,8 +34,15 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    banned_tokens: Sequence[int] = (),
     stop_tokens: Sequence[int] | None = None,
     key: Key[Array, ""] | None = None,
+    logprobs: bool = False,
 ) -> Any:
     """The prompts and up to `max_new_tokens` sampled tokens after each.
 
@@ -44,24 +52,59 @@ def generate(
     configuration if not given, and none if empty.
 
     Temperature 0 is greedy and needs no key. `top_k` keeps the k likeliest tokens, `top_p` the
-    fewest whose probabilities add up to p (Holtzman et al. 2020). A row's tokens depend neither on
-    the other rows nor on the mesh that the model lies on.
+    fewest whose probabilities add up to p (Holtzman et al. 2020), `min_p` those that have p times
+    the probability of the likeliest (Nguyen et al. 2024). A row's tokens depend neither on the
+    other rows nor on the mesh that the model lies on.
+
+    `repetition_penalty` divides the positive logits of all earlier tokens, and multiplies their
+    negative ones (Keskar et al. 2019). Of a token that has come after the prompt,
+    `presence_penalty` is subtracted, and `frequency_penalty` as often as it has come. `logit_bias`
+    is added to the logits of some ids, and `banned_tokens` never come.
+
+    With `logprobs` the result is a pair: the tokens, and the log-probability that the model itself
+    gave each new token, before temperature, penalties and biases, float32[batch, max_new_tokens]
+    (0 behind a stop token), or lists as long as the new tokens.
 
     Raises:
         ValueError: a model that is no decoder, an empty prompt, ids that it does not have, more
             tokens than it has positions, a sampling parameter out of range, or a missing key.
     """
     rows = Rows(model, prompt, max_new_tokens, stop_tokens)
-    sampling = Sampling.checked(temperature, top_k, top_p, key)
-    new = np.zeros((len(rows.prompts), 0), np.int32)
+    sampling = Sampling.checked(
+        temperature,
+        top_k,
+        top_p,
+        key,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        banned_tokens=banned_tokens,
+        vocab_size=rows.decoder.config.vocab_size,
+    )
+    new, logs = np.zeros((2, len(rows.prompts), 0))
     if max_new_tokens > 0:
         with sharding.use(rows.mesh):
-            state = _prefill(rows, sampling)
+            state = _prefill(rows, sampling, logprobs)
             arrays = (for_decoding(rows.decoder), sampling, rows.stops, np.int32(max_new_tokens))
             state = _advance(arrays, state)
         new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
         count = int(state.count)
         new[:, count:] = new[:, count - 1 : count]
+        if state.logprobs is not None:
+            logs = np.asarray(state.logprobs)[: len(rows.prompts), :max_new_tokens]
+    tokens = _joined(rows, prompt, new.astype(np.int32))
+    if not logprobs:
+        return tokens
+    if not isinstance(prompt, list | tuple):
+        return tokens, jnp.asarray(logs, jnp.float32)
+    lengths = [len(whole) - len(ids) for whole, ids in zip(tokens, rows.prompts, strict=True)]
+    return tokens, [line[:n].tolist() for line, n in zip(logs, lengths, strict=True)]
+
+
+def _joined(rows: "Rows", prompt: Prompt, new: np.ndarray) -> Any:
+    """The prompts, each with its new tokens, in the form of the prompts."""
     if isinstance(prompt, list | tuple):
         return [[*p.tolist(), *rows.cut(line)] for p, line in zip(rows.prompts, new, strict=True)]
     return jnp.asarray(np.concatenate([np.stack(rows.prompts), new], axis=1))
@@ -75,6 +118,12 @@ def stream(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    banned_tokens: Sequence[int] = (),
     stop_tokens: Sequence[int] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Iterator[Int[np.ndarray, "batch"]]:
@@ -86,7 +135,19 @@ def stream(
         ValueError: as for `generate`, at the call.
     """
     rows = Rows(model, prompt, max_new_tokens, stop_tokens)
-    sampling = Sampling.checked(temperature, top_k, top_p, key)
+    sampling = Sampling.checked(
+        temperature,
+        top_k,
+        top_p,
+        key,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        banned_tokens=banned_tokens,
+        vocab_size=rows.decoder.config.vocab_size,
+    )
 
     def tokens() -> Iterator[np.ndarray]:
         with sharding.use(rows.mesh):
@@ -177,63 +238,6 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
         raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
 
 
-class Sampling(eqx.Module):
-    """How the next token is drawn; without a temperature it is the likeliest."""
-
-    temperature: Float[Array, ""] | None
-    top_p: Float[Array, ""] | None
-    key: Key[Array, ""] | None
-    top_k: int | None = eqx.field(static=True)
-
-    @staticmethod
-    def checked(
-        temperature: float, top_k: int | None, top_p: float | None, key: Key[Array, ""] | None
-    ) -> "Sampling":
-        """The sampling of these parameters; a ValueError names the one out of range."""
-        if not temperature >= 0:
-            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
-        if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-            raise ValueError(f"top_k={top_k} must be at least 1, and top_p={top_p} in (0, 1]")
-        if temperature == 0:
-            return Sampling(None, None, None, None)
-        if key is None:
-            raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
-        whole = top_p is None or top_p == 1
-        return Sampling(jnp.float32(temperature), None if whole else jnp.float32(top_p), key, top_k)
-
-    def draw(
-        self, logits: Float[Array, "batch vocab"], step: Int[Array, ""]
-    ) -> Int[Array, "batch"]:
-        """One id per row, in the random stream of that step."""
-        if self.temperature is None or self.key is None:
-            return logits.argmax(-1).astype(jnp.int32)
-        key = jax.random.fold_in(self.key, step)
-        return sample(logits, key, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-
-def sample(
-    logits: Float[Array, "batch vocab"],
-    key: Key[Array, ""],
-    *,
-    temperature: float | Float[Array, ""],
-    top_k: int | None = None,
-    top_p: float | Float[Array, ""] | None = None,
-) -> Int[Array, "batch"]:
-    """One token id per row, int32[batch], from logits float32[batch, vocab]."""
-    logits = logits / temperature
-    ids = None
-    if top_k is not None or top_p is not None:
-        # Only those candidates are drawn from; ties fall to the lower id.
-        logits, ids = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
-    if top_p is not None:
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        # A token stays if those before it have not reached p, so at least one does.
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        logits = jnp.where(before < top_p, logits, -jnp.inf)
-    drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
-    return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
-
-
 class _State(eqx.Module):
     """A continuation in progress: `count` tokens per row, the last of which is not yet read."""
 
@@ -241,11 +245,13 @@ class _State(eqx.Module):
     count: Int[Array, ""]
     done: Bool[Array, "batch"]
     cache: PyTree
+    seen: Seen | None = None
+    logprobs: Float[Array, "batch room"] | None = None
 
 
-def _prefill(rows: Rows, sampling: Sampling) -> _State:
+def _prefill(rows: Rows, sampling: Sampling, logprobs: bool = False) -> _State:
     arrays = (rows.decoder, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
-    return _read_prompts(arrays, rows.length, rows.room)
+    return _read_prompts(arrays, rows.length, rows.room, logprobs)
 
 
 @eqx.filter_jit
@@ -255,12 +261,14 @@ def for_decoding(decoder: Decoder) -> Decoder:
 
 
 @eqx.filter_jit
-def _read_prompts(arrays: tuple[Any, ...], length: int, room: int) -> _State:
+def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> _State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
     decoder, sampling, tokens, mask, stops, is_padding = arrays
     logits, cache = decoder.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
-    state = _State(empty, jnp.int32(0), is_padding, cache)
+    seen = sampling.begin(tokens, mask, logits.shape[1])
+    logs = jnp.zeros(empty.shape) if logprobs else None
+    state = _State(empty, jnp.int32(0), is_padding, cache, seen, logs)
     return _append(state, sampling, logits, stops)
 
 
@@ -286,10 +294,17 @@ def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _
     before = jax.lax.dynamic_index_in_dim(
         state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
     )
-    token = jnp.where(state.done, before, sampling.draw(logits, state.count))
+    drawn = sampling.draw(logits, state.count, state.seen)
+    token = jnp.where(state.done, before, drawn)
     tokens = jax.lax.dynamic_update_index_in_dim(state.tokens, token, state.count, 1)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        logs = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
+        logs = jnp.where(state.done, 0.0, logs)
+        logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logs, state.count, 1)
     done = state.done | (token[:, None] == stops[None, :]).any(1)
-    return _whole(_State(tokens, state.count + 1, done, state.cache))
+    seen = None if state.seen is None else state.seen.add(token)
+    return _whole(_State(tokens, state.count + 1, done, state.cache, seen, logprobs))
 
 
 def _whole(state: _State) -> _State:
@@ -297,5 +312,9 @@ def _whole(state: _State) -> _State:
 
     XLA chooses the placement of a loop's results, whatever it was within.
     """
-    tokens, done = constrain(state.tokens, None, None), constrain(state.done, None)
-    return _State(tokens, state.count, done, state.cache)
+
+    def whole(array: Array | None) -> Array | None:
+        return None if array is None else constrain(array, *(None,) * array.ndim)
+
+    tokens, done, logprobs = map(whole, (state.tokens, state.done, state.logprobs))
+    return _State(tokens, state.count, done, state.cache, state.seen, logprobs)
