@@ -157,7 +157,7 @@ def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, he
     q, k, v = (jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes)
     seen = rng.random((3, 6)) < 0.5
     seen[:, 0] = True
-    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen), **options)
+    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen)[:, None], **options)
     got = run(q, k, v)
     assert got.dtype == dtype
     q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))

@@ -19,7 +19,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling, sample
+from zoo.decoding.drawing import Sampling, Seen, sample
 from zoo.nn import parameters
 from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
@@ -263,6 +263,10 @@ def renormalised(kept: int, temperature: float = 1.0) -> np.ndarray:
         # Of the two that top_k leaves, the first has 0.4 / 0.65.
         ({"top_k": 2, "top_p": 0.6}, renormalised(1)),
         ({"top_k": 2, "temperature": 0.5}, renormalised(2, 0.5)),
+        # 0.4 * 0.3 is less than the third probability, and more than the fourth.
+        ({"min_p": 0.3}, renormalised(3)),
+        ({"min_p": 1.0}, renormalised(1)),
+        ({"top_k": 2, "min_p": 0.3}, renormalised(2)),
     ],
     ids=str,
 )
@@ -276,6 +280,86 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
     wanted = count * expected[expected > 0]
     chi_square = (np.square(observed[expected > 0] - wanted) / wanted).sum()
     assert chi_square < 25  # of five degrees of freedom, one in seven thousand exceeds that
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"banned_tokens": [3, 5]}, PROBABILITIES * [1, 1, 1, 0, 1, 0]),
+        ({"logit_bias": {4: np.log(5.0)}}, PROBABILITIES * [1, 1, 1, 1, 5, 1]),
+        ({"logit_bias": {0: 1.0}, "banned_tokens": [0]}, PROBABILITIES * [0, 1, 1, 1, 1, 1]),
+        ({"presence_penalty": np.log(2.0)}, PROBABILITIES / [1, 2, 2, 1, 1, 1]),
+        ({"frequency_penalty": np.log(2.0)}, PROBABILITIES / [1, 2, 4, 1, 1, 1]),
+        # Positive logits are divided, of the prompt's tokens too; negative ones are multiplied.
+        ({"repetition_penalty": 2.0}, PROBABILITIES ** np.array([2, 2, 2, 1, 1, 1])),
+    ],
+    ids=str,
+)
+def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
+    count = 20_000
+    sampling = Sampling.checked(1.0, None, None, KEY, vocab_size=6, **options)
+    logits = jnp.asarray(np.log(PROBABILITIES), jnp.float32)  # all are negative
+
+    @jax.jit
+    def draw() -> Any:
+        prompt = jnp.tile(jnp.asarray([[0, 5]], jnp.int32), (count, 1))
+        seen = sampling.begin(prompt, prompt == 0, 6)  # the second is padding
+        for token in (1, 2, 2):
+            seen = seen and seen.add(jnp.full(count, token, jnp.int32))
+        return sampling.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0), seen)
+
+    observed = np.bincount(np.asarray(draw()), minlength=6)
+    assert (observed[expected == 0] == 0).all()
+    wanted = (count * expected / expected.sum())[expected > 0]
+    assert (np.square(observed[expected > 0] - wanted) / wanted).sum() < 25
+
+
+def test_repetition_penalty_divides_positive_logits():
+    sampling = Sampling.checked(0.0, None, None, None, vocab_size=4, repetition_penalty=2.0)
+    seen = Seen.of(jnp.asarray([[0, 1]], jnp.int32), jnp.ones((1, 2), bool), 4)
+    logits = jnp.asarray([[3.0, -1.0, 3.0, -1.0]])
+    assert sampling.adjusted(logits, seen).tolist() == [[1.5, -2.0, 3.0, -1.0]]
+
+
+@pytest.mark.parametrize("name", ["rotary", "lstm"])
+def test_penalties_count_the_tokens_of_the_text(name: str):
+    """Against a loop over the whole forward pass."""
+    model, options = DECODERS[name](), {"presence_penalty": 0.7, "frequency_penalty": 0.4}
+    prompts = [[1, 2, 3], [5]]
+    found, logs = zoo.generate(
+        model, prompts, max_new_tokens=8, temperature=0.0, repetition_penalty=1.3,
+        stop_tokens=(), logprobs=True, **options,
+    )  # fmt: skip
+    plain = zoo.generate(model, prompts, max_new_tokens=8, temperature=0.0, stop_tokens=())
+    assert found != plain
+    forward = eqx.filter_jit(model)
+    for prompt, row, row_logs in zip(prompts, found, logs, strict=True):
+        for end in range(len(prompt), len(row)):
+            raw = np.asarray(forward(jnp.asarray([row[:end]], jnp.int32)))[0, -1]
+            logits, counts = raw.copy(), np.bincount(row[len(prompt) : end], minlength=VOCAB)
+            earlier = sorted({*row[:end]})
+            logits[earlier] = np.where(raw[earlier] > 0, raw[earlier] / 1.3, raw[earlier] * 1.3)
+            logits -= 0.7 * (counts > 0) + 0.4 * counts
+            assert row[end] == logits.argmax()
+            log = raw[row[end]] - np.log(np.exp(raw - raw.max()).sum()) - raw.max()
+            np.testing.assert_allclose(row_logs[end - len(prompt)], log, atol=2e-5)
+
+
+def test_log_probabilities_end_with_the_text(model: Any):
+    options: dict = {"max_new_tokens": 8, "temperature": 0.0}
+    plain = zoo.generate(model, PROMPT, stop_tokens=(), **options)
+    stop = int(plain[0, PROMPT.shape[1] + 2])
+    tokens, logs = zoo.generate(model, PROMPT, stop_tokens=[stop], logprobs=True, **options)
+    assert tokens.shape[1] == PROMPT.shape[1] + 8
+    assert logs.shape == (len(PROMPT), 8)
+    end = int(np.argmax(np.asarray(tokens[0, PROMPT.shape[1] :]) == stop))
+    assert (logs[0, : end + 1] < 0).all()
+    assert (logs[0, end + 1 :] == 0).all()
+    lists, list_logs = zoo.generate(
+        model, PROMPT.tolist(), stop_tokens=[stop], logprobs=True, **options
+    )
+    assert len(list_logs[0]) == end + 1 == len(lists[0]) - PROMPT.shape[1]
+    np.testing.assert_allclose(list_logs[0], logs[0, : end + 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +377,14 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
         ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: the model's are 0 to {VOCAB - 1}"),
         ({"prompt": [[-1]]}, "prompt has the id -1"),
         ({"stop_tokens": [VOCAB]}, "stop_tokens has the id"),
+        ({"min_p": 1.5}, "min_p=1.5 must be in"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive"),
+        ({"presence_penalty": 1e3}, "presence_penalty=1000.0 must be from -100 to 100"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be from -100"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias has the id"),
+        ({"logit_bias": {1: float("inf")}}, r"logit_bias=\{1: inf\} must be a number"),
+        ({"banned_tokens": [-1]}, "banned_tokens has the id -1"),
+        ({"banned_tokens": range(VOCAB)}, f"banned_tokens are all {VOCAB} that there are"),
     ],
     ids=str,
 )
@@ -487,7 +579,7 @@ def unchecked_types() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_zero_new_tokens_skip_the_prefill(model: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_prefill")
+    monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_begin")
     got = zoo.generate(model, np.asarray(PROMPT, np.uint64), max_new_tokens=0, temperature=0.0)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, PROMPT)

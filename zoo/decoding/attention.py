@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.decoding.cache import Cache, Clock, LayerCache
+from zoo.decoding.cache import Cache, Clock, LayerCache, NewTokens, PendingCache
 from zoo.nn.attention import attention
 from zoo.nn.parameters import gather
 from zoo.nn.readout import Readout
@@ -131,6 +131,30 @@ class AttentionDecoder(eqx.Module):
             x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
         logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
         return logits, Cache(tuple(layers), clock.tick())
+
+    def extend(
+        self, tokens: Int[Array, "batch new"], cache: Cache
+    ) -> tuple[Float[Array, "batch new vocab"], PendingCache]:
+        """Read some more tokens per row at once, without writing them into the cache yet."""
+        clock = cache.clock
+        ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
+        pending: list[NewTokens] = []
+        kinds = self.config.all_layer_kinds
+        for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
+
+            def attend(
+                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ) -> Array:
+                pending.append(NewTokens(k, v))
+                window = self.config.window_of(kind)  # noqa: B023
+                return before.attend_ahead(  # noqa: B023
+                    q, pending[-1], clock, window=window, soft_cap=soft_cap, scale=scale
+                )
+
+            x_BTE, _ = gather(block)(x_BTE, None, rotaries[kind], None, None, attend)
+        logits = self.model.readout()(self.model.finish(x_BTE))
+        return logits, PendingCache(cache, tuple(pending))
 
 
 class _Kept:

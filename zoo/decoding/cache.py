@@ -89,9 +89,59 @@ class LayerCache(eqx.Module):
         scale: float | None = None,
     ) -> Float[Array, "batch 1 heads head_dim"]:
         """The attention output of the token just written, over all slots that it sees."""
-        seen_BS = clock.seen(self.keys.shape[-2])
+        seen_B1S = clock.seen(self.keys.shape[-2])[:, None]
         keys, values = (_with_rows(x, q_B1NH.shape[0]) for x in (self.keys, self.values))
-        return attend_to_slots(q_B1NH, keys, values, seen_BS, soft_cap=soft_cap, scale=scale)
+        return attend_to_slots(q_B1NH, keys, values, seen_B1S, soft_cap=soft_cap, scale=scale)
+
+    def attend_ahead(
+        self,
+        q_BTNH: Float[Array, "batch new heads head_dim"],
+        new: "NewTokens",
+        clock: Clock,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "batch new heads head_dim"]:
+        """The attention output of tokens that are not in the ring yet, `new`, over it and them."""
+        batch, count = q_BTNH.shape[:2]
+        keys, values = (
+            jnp.concatenate([_with_rows(ring, batch), x.swapaxes(1, 2)], axis=2)
+            for ring, x in ((self.keys, new.keys), (self.values, new.values))
+        )
+        num_slots = self.keys.shape[-2]
+        before = clock.index - 1
+        indices = before - (before - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
+        ahead = clock.index + jnp.arange(count, dtype=jnp.int32)
+        indices = jnp.concatenate([indices, ahead])
+        age_TS = ahead[:, None] - indices[None]
+        seen_TS = (age_TS >= 0) & (age_TS < (jnp.inf if window is None else window))
+        # What is older than the row's first token is padding, or was never written.
+        seen_BS = indices[None] >= (clock.index - clock.positions)[:, None]
+        seen_BTS = seen_TS[None] & seen_BS[:, None]
+        return attend_to_slots(q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale)
+
+    def write_first(self, new: "NewTokens", count: Int[Array, ""], clock: Clock) -> "LayerCache":
+        """The ring with the first `count` of the new tokens in it."""
+
+        def put(ring: Array, x_BTKH: Array) -> Array:
+            axis = ring.ndim - 2
+            for place in range(x_BTKH.shape[1]):
+                slot = (clock.index + place) % ring.shape[axis]
+                old = lax.dynamic_slice_in_dim(ring, slot, 1, axis)
+                one = _place(x_BTKH[:, place : place + 1].swapaxes(1, 2))
+                one = jnp.where(place < count, one, old)
+                ring = lax.dynamic_update_slice_in_dim(ring, one, slot, axis)
+            return ring
+
+        return LayerCache(put(self.keys, new.keys), put(self.values, new.values))
+
+
+class NewTokens(eqx.Module):
+    """The keys and values of tokens that a layer has read, and that are not in its ring."""
+
+    keys: Float[Array, "batch new kv_heads head_dim"]
+    values: Float[Array, "batch new kv_heads head_dim"]
 
 
 class Cache(eqx.Module):
@@ -105,6 +155,22 @@ class Cache(eqx.Module):
         positions = self.clock.positions
         layers = jax.tree.map(lambda x: _place(_with_rows(x, len(positions))[rows]), self.layers)
         return Cache(layers, Clock(self.clock.index, positions[rows]))
+
+
+class PendingCache(eqx.Module):
+    """A cache, and the tokens that have been read after it, of which some are to be kept."""
+
+    before: Cache
+    new: tuple[NewTokens, ...]
+
+    def commit(self, count: Int[Array, ""]) -> Cache:
+        """The cache with the first `count` of them."""
+        clock = self.before.clock
+        layers = tuple(
+            layer.write_first(new, count, clock)
+            for layer, new in zip(self.before.layers, self.new, strict=True)
+        )
+        return Cache(layers, Clock(clock.index + count, clock.positions + count))
 
 
 def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots head_dim"]:

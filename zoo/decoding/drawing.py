@@ -111,7 +111,8 @@ class Sampling(eqx.Module):
             repetition, presence, frequency = self.penalties
             smaller = jnp.where(logits > 0, logits / repetition, logits * repetition)
             logits = jnp.where(seen.prompt | (seen.counts > 0), smaller, logits)
-            logits = logits - presence * (seen.counts > 0) - frequency * seen.counts
+            counts = seen.counts.astype(jnp.float32)
+            logits = logits - presence * jnp.minimum(counts, 1) - frequency * counts
         return logits if self.bias is None else logits + self.bias[None]
 
     def draw(

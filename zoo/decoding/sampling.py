@@ -7,7 +7,7 @@ continues them, are compiled once per bucket. A model computes in the dtype of i
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
 from zoo.decoding.drawing import Sampling, Seen
+from zoo.decoding.speculative import Draft, Drafted, advance
 from zoo.sharding import constrain
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
@@ -41,6 +42,8 @@ def generate(
     logit_bias: Mapping[int, float] | None = None,
     banned_tokens: Sequence[int] = (),
     stop_tokens: Sequence[int] | None = None,
+    draft: PyTree | None = None,
+    draft_tokens: int = 4,
     key: Key[Array, ""] | None = None,
     logprobs: bool = False,
 ) -> Any:
@@ -61,34 +64,36 @@ def generate(
     `presence_penalty` is subtracted, and `frequency_penalty` as often as it has come. `logit_bias`
     is added to the logits of some ids, and `banned_tokens` never come.
 
+    `draft` is a smaller model with the same tokenizer, of any family: it proposes `draft_tokens`
+    tokens at a time, which the model judges at once. The tokens have the same distribution as
+    without it (Leviathan et al. 2023), and greedy ones are the same.
+
     With `logprobs` the result is a pair: the tokens, and the log-probability that the model itself
     gave each new token, before temperature, penalties and biases, float32[batch, max_new_tokens]
     (0 behind a stop token), or lists as long as the new tokens.
 
     Raises:
         ValueError: a model that is no decoder, an empty prompt, ids that it does not have, more
-            tokens than it has positions, a sampling parameter out of range, or a missing key.
+            tokens than it has positions, a sampling parameter out of range, a missing key, a draft
+            of another vocabulary or mesh, or one together with penalties.
     """
-    rows = Rows(model, prompt, max_new_tokens, stop_tokens)
-    sampling = Sampling.checked(
-        temperature,
-        top_k,
-        top_p,
-        key,
+    rows = Rows(model, prompt, max_new_tokens, stop_tokens, draft, draft_tokens)
+    sampling = rows.sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        key=key,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         logit_bias=logit_bias,
         banned_tokens=banned_tokens,
-        vocab_size=rows.decoder.config.vocab_size,
     )
     new, logs = np.zeros((2, len(rows.prompts), 0))
     if max_new_tokens > 0:
-        with sharding.use(rows.mesh):
-            state = _prefill(rows, sampling, logprobs)
-            arrays = (for_decoding(rows.decoder), sampling, rows.stops, np.int32(max_new_tokens))
-            state = _advance(arrays, state)
+        state, advance = _begin(rows, sampling, logprobs)
+        state = advance(state, max_new_tokens)
         new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
         count = int(state.count)
         new[:, count:] = new[:, count - 1 : count]
@@ -125,6 +130,8 @@ def stream(
     logit_bias: Mapping[int, float] | None = None,
     banned_tokens: Sequence[int] = (),
     stop_tokens: Sequence[int] | None = None,
+    draft: PyTree | None = None,
+    draft_tokens: int = 4,
     key: Key[Array, ""] | None = None,
 ) -> Iterator[Int[np.ndarray, "batch"]]:
     """The tokens of `generate` as they come, int32[batch] at a time, until all rows have stopped.
@@ -134,30 +141,28 @@ def stream(
     Raises:
         ValueError: as for `generate`, at the call.
     """
-    rows = Rows(model, prompt, max_new_tokens, stop_tokens)
-    sampling = Sampling.checked(
-        temperature,
-        top_k,
-        top_p,
-        key,
+    rows = Rows(model, prompt, max_new_tokens, stop_tokens, draft, draft_tokens)
+    sampling = rows.sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        key=key,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         logit_bias=logit_bias,
         banned_tokens=banned_tokens,
-        vocab_size=rows.decoder.config.vocab_size,
     )
 
     def tokens() -> Iterator[np.ndarray]:
-        with sharding.use(rows.mesh):
-            state, decoder = _prefill(rows, sampling), for_decoding(rows.decoder)
-        for count in range(1, max_new_tokens + 1):
-            if count > 1:
-                with sharding.use(rows.mesh):
-                    arrays = (decoder, sampling, rows.stops, np.int32(count))
-                    state = _advance(arrays, state)
-            yield np.asarray(state.tokens)[: len(rows.prompts), count - 1]
+        state, advance = _begin(rows, sampling)
+        done = 0
+        while done < max_new_tokens:
+            state = advance(state, done + 1)
+            new, count = np.asarray(state.tokens), min(int(state.count), max_new_tokens)
+            yield from new[: len(rows.prompts), done:count].T
+            done = count
             if np.asarray(state.done).all():
                 return
 
@@ -168,7 +173,13 @@ class Rows:
     """Prompts, checked and aligned to the right in a bucket, in rows that the mesh divides."""
 
     def __init__(
-        self, model: PyTree, prompt: Prompt, max_new_tokens: int, stop_tokens: Sequence[int] | None
+        self,
+        model: PyTree,
+        prompt: Prompt,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] | None,
+        draft: PyTree | None = None,
+        draft_tokens: int = 0,
     ):
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
@@ -194,8 +205,24 @@ class Rows:
             self.tokens[row, bucket - len(ids) :] = ids
             self.mask[row, bucket - len(ids) :] = True
         self.is_padding = np.arange(num_rows) >= len(self.prompts)  # for the mesh alone
-        self.room = bucket_of(max_new_tokens)
-        self.length = bucket_of(bucket + max_new_tokens - 1)  # the last token is never read
+        checked = (
+            None if draft is None else Draft.checked(draft, draft_tokens, self.decoder, self.mesh)
+        )
+        self.draft = checked
+        ahead = 0 if draft is None else draft_tokens  # beyond what is asked for
+        self.room = bucket_of(max_new_tokens + ahead)
+        # The last token is never read.
+        self.length = bucket_of(bucket + max_new_tokens - 1 + ahead)
+
+    def sampling(self, **options: Any) -> Sampling:
+        """How tokens are drawn; the options are those of `Sampling.checked`."""
+        sampling = Sampling.checked(**options, vocab_size=self.decoder.config.vocab_size)
+        if self.draft is not None and sampling.penalties is not None:
+            raise ValueError(
+                "a draft cannot go with repetition_penalty, presence_penalty or frequency_penalty: "
+                "leave the one or the others out"
+            )
+        return sampling
 
     def cut(self, tokens: np.ndarray) -> list[int]:
         """A row's new tokens up to its first stop token."""
@@ -249,9 +276,37 @@ class _State(eqx.Module):
     logprobs: Float[Array, "batch room"] | None = None
 
 
-def _prefill(rows: Rows, sampling: Sampling, logprobs: bool = False) -> _State:
-    arrays = (rows.decoder, sampling, rows.tokens, rows.mask, rows.stops, rows.is_padding)
-    return _read_prompts(arrays, rows.length, rows.room, logprobs)
+def _begin(
+    rows: Rows, sampling: Sampling, logprobs: bool = False
+) -> tuple[Any, Callable[[Any, int], Any]]:
+    """The state behind the prompts and one token, and the function that continues it to a limit."""
+    inputs = (rows.tokens, rows.mask)
+    with sharding.use(rows.mesh):
+        arrays = (rows.decoder, sampling, *inputs, rows.stops, rows.is_padding)
+        state: Any = _read_prompts(arrays, rows.length, rows.room, logprobs)
+        fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampling, rows.stops)
+        proceed: Callable[..., Any] = _advance
+        if rows.draft is not None:
+            decoder = rows.draft.decoder
+            draft_cache = _read_drafted_prompts((decoder, *inputs), rows.length)
+            draft = Draft(for_decoding(decoder), rows.draft.num_tokens)
+            state = Drafted.after(state, draft_cache)
+            fixed, proceed = (fixed[0], draft, *fixed[1:]), advance
+
+    def to(state: Any, limit: int) -> Any:
+        if limit == 1:  # it is there
+            return state
+        with sharding.use(rows.mesh):
+            return proceed((*fixed, np.int32(limit)), state)
+
+    return state, to
+
+
+@eqx.filter_jit
+def _read_drafted_prompts(arrays: tuple[Any, ...], length: int) -> PyTree:
+    """The cache of the drafting model behind the prompts."""
+    decoder, tokens, mask = arrays
+    return decoder.prefill(tokens, mask, length)[1]
 
 
 @eqx.filter_jit

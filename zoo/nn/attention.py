@@ -73,20 +73,25 @@ def attention(
 
 
 def attend_to_slots(
-    q_B1NH: Float[Array, "batch 1 heads head_dim"],
+    q_BTNH: Float[Array, "batch new heads head_dim"],
     k_BKSH: Float[Array, "batch kv_heads slots head_dim"],
     v_BKSH: Float[Array, "batch kv_heads slots head_dim"],
-    seen_BS: Bool[Array, "batch slots"],
+    seen_BTS: Bool[Array, "batch new slots"],
     *,
     soft_cap: float | None = None,
     scale: float | None = None,
-) -> Float[Array, "batch 1 heads head_dim"]:
-    """Softmax attention of one query per row over the slots it sees, as decoding needs it.
+) -> Float[Array, "batch new heads head_dim"]:
+    """Softmax attention of a few queries per row over the slots they see, as decoding needs it.
 
     `soft_cap` and `scale` are those of `attention`; the softmax is in fp32.
     """
     batch, kv_heads, _, size = k_BKSH.shape
-    q_BKGH = q_B1NH.reshape(batch, kv_heads, -1, size)
+    new, heads = q_BTNH.shape[1:3]
+    # The queries that share keys, G, are the heads of a group at each of the new tokens.
+    q_BKGH = q_BTNH.reshape(batch, new, kv_heads, -1, size).swapaxes(1, 2)
+    q_BKGH = q_BKGH.reshape(batch, kv_heads, -1, size)
+    seen_B1GS = seen_BTS if new == 1 else jnp.repeat(seen_BTS, heads // kv_heads, axis=1)
+    seen_B1GS = seen_B1GS[:, None]
     num_queries = q_BKGH.shape[2]
     if num_queries == 1 and low_on_cpu(q_BKGH):
         # XLA for CPU converts all keys and values to fp32 for one query, not for two.
@@ -94,9 +99,10 @@ def attend_to_slots(
     logits = _einsum32("bkgh,bksh->bkgs", q_BKGH, k_BKSH) * (size**-0.5 if scale is None else scale)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    weights = jax.nn.softmax(jnp.where(seen_BS[:, None, None, :], logits, _MASKED), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen_B1GS, logits, _MASKED), axis=-1)
     out = _einsum32("bkgs,bksh->bkgh", weights.astype(v_BKSH.dtype), v_BKSH)
-    return out[:, :, :num_queries].astype(q_B1NH.dtype).reshape(q_B1NH.shape)
+    out = out[:, :, :num_queries].astype(q_BTNH.dtype)
+    return out.reshape(batch, kv_heads, new, -1, size).swapaxes(1, 2).reshape(q_BTNH.shape)
 
 
 def _refusal(

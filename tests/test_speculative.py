@@ -1,0 +1,151 @@
+"""zoo.decoding.speculative against plain decoding: greedy tokens, distributions, caches."""
+
+import collections
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drawn_rnn, drawn_transformer
+
+import zoo
+from zoo.decoding.decoder import decoder_of
+from zoo.decoding.drawing import Sampling
+from zoo.decoding.speculative import extend
+
+VOCAB = 7
+PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
+KEY = jax.random.key(0)
+
+
+def model_of(name: str) -> Any:
+    if name == "transformer":
+        return drawn_transformer(vocab_size=VOCAB, num_layers=2, window=4)
+    return drawn_rnn(name, vocab_size=VOCAB, num_layers=1)
+
+
+def near(model: Any, scale: float) -> Any:
+    """A draft that resembles a model: its arrays a little off."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    leaves, tree = jax.tree.flatten(arrays)
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    noisy = [
+        x + scale * jax.random.normal(k, x.shape, x.dtype)
+        for x, k in zip(leaves, keys, strict=True)
+    ]
+    return eqx.combine(jax.tree.unflatten(tree, noisy), rest)
+
+
+@pytest.mark.parametrize("name", ["transformer", "lstm"])
+def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
+    decoder = decoder_of(model_of(name))
+    tokens = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 1, 3]], jnp.int32)
+    mask = jnp.asarray([[True] * 6, [False] * 2 + [True] * 4])
+    new = jnp.asarray([[3, 1, 4, 1, 5], [6, 0, 2, 2, 2]], jnp.int32)
+
+    @eqx.filter_jit
+    def run(decoder: Any) -> tuple[Any, ...]:
+        _, cache = decoder.prefill(tokens, mask, 16)
+        decoder = decoder.for_decoding()
+        logits, pending = extend(decoder, new, cache)
+        ones, caches = [], [cache]
+        for place in range(5):
+            one, cache = decoder.decode(new[:, place], caches[-1])
+            ones.append(one)
+            caches.append(cache)
+        kept = [pending.commit(jnp.int32(count)) for count in range(1, 6)]
+        return logits, jnp.stack(ones, 1), kept, caches[1:]
+
+    logits, ones, kept, caches = run(decoder)
+    np.testing.assert_allclose(logits, ones, atol=2e-5)
+    assert np.ptp(ones) > 0.1
+    for found, wanted in zip(kept, caches, strict=True):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize("names", [("transformer", "lstm"), ("lstm", "transformer")], ids=str)
+@pytest.mark.parametrize("drafted", [1, 3])
+def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str], drafted: int):
+    model = model_of(names[0])
+    options: dict = {"max_new_tokens": 21, "temperature": 0.0}
+    plain, logs = zoo.generate(model, PROMPTS, logprobs=True, **options)
+    # One that agrees now and then, and one that always does.
+    for draft in (near(model_of(names[1]), 0.5), near(model, 0.0)):
+        draft_options = {**options, "draft": draft, "draft_tokens": drafted}
+        tokens, found = zoo.generate(model, PROMPTS, logprobs=True, **draft_options)
+        assert tokens == plain
+        for row, wanted in zip(found, logs, strict=True):
+            np.testing.assert_allclose(row, wanted, atol=2e-5)
+        assert np.array(list(zoo.stream(model, PROMPTS, **draft_options))).T.tolist() == [
+            row[len(ids) :] for row, ids in zip(plain, PROMPTS, strict=True)
+        ]
+
+
+def test_rows_end_with_their_stop_tokens():
+    model = model_of("lstm")
+    options: dict = {"max_new_tokens": 21, "temperature": 0.0, "stop_tokens": [2, 5]}
+    plain = zoo.generate(model, PROMPTS, **options)
+    assert len({len(row) - len(ids) for row, ids in zip(plain, PROMPTS, strict=True)}) > 1
+    assert zoo.generate(model, PROMPTS, draft=near(model, 0.3), **options) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 1.3, "min_p": 0.2},
+        {"temperature": 1.0, "top_p": 0.8, "logit_bias": {3: 1.0}, "banned_tokens": [1]},
+    ],
+    ids=str,
+)
+def test_samples_have_the_distribution_of_the_model(options: dict):
+    """Of all pairs of tokens, by chi-squared, where the draft is another model."""
+    model, draft, rows = model_of("lstm"), near(model_of("lstm"), 0.3), 4000
+    prompt = np.full((2, 2), 3, np.int32)  # of more rows the fewest kept tokens are none, mostly
+    counts: collections.Counter = collections.Counter()
+    for seed in range(rows // 2):
+        tokens = zoo.generate(
+            model, prompt, max_new_tokens=3, draft=draft, draft_tokens=2,
+            stop_tokens=(), key=jax.random.key(seed), **options,
+        )  # fmt: skip
+        counts.update(map(tuple, np.asarray(tokens)[:, 2:].tolist()))
+    expected = {}
+    chosen = {"top_k": None, "top_p": None, **options}
+    sampling = Sampling.checked(key=KEY, vocab_size=VOCAB, **chosen)
+    every = np.array([[3, 3, *t] for t in itertools.product(range(VOCAB), repeat=3)], np.int32)
+    logits = eqx.filter_jit(model)(jnp.asarray(every))[:, 1:-1]
+    probabilities = np.asarray(sampling.probabilities(logits))
+    for row, ps in zip(every, probabilities, strict=True):
+        expected[tuple(row[2:].tolist())] = float(np.prod(ps[np.arange(3), row[2:]]))
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    assert not [t for t in counts if expected[t] == 0]
+    large = [t for t, p in expected.items() if p * rows >= 5]
+    assert len(large) > 10
+    observed = np.array([counts[t] for t in large] + [rows - sum(counts[t] for t in large)])
+    wanted = np.array([expected[t] for t in large])
+    wanted = rows * np.append(wanted, max(1 - wanted.sum(), 1e-3))
+    chi_square = (np.square(observed - wanted) / wanted).sum()
+    # Of n degrees of freedom: the mean n, and five standard deviations of sqrt(2 n).
+    assert chi_square < len(large) + 5 * np.sqrt(2 * len(large))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_tokens": 0}, "draft_tokens=0 must be at least 1"),
+        ({"repetition_penalty": 1.2}, "a draft cannot go with repetition_penalty"),
+        ({"draft": 9}, "the draft has vocab_size=9 and the model 7"),
+    ],
+    ids=str,
+)
+def test_drafts_that_do_not_fit_are_refused(options: dict, message: str):
+    model = model_of("lstm")
+    draft = drawn_rnn("lstm", vocab_size=options.pop("draft", VOCAB), num_layers=1)
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(model, PROMPTS, **{"draft": draft, "temperature": 0.0, **options})

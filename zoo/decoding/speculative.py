@@ -1,0 +1,205 @@
+"""Speculative decoding: a small model drafts some tokens, and the model itself judges all at once.
+
+A drafted token is kept with a probability, and where one is not, another is drawn, such that the
+tokens have the distribution of sampling from the model alone (Leviathan et al. 2023; Chen et al.
+2023). All rows keep as many tokens as the row that keeps the fewest, so that they stay aligned:
+what is kept, and where that ends, depends on no later token, so that this changes no distribution.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from zoo import sharding
+from zoo.decoding.decoder import Decoder, decoder_of
+from zoo.decoding.drawing import Sampling
+from zoo.sharding import constrain
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """Some tokens that a decoder has read, and of which a number is to be kept."""
+
+    def commit(self, count: Int[Array, ""]) -> PyTree:
+        """The cache behind the first `count` of them, one at least."""
+
+
+class _Caches(eqx.Module):
+    """The cache behind each token, along a first axis: of a decoder that reads one by one."""
+
+    caches: PyTree
+
+    def commit(self, count: Int[Array, ""]) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, count - 1, keepdims=False), self.caches
+        )
+
+
+def extend(
+    decoder: Decoder, tokens: Int[Array, "batch new"], cache: PyTree
+) -> tuple[Float[Array, "batch new vocab"], Pending]:
+    """Read some more tokens per row: the logits behind each of them, and the caches.
+
+    A decoder that has a method `extend` reads them at once; of any other each step is kept.
+    """
+    if hasattr(decoder, "extend"):
+        return decoder.extend(tokens, cache)
+
+    def step(cache: PyTree, token: Array) -> tuple[PyTree, tuple[Array, PyTree]]:
+        logits, cache = decoder.decode(token, cache)
+        return cache, (logits, cache)
+
+    _, (logits, caches) = jax.lax.scan(step, cache, tokens.T)
+    return logits.swapaxes(0, 1), _Caches(caches)
+
+
+class Draft(eqx.Module):
+    """The model that drafts, and how many tokens at a time."""
+
+    decoder: Decoder
+    num_tokens: int = eqx.field(static=True)
+
+    @staticmethod
+    def checked(model: PyTree, num_tokens: int, of: Decoder, mesh: Any) -> "Draft":
+        """The draft for another model, or a ValueError that says why it is none."""
+        if num_tokens < 1:
+            raise ValueError(f"draft_tokens={num_tokens} must be at least 1")
+        decoder = decoder_of(model)
+        sizes = decoder.config.vocab_size, of.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the draft has vocab_size={sizes[0]} and the model {sizes[1]}: a draft has the "
+                "model's tokenizer"
+            )
+        if sharding.mesh_of(model) != mesh:
+            raise ValueError(
+                f"the draft lies on {sharding.mesh_of(model)} and the model on {mesh}: load both "
+                "on one mesh"
+            )
+        return Draft(decoder, num_tokens)
+
+
+class Drafted(eqx.Module):
+    """A continuation in progress, as `zoo.decoding.sampling` has it, with a second cache.
+
+    `tokens` has room for a draft more than is asked for.
+    """
+
+    tokens: Int[Array, "batch room"]
+    count: Int[Array, ""]
+    done: Bool[Array, "batch"]
+    cache: PyTree
+    draft_cache: PyTree
+    steps: Int[Array, ""]
+    """Of the model: the others of `count` tokens come from drafts."""
+    logprobs: Float[Array, "batch room"] | None
+
+    @staticmethod
+    def after(state: Any, draft_cache: PyTree) -> "Drafted":
+        """The continuation after a state of `zoo.decoding.sampling`."""
+        same = (state.tokens, state.count, state.done, state.cache)
+        return Drafted(*same, draft_cache, jnp.int32(0), state.logprobs)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def advance(arrays: tuple[Any, ...], state: Drafted) -> Drafted:
+    """Continue to `limit` tokens or more, at most a draft more, or until all rows have stopped."""
+    decoder, draft, sampling, stops, limit = arrays
+
+    def unfinished(state: Drafted) -> Array:
+        return (state.count < limit) & ~state.done.all()
+
+    def step(state: Drafted) -> Drafted:
+        return _step(decoder, draft, sampling, stops, state)
+
+    state = jax.lax.while_loop(unfinished, step, state)
+    whole = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
+    found = tuple(map(whole, (state.tokens, state.done, state.logprobs)))
+    return eqx.tree_at(
+        lambda s: (s.tokens, s.done, s.logprobs), state, found, is_leaf=lambda x: x is None
+    )
+
+
+def _step(
+    decoder: Decoder, draft: Draft, sampling: Sampling, stops: Array, state: Drafted
+) -> Drafted:
+    """One step of the model: the drafted tokens that it keeps, and one of its own."""
+    num = draft.num_tokens
+    last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
+    key = None if sampling.key is None else jax.random.fold_in(sampling.key, state.count)
+    drafted, q_BDV = _draft(draft, sampling, key, last, state.draft_cache)
+    block = jnp.concatenate([last[:, None], drafted], axis=1)
+    logits, pending = extend(decoder, block, state.cache)
+    p_BTV = sampling.probabilities(logits)
+
+    at_draft = drafted[:, :, None]
+    p, q = (jnp.take_along_axis(x, at_draft, 2)[:, :, 0] for x in (p_BTV[:, :num], q_BDV))
+    uniform = 0.5 if key is None else jax.random.uniform(jax.random.fold_in(key, num), p.shape)
+    kept = jnp.cumprod((uniform * q < p) | state.done[:, None], axis=1, dtype=jnp.int32).sum(1)
+    fewest = kept.min()
+    # Of the token behind the kept ones: what the draft gave too little of, or after all, anything.
+    here = lambda x: jax.lax.dynamic_index_in_dim(x, fewest, 1, keepdims=False)  # noqa: E731
+    rest = jnp.maximum(here(p_BTV) - here(jnp.pad(q_BDV, ((0, 0), (0, 1), (0, 0)))), 0)
+    if key is None:
+        own = rest.argmax(-1).astype(jnp.int32)
+    else:
+        own = jax.random.categorical(jax.random.fold_in(key, num + 1), jnp.log(rest))
+        own = own.astype(jnp.int32)
+    own = jnp.where(kept > fewest, here(jnp.pad(drafted, ((0, 0), (0, 1)))), own)
+
+    new = jnp.concatenate([drafted, own[:, None]], axis=1)
+    new = jnp.where((jnp.arange(num + 1) == fewest)[None], own[:, None], new)
+    tokens, done, logs = _ended(last, new, logits, state.done, stops, fewest + 1)
+    put = lambda x, at: jax.lax.dynamic_update_slice_in_dim(x, at, state.count, 1)  # noqa: E731
+    _, draft_pending = extend(draft.decoder, block, state.draft_cache)
+    return Drafted(
+        put(state.tokens, tokens),
+        state.count + fewest + 1,
+        done,
+        pending.commit(fewest + 1),
+        draft_pending.commit(fewest + 1),
+        state.steps + 1,
+        None if state.logprobs is None else put(state.logprobs, logs),
+    )
+
+
+def _draft(
+    draft: Draft, sampling: Sampling, key: Array | None, last: Array, cache: PyTree
+) -> tuple[Int[Array, "batch drafted"], Float[Array, "batch drafted vocab"]]:
+    """The drafted tokens, and the distribution that each of them is drawn from."""
+
+    def step(carry: tuple[Array, PyTree], index: Array) -> tuple[tuple, tuple[Array, Array]]:
+        token, cache = carry
+        logits, cache = draft.decoder.decode(token, cache)
+        q = sampling.probabilities(logits)
+        if key is None:
+            token = q.argmax(-1)
+        else:
+            token = jax.random.categorical(jax.random.fold_in(key, index), jnp.log(q))
+        token = token.astype(jnp.int32)
+        return (token, cache), (token, q)
+
+    indices = jnp.arange(draft.num_tokens, dtype=jnp.int32)
+    _, (tokens, q) = jax.lax.scan(step, (last, cache), indices)
+    return tokens.T, q.swapaxes(0, 1)
+
+
+def _ended(
+    last: Array, new: Array, logits: Array, done: Array, stops: Array, count: Array
+) -> tuple[Array, Array, Array]:
+    """The first `count` new tokens, of which one behind a stop repeats it; their log-probabilities.
+
+    What comes behind the first `count` is without meaning: later steps write over it.
+    """
+    tokens, logs = [], []
+    for place in range(new.shape[1]):
+        token = jnp.where(done, last, new[:, place])
+        found = jnp.take_along_axis(jax.nn.log_softmax(logits[:, place]), token[:, None], 1)
+        logs.append(jnp.where(done, 0.0, found[:, 0]))
+        tokens.append(token)
+        done |= (token[:, None] == stops[None]).any(1) & (place < count)
+        last = token
+    return jnp.stack(tokens, 1), done, jnp.stack(logs, 1)
