@@ -368,8 +368,10 @@ def _whole(state: _State) -> _State:
     XLA chooses the placement of a loop's results, whatever it was within.
     """
 
-    def whole(array: Array | None) -> Array | None:
-        return None if array is None else constrain(array, *(None,) * array.ndim)
+    def whole(array: Array) -> Array:
+        return constrain(array, *(None,) * array.ndim)
 
-    tokens, done, logprobs = map(whole, (state.tokens, state.done, state.logprobs))
-    return _State(tokens, state.count, done, state.cache, state.seen, logprobs)
+    logprobs = None if state.logprobs is None else whole(state.logprobs)
+    return _State(
+        whole(state.tokens), state.count, whole(state.done), state.cache, state.seen, logprobs
+    )
