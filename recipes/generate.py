@@ -56,10 +56,25 @@ class Config:
     """Sample from the k likeliest tokens only."""
     top_p: float | None = None
     """Sample from the fewest tokens whose probabilities add up to p."""
+    min_p: float | None = None
+    """Sample from the tokens that have p times the probability of the likeliest."""
+    repetition_penalty: float = 1.0
+    """More than 1 makes all earlier tokens less likely, the prompt's too."""
+    presence_penalty: float = 0.0
+    """Is subtracted from the logits of the tokens that have come after the prompt."""
+    frequency_penalty: float = 0.0
+    """Is subtracted from them as often as they have come."""
+    draft: str | None = None
+    """A smaller model with the same tokenizer, whose proposals this one judges: the same
+    distribution, with fewer steps."""
+    draft_tokens: int = 4
+    """Tokens that the draft proposes at a time."""
     stop: tuple[str, ...] = ()
     """Special tokens, by name, or texts that end a continuation, as the model's own ends do."""
     num_beams: int = 1
     """More than one: beam search of that width, with the score of each beam."""
+    length_penalty: float = 0.0
+    """Scores of beams are divided by their length to that power; 1 is the mean."""
     seed: int = 0
     """Seed of the sampling."""
     mesh: str = ""
@@ -73,6 +88,10 @@ class Config:
         count = self.num_beams
         configuration.require(count >= 1, f"num_beams={count}: must be at least 1")
         configuration.require(
+            self.draft is None or count == 1,
+            f"num_beams={count}: a draft is for sampling, leave one of them out",
+        )
+        configuration.require(
             not self.chat or count == 1, f"num_beams={count}: a chat is sampled, leave it out"
         )
         configuration.require(
@@ -82,7 +101,8 @@ class Config:
     @property
     def sampling(self) -> dict[str, Any]:
         """The options of `zoo.stream` but for the key."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p")
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "draft_tokens")
+        names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
         return {name: getattr(self, name) for name in names}
 
 
@@ -96,24 +116,33 @@ def main(config: Config) -> None:
         for text in filter(str.strip, config.prompts[:1]):
             chat.check(text)  # before the model is read
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
+    draft_folder = None if config.draft is None else find(config.draft)
+    if draft_folder is not None:
+        generation.check_draft(tokenizer, load_tokenizer(nearest(draft_folder, FILE_NAME)))
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
     check_finite(model, folder)
+    draft = None if draft_folder is None else zoo.load(draft_folder, mesh=mesh)
     stops = generation.make_stops(model, tokenizer, config.stop)
     if chat is not None:
-        print_chat(config, model, tokenizer, chat, stops)
+        print_chat(config, model, tokenizer, chat, stops, draft)
     elif config.num_beams > 1:
         print_beams(config, model, tokenizer, prompts, stops)
     else:
-        print_samples(config, model, tokenizer, prompts, stops)
+        print_samples(config, model, tokenizer, prompts, stops, draft)
 
 
 def print_samples(
-    config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: Stops
+    config: Config,
+    model: Any,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    stops: Stops,
+    draft: Any = None,
 ) -> None:
     """Print the first text as its tokens come, and then the others."""
     key = jax.random.key(config.seed)
     rows, steps = generation.stream_texts(
-        model, tokenizer, prompts, stops, key=key, **config.sampling
+        model, tokenizer, prompts, stops, key=key, draft=draft, **config.sampling
     )
     print(rows[0].prompt, end="", flush=True)
     times = []
@@ -129,13 +158,15 @@ def print_samples(
         print(f"({speed:.0f} tokens/s)", file=sys.stderr)
 
 
-def print_chat(config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, stops: Stops) -> None:
+def print_chat(
+    config: Config, model: Any, tokenizer: Tokenizer, chat: Chat, stops: Stops, draft: Any = None
+) -> None:
     """Print each answer as its tokens come; Ctrl-C ends an answer."""
     stops = stops._replace(ids=(*stops.ids, *chat.template.ends_of_turn))
     for turn, text in enumerate(turns(config.prompts)):
         key = jax.random.fold_in(jax.random.key(config.seed), turn)
         [row], steps = generation.stream_texts(
-            model, tokenizer, [chat.ask(text)], stops, key=key, **config.sampling
+            model, tokenizer, [chat.ask(text)], stops, key=key, draft=draft, **config.sampling
         )
         try:
             for [new] in steps:
@@ -174,18 +205,20 @@ def turns(given: tuple[str, ...]) -> Iterator[str]:
 def print_beams(
     config: Config, model: Any, tokenizer: Tokenizer, prompts: list[list[int]], stops: Stops
 ) -> None:
-    """Print the beams of each text, best first, with their log-probabilities."""
+    """Print the beams of each text, best first, with their scores."""
     generation.check_stop_tokens(tokenizer, stops)
     tokens, scores = zoo.beam_search(
         model,
         prompts,
         max_new_tokens=config.max_new_tokens,
         num_beams=config.num_beams,
+        length_penalty=config.length_penalty,
         stop_tokens=stops.ids,
     )
     for beams, beam_scores in zip(tokens, scores.tolist(), strict=True):
         for ids, score in zip(beams, beam_scores, strict=True):
-            print(f"{RULE} log-probability {score:.2f}\n{tokenizer.decode(ids)}")
+            kind = "log-probability" if config.length_penalty == 0 else "score"
+            print(f"{RULE} {kind} {score:.2f}\n{tokenizer.decode(ids)}")
 
 
 if __name__ == "__main__":
