@@ -52,8 +52,8 @@ def main(config: Config) -> None:
                 {"processes": count, **_measured(config, count, Path(folder)), **disk}
             )
     table.notes.append(
-        "stall: until `save` returned; save: until the step was committed; SHA-256: of all files by "
-        "one process, as each save and each restore did before; dd: writing with "
+        "stall: until `save` returned; save: until the step was committed; SHA-256: of all files "
+        "by one process, as each save and each restore did before; dd: writing with "
         "conv=fsync, and reading from the page cache, which restoring does too"
     )
     table.print()
