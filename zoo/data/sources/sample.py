@@ -12,7 +12,7 @@ def sample_texts(
     num_bytes: int = 64 * 2**20,
     wanted: Callable[[str], bool] = lambda text: True,
 ) -> Iterator[str]:
-    """Texts of about `num_bytes` in all, from everywhere in the files: the same whatever the splits.
+    """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
 
     All texts where the files have no more; only those that are `wanted`, such as those that are
     not held out.
