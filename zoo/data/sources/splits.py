@@ -77,7 +77,7 @@ def divide(files: Iterable[Piece], shard_bytes: int) -> list[Split]:
     splits: list[list[Piece]] = []
     room = 0  # in the last split
     for file in files:
-        if file.size > room:
+        if not splits or file.size > room:
             splits.append([])
             room = shard_bytes
         first, *others = _pieces(file, shard_bytes)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 from zoo.base.addresses import explained, location
 from zoo.data.sources.pieces import Piece
@@ -23,7 +23,7 @@ def compression_of(path: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(piece: Piece) -> Iterator[BinaryIO]:
+def opened(piece: Piece) -> Iterator[io.BufferedIOBase]:
     """The whole file of a piece, decompressed, as a stream that can be sought if it is not
     compressed.
 
@@ -78,7 +78,7 @@ def _buffered(file: Any) -> Any:
     return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, 2**20)
 
 
-def _decompressed(file: BinaryIO, compression: str, path: str) -> Any:
+def _decompressed(file: io.BufferedIOBase, compression: str, path: str) -> Any:
     if compression == ".gz":
         return gzip.GzipFile(fileobj=file)
     return io.BufferedReader(_Zstandard(file, path), 2**17)
@@ -91,7 +91,7 @@ class _Zstandard(io.RawIOBase):
     followed here. Little is fed at a time: 4 bytes can give 128 KiB.
     """
 
-    def __init__(self, file: BinaryIO, path: str):
+    def __init__(self, file: io.BufferedIOBase, path: str):
         self._zstandard: Any = extra("zstandard", "compressed", path)
         self._file = file
         self._frame: Any = None  # the one that is being decompressed

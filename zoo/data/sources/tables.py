@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.base.addresses import is_remote
 from zoo.data.sources.pieces import Piece
-from zoo.data.sources.records import Fields, Record, check_length
+from zoo.data.sources.records import MAX_DOCUMENT, Fields, Record, check_length
 from zoo.data.sources.streams import extra, found, opened
 
 
@@ -19,8 +19,8 @@ def read_csv(
     with opened(piece) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(_text_lines(text, piece.path, limit), strict=True)
-        if limit is not None:  # of the process; the parser takes 4 bytes per character
-            csv.field_size_limit(max(csv.field_size_limit(), limit // 4))
+        # It is the whole process' limit, 128 KiB at first. The parser takes 4 bytes per character.
+        csv.field_size_limit((limit or MAX_DOCUMENT) // 4)
         try:
             for row in rows:
                 where = f"{piece.path}, line {rows.line_num}"
@@ -46,7 +46,8 @@ def _text_lines(text: io.TextIOWrapper, path: str, limit: int | None) -> Iterato
         if not line:
             return
         number += 1
-        check_length(len(line), limit, f"{path}, line {number}")
+        if len(line) == size:
+            check_length(size, limit, f"{path}, line {number}")
         yield line
 
 
