@@ -1,5 +1,6 @@
 """zoo.data.sources: splits of files, their documents in a stream, and what cannot be read."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -114,7 +115,7 @@ def test_splits_depend_on_names_and_sizes_alone(tmp_path):
     assert all(Path(piece.path).is_absolute() for split in one for piece in split.pieces)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 40) | st.none(), max_size=30), st.integers(1, 300), st.booleans())
 def test_each_line_is_in_one_piece(tmp_path_factory, lengths, shard_bytes, ended):
     content, expected = b"", []
@@ -457,6 +458,15 @@ def test_a_gigabyte_is_not_held_to_be_refused(tmp_path, suffix):
 # --- Addresses --------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def served(handler, folder: Path):
+    handler = functools.partial(handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+
+
 @pytest.fixture
 def web(tmp_path):
     """A server of a folder that knows ranges: its address, the folder, and the bytes it sent."""
@@ -487,11 +497,8 @@ def web(tmp_path):
             self.send_header("Accept-Ranges", "bytes")
             super().end_headers()
 
-    handler = functools.partial(Handler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}", folder, sent
-        running.shutdown()
+    with served(Handler, folder) as address:
+        yield address, folder, sent
 
 
 def test_parquet_of_an_address_is_read_by_range(web):
@@ -526,6 +533,34 @@ def test_lines_of_an_address_are_read_by_range(web):
     del sent[:]
     assert len(list(read_split(splits[1]))) > 5000
     assert sum(sent) < 16 * MIB
+
+
+def test_contents_of_addresses_are_not_mistaken_for_faults_of_the_store(web):
+    address, folder, _ = web
+    write(folder / "quota/AccessDenied.jsonl", "x")
+    message = f"{address}/quota/AccessDenied.jsonl, line 1 is not JSON"
+    assert error_of(f"{address}/quota/AccessDenied.jsonl").startswith(message)
+
+
+def test_servers_without_ranges_are_named(tmp_path, capfd):
+    write(tmp_path / "a.jsonl", lines(["x" * 20 * MIB]))
+    with served(http.server.SimpleHTTPRequestHandler, tmp_path) as address:
+        message = f"{address}/a.jsonl: its server does not send parts of files; copy it here"
+        assert error_of(f"{address}/a.jsonl") == message
+
+
+def test_shards_of_the_hub_are_addresses(monkeypatch):
+    """There is no network here: its file system is asked for the files of the pattern."""
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def glob(self, path, **kwargs):
+        asked.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(hub.HfFileSystem, "glob", glob)
+    error_of("hf://datasets/someone/corpus/data/*.parquet", (ValueError, FileNotFoundError))
+    assert asked == ["datasets/someone/corpus/data/*.parquet"]
 
 
 def test_record_files_of_addresses_are_refused(web):

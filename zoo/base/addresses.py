@@ -186,6 +186,7 @@ def reason_of(error: BaseException) -> str | None:
 _UNREACHED = {
     "ClientConnectorError",
     "ClientOSError",
+    "ConnectError",
     "ConnectionClosedError",
     "ConnectionRefusedError",
     "ConnectionResetError",

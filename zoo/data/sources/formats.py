@@ -1,7 +1,7 @@
 """The formats of files, by the suffixes of their names."""
 
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from os.path import splitext
 from typing import NamedTuple
 
 from zoo.base.addresses import is_remote
@@ -24,19 +24,18 @@ class Format(NamedTuple):
     """Whether a file can be read in pieces, if it is not compressed."""
     compressible: bool = True
     """Whether its files are read with .gz or .zst after the suffix."""
-    module: str = "builtins"
-    """The module that its extra brings."""
-    extra: str = ""
+    needs: tuple[str, str] | None = None
+    """The module that reads it, and the extra that brings the module."""
 
 
 TEXT = Format(read_text, fields=False, divisible=False)
 _LINES = Format(read_jsonl, fields=True, divisible=True)
-_RECORDS = Format(read_array_record, False, True, False, MODULE, "array-record")
+_RECORDS = Format(read_array_record, False, True, False, (MODULE, "array-record"))
 FORMATS = {
     ".jsonl": _LINES,
     ".ndjson": _LINES,
     ".csv": Format(read_csv, fields=True, divisible=False),
-    ".parquet": Format(read_parquet, True, True, False, "pyarrow", "parquet"),
+    ".parquet": Format(read_parquet, True, True, False, ("pyarrow", "parquet")),
     ".array_record": _RECORDS,
     ".arrayrecord": _RECORDS,
 }
@@ -53,28 +52,31 @@ _REFUSED = {
 
 def format_of(path: str) -> Format:
     """The format of a file, by its suffix, or the one before .gz or .zst."""
-    name = PurePosixPath(path)
-    suffix = (PurePosixPath(name.stem) if compression_of(path) else name).suffix
-    return FORMATS.get(suffix.lower(), TEXT)
+    return FORMATS.get(_suffixes(path)[0], TEXT)
 
 
-def check_readable(path: str) -> Format:
-    """The format of a file to prepare.
+def _suffixes(path: str) -> tuple[str, str]:
+    """The suffix that names a file's format, and that of its compression, in lower case."""
+    compression = compression_of(path)
+    return splitext(path.lower().removesuffix(compression))[1], compression
+
+
+def check_readable(path: str) -> None:
+    """Raise an error for a file that cannot be prepared, by its name alone.
 
     Raises:
         ImportError: it needs an extra that is not installed.
-        ValueError: it holds no documents that can be read, with what to do.
+        ValueError: its format has no documents, with what to do.
     """
-    suffix, format = PurePosixPath(path).suffix.lower(), format_of(path)
-    inner = PurePosixPath(PurePosixPath(path).stem).suffix.lower() if compression_of(path) else ""
-    reason = _REFUSED.get(suffix) or _REFUSED.get(inner)
-    if not reason and inner and not format.compressible:
-        reason = f"{inner} files compress their content by themselves: decompress it"
+    (suffix, compression), format = _suffixes(path), format_of(path)
+    reason = _REFUSED.get(suffix)
+    if compression and not format.compressible:
+        reason = f"{suffix} files compress their content by themselves: decompress it"
     if not reason and format.read is read_array_record and is_remote(path):
         reason = "ArrayRecord files are read from local folders alone: copy it here"
     if reason:
         raise ValueError(f"{path} cannot be read: {reason}; or leave it out of the pattern")
-    if suffix == ".zst":
+    if compression == ".zst":
         extra("zstandard", "compressed", path)
-    extra(format.module, format.extra, path)
-    return format
+    if format.needs:
+        extra(*format.needs, path)

@@ -37,7 +37,7 @@ def read_text(piece: Piece, fields: Fields, limit: int | None = None) -> Iterato
     yield 0, piece.path, {fields.text: decode(data, piece.path)}
 
 
-def _lines(stream: io.BufferedIOBase, piece: Piece, limit: int | None) -> Iterator[bytes]:
+def _lines(stream: io.BufferedReader, piece: Piece, limit: int | None) -> Iterator[bytes]:
     """The lines that begin in a piece; of one beyond the limit only its beginning."""
     # Lines end at b"\n" alone: str.splitlines also splits at U+2028, which JSON allows in a string.
     position = piece.begin

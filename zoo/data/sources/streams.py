@@ -6,24 +6,25 @@ import importlib
 import io
 import zlib
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from os.path import splitext
 from types import ModuleType
 from typing import Any
 
-from zoo.base.addresses import explained, location
+from zoo.base.addresses import explained, is_remote, location
 from zoo.data.sources.pieces import Piece
 
 COMPRESSIONS = (".gz", ".zst")
+_BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 50 MiB
 
 
 def compression_of(path: str) -> str:
     """The suffix that says how a file is compressed, or ""."""
-    suffix = PurePosixPath(path).suffix.lower()
+    suffix = splitext(path)[1].lower()
     return suffix if suffix in COMPRESSIONS else ""
 
 
 @contextlib.contextmanager
-def opened(piece: Piece) -> Iterator[io.BufferedIOBase]:
+def opened(piece: Piece) -> Iterator[io.BufferedReader]:
     """The whole file of a piece, decompressed, as a stream that can be sought if it is not
     compressed.
 
@@ -33,7 +34,7 @@ def opened(piece: Piece) -> Iterator[io.BufferedIOBase]:
             compression is broken.
     """
     compression = compression_of(piece.path)
-    with found(piece) as place, _buffered(place.open("rb")) as file:
+    with found(piece) as place, _buffered(place) as file:
         if not compression:
             yield file
             return
@@ -55,14 +56,23 @@ def found(piece: Piece) -> Iterator[Any]:
     Raises:
         ValueError: the file has changed since its splits were planned.
     """
-    place = location(piece.path, "data")
+    place, own = location(piece.path, "data"), None
     with explained(place):
-        if (size := place.stat().st_size) != piece.size:
-            raise ValueError(
-                f"{piece.path} has {size} bytes, and had {piece.size} when its splits were "
-                "planned: files must not change while they are read; start again with those of now"
-            )
-        yield place
+        try:
+            if (size := place.stat().st_size) != piece.size:
+                raise ValueError(
+                    f"{piece.path} has {size} bytes, and had {piece.size} when its splits were "
+                    "planned: files must not change while they are read; start again"
+                )
+            yield place
+        except ValueError as error:  # of content; it could be mistaken for the store's
+            own = error
+    if own is not None and "support range requests" in str(own):
+        raise ValueError(
+            f"{piece.path}: its server does not send parts of files; copy it here"
+        ) from own
+    if own is not None:
+        raise own
 
 
 def extra(module: str, name: str, path: str) -> ModuleType:
@@ -73,15 +83,16 @@ def extra(module: str, name: str, path: str) -> ModuleType:
         raise ImportError(f"{path} needs an extra: pip install 'zoo[{name}]'") from error
 
 
-def _buffered(file: Any) -> Any:
+def _buffered(place: Any) -> Any:
+    if not is_remote(place):
+        return place.open("rb")
     # Files of fsspec have a slow readline of their own.
-    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, 2**20)
+    return io.BufferedReader(place.open("rb", block_size=_BLOCK), 2**20)
 
 
-def _decompressed(file: io.BufferedIOBase, compression: str, path: str) -> Any:
-    if compression == ".gz":
-        return gzip.GzipFile(fileobj=file)
-    return io.BufferedReader(_Zstandard(file, path), 2**17)
+def _decompressed(file: io.BufferedReader, compression: str, path: str) -> io.BufferedReader:
+    content: Any = gzip.GzipFile(fileobj=file) if compression == ".gz" else _Zstandard(file, path)
+    return io.BufferedReader(content, 2**17)
 
 
 class _Zstandard(io.RawIOBase):
@@ -91,7 +102,7 @@ class _Zstandard(io.RawIOBase):
     followed here. Little is fed at a time: 4 bytes can give 128 KiB.
     """
 
-    def __init__(self, file: io.BufferedIOBase, path: str):
+    def __init__(self, file: io.BufferedReader, path: str):
         self._zstandard: Any = extra("zstandard", "compressed", path)
         self._file = file
         self._frame: Any = None  # the one that is being decompressed
