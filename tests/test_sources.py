@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
+from zoo.base.addresses import AddressError, location
 from zoo.data.documents import read_documents, read_json_lines
 from zoo.data.sources import reading
 from zoo.data.sources.lines import read_jsonl
@@ -533,6 +535,26 @@ def test_lines_of_an_address_are_read_by_range(web):
     del sent[:]
     assert len(list(read_split(splits[1]))) > 5000
     assert sum(sent) < 16 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_sources_lie_on_object_stores(tmp_path, request, scheme):
+    store = request.getfixturevalue(scheme)
+    expected = [f"{i} " + "x" * 1000 for i in range(2000)]
+    write(tmp_path / "a.jsonl", lines(expected))
+    write(tmp_path / "b.txt.zst", zstd(b"text"))
+    write(tmp_path / "deep/c.txt", "more")
+    write_parquet(tmp_path / "d.parquet", expected, rows_per_group=100)
+    for name in ("a.jsonl", "b.txt.zst", "deep/c.txt", "d.parquet"):
+        location(f"{store.address}/{name}", "data").write_bytes((tmp_path / name).read_bytes())
+    pattern = f"{store.address}/**"
+    found, local = read(pattern, MIB // 2), read(f"{tmp_path}/**", MIB // 2)
+    assert found == local
+    assert len(found) == 4002
+    with store.proxied(lambda number, method, path: 403), pytest.raises(AddressError) as caught:
+        read(pattern)
+    assert "refuses permission" in str(caught.value)
 
 
 def test_contents_of_addresses_are_not_mistaken_for_faults_of_the_store(web):
