@@ -142,6 +142,16 @@ def test_each_line_is_in_one_piece(tmp_path_factory, lengths, shard_bytes, ended
         assert json.loads(rest.split(b"\n")[record - 1])["text"] == text
 
 
+@pytest.mark.parametrize("shard_bytes", [MIB // 2, 2 * MIB])
+def test_lines_may_be_longer_than_pieces(tmp_path, shard_bytes):
+    expected = ["a", "b" * 3 * MIB, "c"]
+    path = write(tmp_path / "a.jsonl", lines(expected))
+    splits = plan_splits(str(path), shard_bytes=shard_bytes)
+    first, *others, last = [[d.text for d in read_split(split)] for split in splits]
+    assert (first, last) == (expected[:2], expected[2:])
+    assert not any(others)
+
+
 @pytest.mark.parametrize("shard_bytes", [1, 500, 1000, 5000, 10**6])
 @pytest.mark.parametrize("suffix", [".parquet", ".array_record"])
 def test_each_record_is_in_one_piece(tmp_path, suffix, shard_bytes):
@@ -166,7 +176,7 @@ ROWS = 'text,n\r\n"say ""hi""\r\nagain",1\r\nö,2\r\n'.encode()
     ("name", "content", "expected"),
     [
         ("a.jsonl", b"\n" + lines(["x", TEXT]), [(2, "x"), (3, TEXT)]),
-        ("a.ndjson", lines(["x"]), [(1, "x")]),
+        ("a.ndjson", lines(["x"] * 99), [(number, "x") for number in range(1, 100)]),
         ("a.csv", ROWS, [(3, 'say "hi"\r\nagain'), (4, "ö")]),
         ("a.txt", TEXT.encode(), [(0, TEXT)]),
         ("README", TEXT.encode(), [(0, TEXT)]),
@@ -600,6 +610,7 @@ def test_samples_of_small_corpora_are_all_texts(tmp_path):
     for name, count in (("a", 300), ("b", 3), ("c", 70)):
         write(tmp_path / f"{name}.jsonl", lines(f"{name} {i} " + "é" * i for i in range(count)))
     write(tmp_path / "d.txt", "x" * 1000)
+    write(tmp_path / "a.csv", "text\n" + f"{'row' * 500}\n" * 2000)  # a part of its own, the first
     pattern = f"{tmp_path}/*"
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     splits = plan_splits(pattern, shard_bytes=5000)
