@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.base.addresses import AddressError, location
-from zoo.data.documents import read_documents, read_json_lines
+from zoo.data.documents import Document, read_documents, read_json_lines
 from zoo.data.sources import reading
 from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import Piece
@@ -163,6 +163,14 @@ def test_each_record_is_in_one_piece(tmp_path, suffix, shard_bytes):
     found = read(path, shard_bytes)
     assert [text for _, _, text in found] == expected
     assert [record for _, record, _ in found] == list(range(97))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".array_record"])
+def test_tables_without_rows_have_no_documents(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    write_parquet(path, []) if suffix == ".parquet" else write_array_record(path, [])
+    assert path.stat().st_size
+    assert read(path) == []
 
 
 # --- Formats ----------------------------------------------------------------------------------
@@ -542,6 +550,7 @@ def test_lines_of_an_address_are_read_by_range(web):
     splits = plan_splits(f"{address}/a.jsonl,{address}/b.txt.gz", shard_bytes=8 * MIB)
     assert [split.names for split in splits][::3] == [["a.jsonl"], ["b.txt.gz"]]
     assert [d.text for split in splits for d in read_split(split)] == [*expected, "text"]
+    assert read_documents(f"{address}/b.txt.gz") == [Document("b.txt.gz", "text")]
     del sent[:]
     assert len(list(read_split(splits[1]))) > 5000
     assert sum(sent) < 16 * MIB

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zoo.base.addresses import Location
+from zoo.base.addresses import Location, explained
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,6 @@ class Piece:
 
 def whole_file(path: Location, name: str = "") -> Piece:
     """A file as one piece."""
-    size = path.stat().st_size
+    with explained(path):
+        size = path.stat().st_size
     return Piece(str(path), name or path.name, size, 0, size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.base.addresses import Location, explained, files_matching
+from zoo.base.addresses import Location, files_matching
 from zoo.data.sources.formats import check_readable, format_of
 from zoo.data.sources.pieces import Piece, whole_file
 from zoo.data.sources.streams import compression_of
@@ -102,8 +102,7 @@ def _files(pattern: str) -> Iterator[Piece]:
         check_readable(str(path))
 
     def piece(path: Location) -> Piece:
-        with explained(path):
-            return whole_file(path.absolute() if isinstance(path, Path) else path, matching[path])
+        return whole_file(path.absolute() if isinstance(path, Path) else path, matching[path])
 
     with ThreadPoolExecutor(16) as threads:  # a store is asked for each file
         return iter(list(threads.map(piece, matching)))

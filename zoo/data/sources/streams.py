@@ -25,8 +25,7 @@ def compression_of(path: str) -> str:
 
 @contextlib.contextmanager
 def opened(piece: Piece) -> Iterator[io.BufferedReader]:
-    """The whole file of a piece, decompressed, as a stream that can be sought if it is not
-    compressed.
+    """The content of a piece's whole file as a stream; a compressed one cannot be sought.
 
     Raises:
         ImportError: the compression needs an extra that is not installed.
