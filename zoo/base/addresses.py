@@ -202,6 +202,7 @@ _NO_BUCKET = "there is no such bucket: make it, or correct the address"
 _UNREACHED = {
     "ClientConnectorError",
     "ClientOSError",
+    "ConnectError",
     "ConnectionClosedError",
     "ConnectionRefusedError",
     "ConnectionResetError",
