@@ -1,18 +1,19 @@
-"""The files of a prepared corpus.
+"""The format of a prepared corpus: its files, the records of its documents, and its manifest.
 
-A folder holds `manifest.json`, which is written last; `tokenizer/`; and per shard, `shards/` with a
-number of eight digits and
+A folder has `manifest.json`, which is written last, `tokenizer/`, and per shard in `shards/`:
 
-- `.tokens`: the ids of its documents end to end, little-endian, without begin and end;
-- `.train`, `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
-- `.sources.json`: the names of the files that its documents come from;
-- `.sums`: the xxh3_64 of each block of `.tokens`, `.train` and `.held_out`, one after the other.
+- `.tokens`: the ids of its documents end to end, without begin and end, in the order of the source;
+- `.train` and `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
+- `.sources.json`: the names of the files that the documents are from;
+- `.sums`: the xxh3_64 of each `BLOCK` bytes of the three above, one file after the other.
 
-The manifest has the digest of each `.sums`: a tree of checksums, so that a start reads the manifest
-alone, and a block is verified when it is read.
+The manifest has the xxh3_128 of each shard's `.sums` and of its `.sources.json`, and is sealed by
+its fingerprint: a block is verified by its sum, the sums by the manifest, and that by itself. All
+numbers are little-endian.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -20,34 +21,38 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from zoo.base import files
 from zoo.base.addresses import Location
 
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer"
-SHARDS = "shards"
+MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
+TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES = ".tokens", ".train", ".held_out", ".sums", ".sources.json"
+SUMMED = (TOKENS, TRAIN, HELD_OUT)  # in the order of their sums
+BLOCK = 2**16  # bytes
 VERSION = 1
-SUFFIXES = (".tokens", ".train", ".held_out")  # the files that have sums, in their order
+
 RECORD = np.dtype(
     [
-        ("start", "<u8"),  # of its first id in .tokens
-        ("length", "<u4"),  # ids
-        ("end", "<u8"),  # positions of the shard's documents of this part up to and with this one
-        ("hash", "V16"),  # of its text: the first bytes of the SHA-256
-        ("source", "<u4"),  # index in .sources.json
-        ("record", "<u8"),  # line, row or record there; 0 of a whole file
+        ("start", "<u8"),  # the document's first id in .tokens
+        ("length", "<u4"),  # in ids
+        ("end", "<u8"),  # positions of the shard's part up to and with this document
+        ("hash", "V16"),  # the first bytes of the SHA-256 of the text
+        ("source", "<u4"),  # index of its file in .sources.json
+        ("record", "<u8"),  # line, row or record number; 0 for a text file
     ]
 )
 
 
-class CorpusError(ValueError):
-    """A folder that is no prepared corpus, or a damaged one, with what to do about it."""
+class DamagedError(ValueError):
+    """A file of a prepared corpus that is not what was written."""
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """The size of a part of a shard; `bytes` are those of its text in UTF-8."""
+    """What a shard has of one part, the documents to train on or those held out.
+
+    A document has length + frame - 1 `positions`. `bytes` are those of its text in UTF-8.
+    """
 
     documents: int
     tokens: int
@@ -57,126 +62,138 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: the bytes of `.tokens`, its parts, and the xxh3_128 of `.sums`."""
+    """Sizes and digests of one shard; `.tokens` also has the ids of documents that are left out."""
 
     tokens_bytes: int
     train: PartRecord
     held_out: PartRecord
     sums: str
+    sources: str
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides a corpus: equal settings on equal files give equal bytes."""
-
-    splits: str
-    """Hash of the names and sizes of all files, and of how they are split."""
-    tokenizer: str
-    """Hash of the tokenizer's files."""
-    vocab_size: int
-    frame: int
-    """How many of begin and end each document has."""
-    field: str
-    held_out: float
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files that have sums, by suffix, in the order of these."""
+        return {
+            TOKENS: self.tokens_bytes,
+            TRAIN: self.train.documents * RECORD.itemsize,
+            HELD_OUT: self.held_out.documents * RECORD.itemsize,
+        }
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A corpus; `frame` says how many of begin and end the tokenizer gives each document."""
+    """The content of a prepared corpus.
 
-    settings: Settings
+    `options` are those that it was prepared with, `tokenizer` is the digest of its files, `frame`
+    how many of begin and end it has. Left out are the `duplicates` and the `empty` documents, which
+    have no token; `first_empty` names one.
+    """
+
+    options: dict[str, Any]
+    tokenizer: str
     dtype: str
+    vocab_size: int
+    frame: int
     shards: tuple[ShardRecord, ...]
-    duplicates: int
-    """Documents left out, as an equal one came before them."""
-    empty: int
-    """Documents left out, as they have no token."""
-    first_empty: str
-    """The name of the first of them, or nothing."""
+    duplicates: int = 0
+    empty: int = 0
+    first_empty: str | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids of the tokenizer."""
-        return self.settings.vocab_size
-
-    @property
-    def frame(self) -> int:
-        """How many of begin and end each document has."""
-        return self.settings.frame
-
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the whole corpus: equal ones mean equal tokens, in the same parts."""
-        return _digest(self.to_json())
+        """A hash of all of the content: equal ones mean equal batches."""
+        return _digest(_content(self))
 
-    def total(self, part: str, field: str) -> int:
-        """The sum of a field of `PartRecord` over the shards."""
-        return sum(getattr(getattr(shard, part), field) for shard in self.shards)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `json.dumps` takes."""
-        return {"version": VERSION, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Manifest":
-        """The manifest that `to_json` gave."""
-        shards = tuple(
-            ShardRecord(
-                shard["tokens_bytes"],
-                PartRecord(**shard["train"]),
-                PartRecord(**shard["held_out"]),
-                shard["sums"],
-            )
-            for shard in content["shards"]
-        )
-        rest = {name: content[name] for name in ("dtype", "duplicates", "empty", "first_empty")}
-        return cls(settings=Settings(**content["settings"]), shards=shards, **rest)
+    def total(self, part: str) -> PartRecord:
+        """The sums of all shards' `train` or `held_out`."""
+        parts = [dataclasses.astuple(getattr(shard, part)) for shard in self.shards]
+        return PartRecord(*map(sum, zip((0, 0, 0, 0), *parts, strict=True)))
 
 
-def is_prepared(folder: Location) -> bool:
-    """Whether a folder holds a prepared corpus."""
-    return (folder / MANIFEST).is_file()
+def shard_file(folder: Location, number: int, suffix: str) -> Location:
+    """A file of a shard."""
+    return folder / SHARDS / f"{number:08}{suffix}"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, sealed by a digest of its content, as the last of a corpus' files."""
-    content = manifest.to_json()
-    text = json.dumps({"sha256": _digest(content), **content}, indent=1)
-    files.replace(folder / MANIFEST, lambda temporary: temporary.write_text(text))
+def dtype_of(vocab_size: int) -> str:
+    """The dtype of the ids in `.tokens`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def block_sums(path: Path) -> bytes:
+    """The xxh3_64 of each block of a file."""
+    sums = bytearray()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            sums += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
+    return bytes(sums)
+
+
+def tokenizer_digest(folder: Location) -> str:
+    """The digest of the tokenizer's files in a folder, by which a manifest knows its tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for part in (path.name.encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write a manifest to a file."""
+    content = {**_content(manifest), "fingerprint": manifest.fingerprint}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Location) -> Manifest:
     """The manifest of a prepared corpus.
 
     Raises:
-        CorpusError: it is damaged, of a later version, or there is none.
+        FileNotFoundError: the folder has none.
+        DamagedError: it is not what was written, or of a later version.
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CorpusError(
-            f"{folder} has no {MANIFEST}: it is no prepared corpus, or one that is not finished; "
-            "run `python -m zoo prepare` again"
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{folder} is no prepared corpus: it has no {MANIFEST}; `python -m zoo prepare` "
+            "writes it last, and resumes after a kill"
         ) from None
-    except ValueError as error:
-        raise CorpusError(f"{path} is damaged ({error}): {_REMEDY}") from error
-    version = content.get("version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > VERSION:
-        raise CorpusError(
-            f"{path} is of version {version}, and this zoo reads {VERSION}: update it"
+    try:
+        content = json.loads(text)
+        sealed = content.pop("fingerprint")
+        version = content["version"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise DamagedError(f"{path} is damaged: it is no manifest of a prepared corpus") from None
+    if sealed != _digest(content):
+        raise DamagedError(
+            f"{path} is damaged: its content is not what was written; put it back from a copy, or "
+            "remove it and run `python -m zoo prepare` again"
         )
-    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
-        raise CorpusError(f"{path} is damaged, or was edited by hand: {_REMEDY}")
-    return Manifest.from_json(content)
+    if version != VERSION:
+        raise DamagedError(f"{path} has version {version}, and this zoo reads version {VERSION}")
+    del content["version"]
+    content["shards"] = tuple(
+        ShardRecord(
+            **{**shard, "train": PartRecord(**shard["train"])}
+            | {"held_out": PartRecord(**shard["held_out"])}
+        )
+        for shard in content["shards"]
+    )
+    return Manifest(**content)
 
 
-_REMEDY = "put it back from a copy, or remove it and run `python -m zoo prepare` again"
+def check_tokenizer(folder: Location, manifest: Manifest) -> None:
+    """Raise a DamagedError where the folder's tokenizer is not the one of its token ids."""
+    if tokenizer_digest(folder / TOKENIZER) != manifest.tokenizer:
+        raise DamagedError(
+            f"{folder / TOKENIZER} is not the tokenizer that the manifest names: its ids would mean "
+            "other text; put the folder back from a copy"
+        )
 
 
-def shard_stem(folder: Path, number: int) -> Path:
-    """The path of a shard's files without their suffix."""
-    return folder / SHARDS / f"{number:08}"
+def _content(manifest: Manifest) -> dict[str, Any]:
+    return {"version": VERSION, **dataclasses.asdict(manifest)}
 
 
 def _digest(content: dict[str, Any]) -> str:
