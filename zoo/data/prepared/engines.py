@@ -97,8 +97,12 @@ def _run_ray(
         remote = ray.remote(function).options(runtime_env=environment)
         left = [remote.remote(*task) for task in tasks]
         while left:
-            done, left = ray.wait(left)
-            yield ray.get(done[0])
+            [done], left = ray.wait(left)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause or error) from None  # the sentence without Ray's traceback
+            yield result
     finally:
         if started:
             ray.shutdown()
