@@ -94,9 +94,9 @@ def test_where_indices_go_is_even(size):
     assert chi_squared(differences) < 4
 
 
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_few_are_alike_likely(size):
-    orders, drawn = math.factorial(size), 1500
+    orders, drawn = math.factorial(size), 700
     found = collections.Counter(
         tuple(Permutation(size, (key,))[np.arange(size)].tolist()) for key in range(drawn)
     )
