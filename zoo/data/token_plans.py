@@ -168,6 +168,16 @@ class PackedPlan(TokenPlan):
         return self._layout.pieces(arrangement, int(rows[row]))
 
 
+ROOM_IN_BUCKETS = "the largest bucket {}: add a larger bucket"
+
+
+def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
+    """The buckets in ascending order; a ValueError unless they are different and positive."""
+    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
+        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
+    return np.sort(np.asarray(buckets, np.int64))
+
+
 class BucketPlan(TokenPlan):
     """One document per row, padded to the smallest bucket that holds it and its separator.
 
@@ -190,12 +200,9 @@ class BucketPlan(TokenPlan):
         shuffle: bool = True,
     ):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
-        if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
-            raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-        self._lengths = np.sort(np.asarray(buckets, np.int64))
+        self._lengths = bucket_lengths(buckets)
         longest = int(self._lengths[-1])
-        room = f"the largest bucket {longest}: add a larger bucket"
-        self._rows = self._cut(corpus, longest, too_long, room)
+        self._rows = self._cut(corpus, longest, too_long, ROOM_IN_BUCKETS.format(longest))
         starts, stops = self._rows[:, 1], self._rows[:, 2]
         self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
@@ -230,11 +237,8 @@ class BucketPlan(TokenPlan):
         for bucket in self.buckets:
             rows = table[lengths == bucket]
             held = rows[rows != EMPTY_ROW]
-            filled = (self._rows[held, 2] - self._rows[held, 1]).sum()
-            lines.append(
-                f"bucket {bucket}: {held.size:,} rows in {len(rows):,} batches, "
-                f"{1 - filled / (rows.size * bucket):.1%} padding"
-            )
+            filled = int((self._rows[held, 2] - self._rows[held, 1]).sum())
+            lines.append(describe_bucket(bucket, held.size, len(rows), filled / rows.size))
         return "\n".join(lines)
 
     def bucket(self, k: int) -> int:
@@ -246,6 +250,12 @@ class BucketPlan(TokenPlan):
         """The piece in a row of an epoch; none in a row of padding."""
         index = self._epoch_order(epoch)[1].ravel()[row]
         return [] if index == EMPTY_ROW else [Piece(*map(int, self._rows[index]))]
+
+
+def describe_bucket(bucket: int, rows: int, batches: int, mean_length: float) -> str:
+    """A line on a bucket: `mean_length` is that of its rows, those of padding too."""
+    padding = 1 - mean_length / bucket
+    return f"bucket {bucket}: {rows:,} rows in {batches:,} batches, {padding:.1%} padding"
 
 
 class LabelledPlan(BucketPlan):

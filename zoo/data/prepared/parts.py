@@ -3,27 +3,21 @@
 import bisect
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
-from jaxtyping import Int64, Integer, Shaped, UInt8
+from jaxtyping import Int64, Integer, UInt8
 
 from zoo.data.packing import Piece
-from zoo.data.prepared.format import BLOCK, RECORD, Manifest, ShardRecord
+from zoo.data.prepared.format import RECORD, Manifest
+from zoo.data.prepared.shards import BLOCK, Shard, check_size
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32
 _AHEAD = 128  # records read at a time: a fraction of a block
-
-PartName = Literal["train", "held_out"]
-
-
-class DamagedError(ValueError):
-    """A file of a prepared corpus that is not what was written."""
 
 
 class Place(NamedTuple):
@@ -33,59 +27,143 @@ class Place(NamedTuple):
     offset: int
 
 
-class Shard:
-    """The files of one shard, memory-mapped; each block of them is verified when first read.
-
-    Any number of threads may read. `verified` has a byte per block, and outlives the maps.
-    """
-
-    def __init__(self, stem: Path, record: ShardRecord, verified: bytearray):
-        self._stem = stem
-        ...
-
-    def read(self, suffix: str, begin: int, end: int) -> UInt8[np.ndarray, "bytes"]:
-        """Bytes [begin, end) of a file.
-
-        Raises:
-            DamagedError: a block of them is damaged.
-        """
-        ...
-
-
 class Part:
     """The documents to train on, or those held out, in the order in which they are stored.
 
-    See `zoo.data.corpus.Tokenized`. Reading a document opens its shard, of which at most
-    `OPEN_SHARDS` are open. Memory does not depend on the number of documents.
+    See `zoo.data.corpus.Tokenized`. A document has length + frame - 1 positions, or none, where
+    `frame` is how many of begin and end its tokenizer has. `opened(number)` is a shard; a document
+    is read from the shard's files when it is asked for, and nothing is kept.
+
+    Raises:
+        DamagedError: while reading, a file is not what was written.
     """
 
     counts = None
     framed = False
 
-    num_positions: int
+    def __init__(self, manifest: Manifest, part: str, opened: Callable[[int], Shard]):
+        self._opened, self._suffix = opened, f".{part}"
+        stored = [getattr(shard, part) for shard in manifest.shards]
+        self._documents = _rising([record.documents for record in stored])
+        self._positions = _rising([record.positions for record in stored])
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self.vocab_size, self.frame = manifest.vocab_size, manifest.frame
+        self.num_tokens = sum(record.tokens for record in stored)
+        self.num_bytes = sum(record.bytes for record in stored)
+        self.num_positions = int(self._positions[-1])
+        self.fingerprint = f"{manifest.fingerprint} {part}"
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return int(self._documents[-1])
 
-    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]: ...
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
+        return self.ids(i, 0, 2**62)
 
     def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
         """Ids [start, stop) of document i, or those of them that it has."""
-        ...
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        first, stop = int(record["start"]), min(stop, int(record["length"]))
+        begin, end = (self._dtype.itemsize * (first + id) for id in (min(start, stop), stop))
+        return self._opened(shard).read(".tokens", begin, end).view(self._dtype)
 
     def counted(self, i: int) -> None:
-        """All tokens of all documents count."""
+        """None: all tokens count."""
 
     def name(self, i: int) -> str:
-        """The file of document i and, in a file of several, its line or row."""
-        ...
+        """The file of document i and, in a file of several, its line, row or record."""
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        name = json.loads(self._opened(shard).path(".sources.json").read_text())[record["source"]]
+        return repr(f"{name}:{record['record']}" if record["record"] else name)
+
+    def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
+        """The positions of each of the documents [begin, end), which are of one shard."""
+        shard, first = self._shard_of(begin)
+        before = self._end_before(shard, first)
+        ends = self._records(shard, first, first + end - begin)["end"].astype(np.int64)
+        return np.diff(ends, prepend=before)
+
+    def slices(self, size: int) -> Iterator[range]:
+        """All documents in ranges of at most `size`, each of one shard."""
+        for begin, end in zip(self._documents[:-1].tolist(), self._documents[1:].tolist()):
+            for first in range(begin, end, size):
+                yield range(first, min(first + size, end))
 
     def locate(self, position: int) -> Place:
-        """The place of a position, of which each document has length + frame - 1 or none."""
-        ...
+        """The document that a position is in, and where in it."""
+        if not 0 <= position < self.num_positions:
+            raise IndexError(f"position {position} of {self.num_positions}")
+        shard = int(np.searchsorted(self._positions, position, side="right")) - 1
+        inside = position - int(self._positions[shard])
+        count = int(self._documents[shard + 1] - self._documents[shard])
+        end_of = lambda i: self._end_before(shard, i + 1)  # noqa: E731
+        number = bisect.bisect_right(range(count), inside, key=end_of)
+        offset = inside - self._end_before(shard, number)
+        return Place(int(self._documents[shard]) + number, offset)
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """The pieces of documents at positions [begin, end), in the order they are stored in."""
-        ...
+        """What positions [begin, end) are of, piece by piece."""
+        document, start = self.locate(begin)
+        pieces, left = [], end - begin
+        while left:
+            last = int(self._documents[self._shard_of(document)[0] + 1])
+            for length in self.positions(document, min(document + _AHEAD, last)).tolist():
+                if taken := min(length - start, left):
+                    pieces.append(Piece(document, start, start + taken))
+                left, start, document = left - taken, 0, document + 1
+                if not left:
+                    break
+        return pieces
+
+    def _shard_of(self, i: int) -> tuple[int, int]:
+        """(the shard of document i, its number there)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        shard = int(np.searchsorted(self._documents, i, side="right")) - 1
+        return shard, i - int(self._documents[shard])
+
+    def _records(self, shard: int, begin: int, end: int) -> np.ndarray:
+        size = RECORD.itemsize
+        return self._opened(shard).read(self._suffix, begin * size, end * size).view(RECORD)
+
+    def _end_before(self, shard: int, number: int) -> int:
+        """Positions of the documents of a shard before that number."""
+        return int(self._records(shard, number - 1, number)["end"][0]) if number else 0
+
+
+def parts_of(folder: Path, manifest: Manifest) -> tuple[Part, Part]:
+    """The documents to train on, and those held out; they share the open shards."""
+    verified: dict[int, bytearray] = {}
+
+    @functools.lru_cache(maxsize=OPEN_SHARDS)
+    def opened(number: int) -> Shard:
+        record, stem = manifest.shards[number], folder / "shards" / f"{number:08}"
+        sizes = sizes_of(record)
+        blocks = sum(-(-size // BLOCK) for size in sizes.values())
+        known = verified.setdefault(number, bytearray(blocks))
+        return Shard(stem, sizes, record.sums, remedy(stem), known)
+
+    return Part(manifest, "train", opened), Part(manifest, "held_out", opened)
+
+
+def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def sizes_of(record) -> dict[str, int]:
+    return {
+        ".tokens": record.tokens_bytes,
+        ".train": record.train.documents * RECORD.itemsize,
+        ".held_out": record.held_out.documents * RECORD.itemsize,
+    }
+
+
+def remedy(stem: Path) -> str:
+    """How to get the files of a shard back."""
+    return (
+        f"put {stem.name}.* back from a copy, or remove them and run `python -m zoo prepare` again"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,13 +180,3 @@ class Prepared:
     def fingerprint(self) -> str:
         """A hash of all of its content: equal ones mean equal batches."""
         return self.manifest.fingerprint
-
-
-def open_prepared(folder: Path) -> Prepared:
-    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
-
-    Raises:
-        FileNotFoundError: there is no manifest, or a shard is missing.
-        DamagedError: the manifest is damaged, or a file has another size than is written there.
-    """
-    ...

@@ -1,0 +1,42 @@
+"""Small prepared corpora of random ids, and the same documents in memory."""
+
+import numpy as np
+
+from zoo.data.corpus import Corpus
+from zoo.data.prepared import parts, shards
+from zoo.data.prepared.format import RECORD, Manifest, PartRecord, ShardRecord
+
+VOCAB, SEPARATOR = 300, 299
+LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
+
+
+def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB, seed=0):
+    """(the parts, corpora of the same documents): every fourth document is held out."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, vocab_size - 1, n) for n in lengths]
+    held = [i % 4 == 3 for i in range(len(documents))]
+    (folder / "shards").mkdir(parents=True)
+    records, stored = [], {"train": [], "held_out": []}
+    for number, own in enumerate(np.array_split(np.arange(len(documents)), num_shards)):
+        stem = folder / "shards" / f"{number:08}"
+        tokens = np.concatenate([np.zeros(0, int), *(documents[i] for i in own)]).astype("<u2")
+        stem.with_suffix(".tokens").write_bytes(tokens.tobytes())
+        starts = dict(zip(own.tolist(), np.cumsum([0, *(lengths[i] for i in own)]), strict=False))
+        summary = {}
+        for part in stored:
+            chosen = [int(i) for i in own if held[i] == (part == "held_out")]
+            rows, end = np.zeros(len(chosen), RECORD), 0
+            for row, i in zip(rows, chosen, strict=True):
+                end += max(lengths[i] + frame - 1, 0)
+                row["start"], row["length"], row["end"] = starts[i], lengths[i], end
+                row["source"], row["record"] = i % 2, i
+            stem.with_suffix(f".{part}").write_bytes(rows.tobytes())
+            stored[part] += [documents[i] for i in chosen]
+            count = sum(lengths[i] for i in chosen)
+            summary[part] = PartRecord(len(chosen), count, end, 3 * count)
+        stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
+        digest = shards.write_sums(stem, [".tokens", ".train", ".held_out"])
+        records.append(ShardRecord(tokens.nbytes, summary["train"], summary["held_out"], digest))
+    manifest = Manifest("uint16", vocab_size, frame, tuple(records), f"{lengths} {seed}")
+    corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
+    return parts.parts_of(folder, manifest), corpora

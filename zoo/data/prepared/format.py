@@ -1,0 +1,44 @@
+"""Provisional: part prepare's."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+RECORD = np.dtype(
+    [
+        ("start", "<u8"),
+        ("length", "<u4"),
+        ("end", "<u8"),
+        ("hash", "V16"),
+        ("source", "<u4"),
+        ("record", "<u8"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    documents: int
+    tokens: int
+    positions: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    tokens_bytes: int
+    train: PartRecord
+    held_out: PartRecord
+    sums: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    dtype: str
+    vocab_size: int
+    frame: int
+    shards: tuple[ShardRecord, ...]
+    fingerprint: str
