@@ -89,7 +89,7 @@ def test_each_target_comes_once_per_epoch(make_plan, seed):
     for epoch in range(3):
         batches, others = epoch_of(plan, epoch), epoch_of(wanted, epoch)
         assert targets(batches) == targets(others) != []
-        shapes = lambda of: sorted(batch["tokens"].shape for batch in of)  # noqa: E731
+        shapes = lambda of: sorted(batch["tokens"].shape for batch in of)
         assert shapes(batches) == shapes(others)
         assert [plan.epoch(epoch * len(batches) + i) for i in (0, len(batches) - 1)] == [epoch] * 2
 
@@ -99,15 +99,15 @@ def test_epochs_and_seeds_differ_and_batches_are_a_function_of_k(make_plan):
     plan = make_plan(random_lengths(1), batch_size=2)
     first, second = epoch_of(plan), epoch_of(plan, 1)
     other = epoch_of(make_plan(random_lengths(1), batch_size=2, seed=1))
-    order = lambda batches: [batch["targets"].ravel().tolist() for batch in batches]  # noqa: E731
+    order = lambda batches: [batch["targets"].ravel().tolist() for batch in batches]
     assert order(first) != order(second)
     assert order(first) != order(other)
     again = make_plan(random_lengths(1), batch_size=2)
     for k in reversed(range(plan.batches_per_epoch)):  # a run that resumes at k
         assert_equal(again.batch(plan.batches_per_epoch + k), second[k])
-        for rows in (slice(0, 1), slice(1, 2)):  # the halves of two processes
-            half = again.batch(k, rows)
-            assert_equal(half, {name: array[rows] for name, array in first[k].items()})
+        for part in (slice(0, 1), slice(1, 2)):  # the halves of two processes
+            half = again.batch(k, part)
+            assert_equal(half, {name: array[part] for name, array in first[k].items()})
 
 
 @packed

@@ -73,6 +73,7 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
         seed=config.seed,
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
+        default=type(config).data,
     )
     say_what_there_is(run, data)
     return data

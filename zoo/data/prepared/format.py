@@ -1,6 +1,5 @@
 """Provisional: part prepare's."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,3 +41,18 @@ class Manifest:
     frame: int
     shards: tuple[ShardRecord, ...]
     fingerprint: str
+
+
+def read_manifest(folder) -> Manifest:
+    found = json.loads((folder / "manifest.json").read_text())
+    shards = tuple(
+        ShardRecord(
+            s["tokens_bytes"], PartRecord(**s["train"]), PartRecord(**s["held_out"]), s["sums"]
+        )
+        for s in found["shards"]
+    )
+    return Manifest(**{**found, "shards": shards})
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / "manifest.json").write_text(json.dumps(asdict(manifest)))

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer, UInt8
+from jaxtyping import Int64, Integer
 
+from zoo.base.addresses import Location
 from zoo.data.packing import Piece
-from zoo.data.prepared.format import RECORD, Manifest
+from zoo.data.prepared.format import RECORD, Manifest, read_manifest
 from zoo.data.prepared.shards import BLOCK, Shard, check_size
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -86,7 +88,7 @@ class Part:
 
     def slices(self, size: int) -> Iterator[range]:
         """All documents in ranges of at most `size`, each of one shard."""
-        for begin, end in zip(self._documents[:-1].tolist(), self._documents[1:].tolist()):
+        for begin, end in itertools.pairwise(self._documents.tolist()):
             for first in range(begin, end, size):
                 yield range(first, min(first + size, end))
 
@@ -138,7 +140,7 @@ def parts_of(folder: Path, manifest: Manifest) -> tuple[Part, Part]:
 
     @functools.lru_cache(maxsize=OPEN_SHARDS)
     def opened(number: int) -> Shard:
-        record, stem = manifest.shards[number], folder / "shards" / f"{number:08}"
+        record, stem = manifest.shards[number], stem_of(folder, number)
         sizes = sizes_of(record)
         blocks = sum(-(-size // BLOCK) for size in sizes.values())
         known = verified.setdefault(number, bytearray(blocks))
@@ -149,6 +151,11 @@ def parts_of(folder: Path, manifest: Manifest) -> tuple[Part, Part]:
 
 def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
     return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def stem_of(folder: Path, number: int) -> Path:
+    """The path of a shard's files without their suffixes."""
+    return folder / "shards" / f"{number:08}"
 
 
 def sizes_of(record) -> dict[str, int]:
@@ -180,3 +187,20 @@ class Prepared:
     def fingerprint(self) -> str:
         """A hash of all of its content: equal ones mean equal batches."""
         return self.manifest.fingerprint
+
+
+def open_prepared(folder: Location) -> Prepared:
+    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
+
+    Raises:
+        FileNotFoundError: there is no manifest, or a file of a shard is missing.
+        ValueError: the manifest or the tokenizer is damaged, or a file has another size than is
+            written there.
+    """
+    manifest = read_manifest(folder)
+    for number, record in enumerate(manifest.shards):
+        stem = stem_of(folder, number)
+        for suffix, size in sizes_of(record).items():
+            check_size(Path(f"{stem}{suffix}"), size, remedy(stem))
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return Prepared(folder, manifest, tokenizer, *parts_of(folder, manifest))

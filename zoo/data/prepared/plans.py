@@ -6,11 +6,15 @@ Batches are equal on any number of processes, as every plan's are.
 import bisect
 import itertools
 import math
+import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from zoo.base.files import local_path
 from zoo.data.packing import Piece
 from zoo.data.permutation import Permutation, hashed_integer
 from zoo.data.prepared.parts import Part
@@ -87,7 +91,8 @@ class PreparedBucketPlan(PreparedPlan):
     all buckets are permuted. A bucket's remaining rows fill up the last batches of larger buckets,
     if those have room for all of them; else they form a batch with empty rows.
 
-    The rows of each bucket are found once, and kept on disk in the folder `cache`.
+    The rows of each bucket are found once, and kept on disk: in the folder `cache`, or else in a
+    temporary one that goes with the plan.
     """
 
     def __init__(
@@ -100,10 +105,14 @@ class PreparedBucketPlan(PreparedPlan):
         too_long: Literal["error", "truncate", "split"] = "error",
         shuffle: bool = True,
         *,
-        cache: Path,
+        cache: Path | None,
     ):
         super().__init__(part, ends, batch_size, seed, shuffle)
-        self._index = row_index(part, buckets, too_long, cache)
+        if cache is None:
+            cache = Path(tempfile.mkdtemp(prefix="zoo-rows-"))
+            weakref.finalize(self, shutil.rmtree, cache, ignore_errors=True)
+        folder = local_path(cache, "data.cache")
+        self._index = row_index(part, buckets, too_long, folder)
         lengths = self._index.lengths
         self._num_batches, self._last = fill_batches(self._index.counts, batch_size)
         self._ends = list(itertools.accumulate(self._num_batches))
@@ -164,7 +173,8 @@ def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dic
 
     `counts` are the rows of the buckets, in ascending order of their lengths.
     """
-    num_batches, last = [0] * len(counts), {}
+    num_batches = [0] * len(counts)
+    last: dict[int, list[Held]] = {}
     free: list[tuple[int, int]] = []  # (bucket, place in its last batch)
     for bucket in reversed(range(len(counts))):
         num_batches[bucket], left = divmod(counts[bucket], batch_size)

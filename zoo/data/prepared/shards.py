@@ -39,7 +39,7 @@ class Shard:
         self._sizes[SUMS] = 8 * count
         self._verified = bytearray(count) if verified is None else verified
         sums = self._map(SUMS)
-        if xxhash.xxh3_128_hexdigest(sums) != digest:
+        if xxhash.xxh3_128_hexdigest(sums.data) != digest:
             raise DamagedError(f"{stem}{SUMS} is not what was written: {remedy}")
         self._sums = sums.view("<u8")
 
@@ -62,7 +62,7 @@ class Shard:
 
     def _verify(self, suffix: str, block: int, content: UInt8[np.ndarray, "bytes"]) -> None:
         number = self._first[suffix] + block
-        if xxhash.xxh3_64_intdigest(content) != self._sums[number]:
+        if xxhash.xxh3_64_intdigest(content.data) != self._sums[number]:
             first = block * BLOCK
             raise DamagedError(
                 f"{self._stem}{suffix}: block {block} (bytes {first:,} to "
