@@ -16,14 +16,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from upath import UPath
-
-    Location: TypeAlias = Path | UPath
-else:
-    Location = Any  # upath is imported with the first address
+Location: TypeAlias = Any  # a Path, or a upath.UPath, which is imported with the first address
 
 # Scheme -> (the module that reads it, the extra with that), and what else the file system is told.
 SCHEMES = {
@@ -219,7 +214,7 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, dict):  # of botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     status = getattr(error, "status", None) or getattr(error, "code", None)
-    return int(status) if isinstance(status, int) or str(status).isdecimal() else None
+    return int(str(status)) if str(status).isdecimal() else None
 
 
 @functools.cache
