@@ -3,8 +3,9 @@
 import numpy as np
 
 from zoo.data.corpus import Corpus
-from zoo.data.prepared import parts, shards
-from zoo.data.prepared.format import RECORD, Manifest, PartRecord, ShardRecord
+from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
+from zoo.data.tokenizer import ByteTokenizer
 
 VOCAB, SEPARATOR = 300, 299
 LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
@@ -36,7 +37,13 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
             summary[part] = PartRecord(len(chosen), count, end, 3 * count)
         stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
         digest = shards.write_sums(stem, [".tokens", ".train", ".held_out"])
-        records.append(ShardRecord(tokens.nbytes, summary["train"], summary["held_out"], digest))
-    manifest = Manifest("uint16", vocab_size, frame, tuple(records), f"{lengths} {seed}")
+        records.append(
+            ShardRecord(tokens.nbytes, summary["train"], summary["held_out"], digest, "")
+        )
+    ByteTokenizer().save(folder / format.TOKENIZER)
+    digest = format.tokenizer_digest(folder / format.TOKENIZER)
+    manifest = format.Manifest({}, digest, "uint16", vocab_size, frame, tuple(records))
+    format.write_manifest(folder / format.MANIFEST, manifest)
     corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
-    return parts.parts_of(folder, manifest), corpora
+    stem_of = lambda number: folder / format.SHARDS / f"{number:08}"
+    return parts.parts_of(manifest, stem_of), corpora

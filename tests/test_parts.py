@@ -10,7 +10,8 @@ from prepared_parts import VOCAB, make_parts
 
 from zoo.data.corpus import Tokenized
 from zoo.data.packing import Piece
-from zoo.data.prepared import parts, shards
+from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared.format import DamagedError
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 20])
@@ -83,7 +84,7 @@ def test_damage_is_named(tmp_path, suffix, damage):
     }[damage]()
     part = both[suffix == ".held_out"]
     assert len(part[0]) == 20_000  # of the other shard
-    with pytest.raises((shards.DamagedError, FileNotFoundError)) as error:
+    with pytest.raises((DamagedError, FileNotFoundError)) as error:
         touched(part)
     size = len(content)
     block = (size - 1) // shards.BLOCK
@@ -157,3 +158,83 @@ def test_threads_read_the_same(tmp_path):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_start_reads_the_manifest_and_the_tokenizer_alone(tmp_path, monkeypatch):
+    """Files opened do not grow with the corpus; sizes are compared all the same."""
+    import builtins
+    import io
+
+    read = []
+    opened = builtins.open
+
+    def noted(path, *arguments, **named):
+        read.append(str(path))
+        return opened(path, *arguments, **named)
+
+    for place in (builtins, io):
+        monkeypatch.setattr(place, "open", noted)
+    for number in (2, 30):
+        folder = tmp_path / f"{number}"
+        make_parts(folder, [300] * 60, num_shards=number, vocab_size=257)
+        read.clear()
+        prepared = parts.open_prepared(folder)
+        assert {str(Path(path).relative_to(folder)) for path in read} == {
+            format.MANIFEST,
+            "tokenizer/tokenizer.json",
+        }
+        assert len(read) <= 5
+        assert len(prepared.train) == 45
+        assert prepared.train.num_tokens == 45 * 300
+        assert prepared.tokenizer.vocab_size == prepared.train.vocab_size == 257
+        assert prepared.train[44].shape == (300,)
+        assert any("shards" in path for path in read)
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".train", ".held_out"])
+def test_a_start_finds_files_of_another_size(tmp_path, suffix):
+    make_parts(tmp_path, vocab_size=257)
+    path = tmp_path / "shards" / f"00000002{suffix}"
+    content = path.read_bytes()
+    path.write_bytes(content + b"x")
+    with pytest.raises(
+        DamagedError, match=f"00000002{suffix} has .* bytes instead of .*: put 0000"
+    ):
+        parts.open_prepared(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"00000002{suffix} is missing: put 0000"):
+        parts.open_prepared(tmp_path)
+    path.write_bytes(content)
+    parts.open_prepared(tmp_path)
+
+
+def test_a_damaged_manifest(tmp_path):
+    make_parts(tmp_path, vocab_size=257)
+    path = tmp_path / format.MANIFEST
+    path.write_text(path.read_text().replace('"frame": 2', '"frame": 1'))
+    with pytest.raises(DamagedError, match="is damaged: its content is not what was"):
+        parts.open_prepared(tmp_path)
+
+
+def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
+    pytest.importorskip("upath")
+    from zoo.base.addresses import location
+
+    make_parts(tmp_path / "here", [30] * 12, num_shards=4, vocab_size=257)
+    there = location("memory://corpora/read", "data.files")
+    for path in (tmp_path / "here").rglob("*"):
+        if path.is_file():
+            target = there / path.relative_to(tmp_path / "here").as_posix()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    here = parts.open_prepared(tmp_path / "here")
+    prepared = parts.open_prepared(there, tmp_path / "cache")
+    copied = lambda: {path.name for path in tmp_path.glob("cache/**/*.tokens")}
+    assert prepared.fingerprint == here.fingerprint
+    assert copied() == set()
+    np.testing.assert_array_equal(prepared.train[0], here.train[0])
+    assert copied() == {"00000000.tokens"}
+    for i in range(len(here.train)):
+        np.testing.assert_array_equal(prepared.train[i], here.train[i])
+    assert len(copied()) == 4
+    np.testing.assert_array_equal(parts.open_prepared(there).train[3], here.train[3])

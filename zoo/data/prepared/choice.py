@@ -1,8 +1,8 @@
 """Where a configuration's text is: in a prepared folder, in files for memory, or in too many."""
 
 from zoo.base.addresses import Location, files_matching, is_remote, location
+from zoo.data.prepared.format import MANIFEST, SHARDS, DamagedError
 
-MANIFEST = "manifest.json"
 IN_MEMORY = 32 * 2**20  # bytes of files
 BY_ITSELF = 4 * 2**30
 COMPRESSED = (".gz", ".zst")
@@ -12,15 +12,15 @@ def prepared_folder(files: str) -> Location | None:
     """The folder that `data.files` names, if it is one of `python -m zoo prepare`.
 
     Raises:
-        ValueError: preparing it was not finished.
+        DamagedError: preparing it was not finished.
     """
     if not files or "," in files:
         return None
     folder = location(files, "data.files")
     if (folder / MANIFEST).is_file():
         return folder
-    if (folder / "shards").is_dir():
-        raise ValueError(
+    if (folder / SHARDS).is_dir():
+        raise DamagedError(
             f"data.files={files!r} has shards and no {MANIFEST}: `python -m zoo prepare` has not "
             "finished it; run the same command again, which goes on where it was"
         )

@@ -6,16 +6,27 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from zoo.base.addresses import Location
+from zoo.base.addresses import Location, explained, is_remote
 from zoo.data.packing import Piece
-from zoo.data.prepared.format import RECORD, Manifest, read_manifest
-from zoo.data.prepared.shards import BLOCK, Shard, check_size
+from zoo.data.prepared.copies import Copies
+from zoo.data.prepared.format import (
+    RECORD,
+    SOURCES,
+    TOKENIZER,
+    TOKENS,
+    Manifest,
+    check_tokenizer,
+    read_manifest,
+    shard_file,
+)
+from zoo.data.prepared.shards import Shard, check_size
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32
@@ -43,6 +54,9 @@ class Part:
     counts = None
     framed = False
 
+    num_positions: int
+    """Positions of all documents."""
+
     def __init__(self, manifest: Manifest, part: str, opened: Callable[[int], Shard]):
         self._opened, self._suffix = opened, f".{part}"
         stored = [getattr(shard, part) for shard in manifest.shards]
@@ -67,7 +81,7 @@ class Part:
         record = self._records(shard, number, number + 1)[0]
         first, stop = int(record["start"]), min(stop, int(record["length"]))
         begin, end = (self._dtype.itemsize * (first + id) for id in (min(start, stop), stop))
-        return self._opened(shard).read(".tokens", begin, end).view(self._dtype)
+        return self._opened(shard).read(TOKENS, begin, end).view(self._dtype)
 
     def counted(self, i: int) -> None:
         """None: all tokens count."""
@@ -76,7 +90,7 @@ class Part:
         """The file of document i and, in a file of several, its line, row or record."""
         shard, number = self._shard_of(i)
         record = self._records(shard, number, number + 1)[0]
-        name = json.loads(self._opened(shard).path(".sources.json").read_text())[record["source"]]
+        name = json.loads(self._opened(shard).path(SOURCES).read_text())[record["source"]]
         return repr(f"{name}:{record['record']}" if record["record"] else name)
 
     def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
@@ -134,17 +148,19 @@ class Part:
         return int(self._records(shard, number - 1, number)["end"][0]) if number else 0
 
 
-def parts_of(folder: Path, manifest: Manifest) -> tuple[Part, Part]:
-    """The documents to train on, and those held out; they share the open shards."""
+def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Part, Part]:
+    """The documents to train on, and those held out; they share the open shards.
+
+    `stem_of(number)` is the path of a shard's files without their suffixes.
+    """
     verified: dict[int, bytearray] = {}
 
     @functools.lru_cache(maxsize=OPEN_SHARDS)
     def opened(number: int) -> Shard:
-        record, stem = manifest.shards[number], stem_of(folder, number)
-        sizes = sizes_of(record)
-        blocks = sum(-(-size // BLOCK) for size in sizes.values())
-        known = verified.setdefault(number, bytearray(blocks))
-        return Shard(stem, sizes, record.sums, remedy(stem), known)
+        record, stem = manifest.shards[number], stem_of(number)
+        shard = Shard(stem, record.sizes, record.sums, _remedy(stem), verified.get(number))
+        verified[number] = shard.verified
+        return shard
 
     return Part(manifest, "train", opened), Part(manifest, "held_out", opened)
 
@@ -153,21 +169,11 @@ def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def stem_of(folder: Path, number: int) -> Path:
-    """The path of a shard's files without their suffixes."""
-    return folder / "shards" / f"{number:08}"
+def _stem(folder: Path, number: int) -> Path:
+    return Path(shard_file(folder, number, ""))
 
 
-def sizes_of(record) -> dict[str, int]:
-    return {
-        ".tokens": record.tokens_bytes,
-        ".train": record.train.documents * RECORD.itemsize,
-        ".held_out": record.held_out.documents * RECORD.itemsize,
-    }
-
-
-def remedy(stem: Path) -> str:
-    """How to get the files of a shard back."""
+def _remedy(stem: Path) -> str:
     return (
         f"put {stem.name}.* back from a copy, or remove them and run `python -m zoo prepare` again"
     )
@@ -177,7 +183,7 @@ def remedy(stem: Path) -> str:
 class Prepared:
     """A prepared corpus on disk."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     tokenizer: Tokenizer
     train: Part
@@ -189,18 +195,25 @@ class Prepared:
         return self.manifest.fingerprint
 
 
-def open_prepared(folder: Location) -> Prepared:
+def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
 
+    Of a folder at an address, shards are copied into the folder `cache` when they are used.
+
     Raises:
-        FileNotFoundError: there is no manifest, or a file of a shard is missing.
-        ValueError: the manifest or the tokenizer is damaged, or a file has another size than is
-            written there.
+        FileNotFoundError: a file of a shard is missing.
+        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
+            than the manifest says.
     """
-    manifest = read_manifest(folder)
-    for number, record in enumerate(manifest.shards):
-        stem = stem_of(folder, number)
-        for suffix, size in sizes_of(record).items():
-            check_size(Path(f"{stem}{suffix}"), size, remedy(stem))
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    return Prepared(folder, manifest, tokenizer, *parts_of(folder, manifest))
+    with explained(folder):
+        manifest = read_manifest(folder)
+        check_tokenizer(folder, manifest)
+    if is_remote(folder):
+        copies = Copies(folder, manifest.fingerprint, cache)
+        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
+    else:
+        tokenizer, stem_of = load_tokenizer(folder / TOKENIZER), partial(_stem, Path(folder))
+        for number, record in enumerate(manifest.shards):
+            for suffix, size in record.sizes.items():
+                check_size(Path(f"{stem_of(number)}{suffix}"), size, _remedy(stem_of(number)))
+    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))

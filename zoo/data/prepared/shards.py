@@ -7,20 +7,15 @@ import numpy as np
 import xxhash
 from jaxtyping import UInt8
 
-BLOCK = 2**16  # bytes
-SUMS = ".sums"
-
-
-class DamagedError(ValueError):
-    """A file of a prepared corpus that is not what was written."""
+from zoo.data.prepared.format import BLOCK, SUMS, DamagedError, block_sums
 
 
 class Shard:
     """The maps of files with a common stem. Any number of threads may read them.
 
     `sizes` are those of the files by suffix; `stem.sums` has the xxh3_64 of each of their blocks,
-    and `digest` is its xxh3_128. `verified` has a byte per block and may outlive the maps, so that
-    no block is hashed twice. `remedy` says in an error how to get the files back.
+    and `digest` is its xxh3_128. `verified`, a byte per block, is passed on where the files are
+    mapped again, so that no block is hashed twice. `remedy` says in an error how to get them back.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class Shard:
         for suffix, size in sizes.items():
             self._first[suffix], count = count, count - -size // BLOCK
         self._sizes[SUMS] = 8 * count
-        self._verified = bytearray(count) if verified is None else verified
+        self.verified = bytearray(count) if verified is None else verified
         sums = self._map(SUMS)
         if xxhash.xxh3_128_hexdigest(sums.data) != digest:
             raise DamagedError(f"{stem}{SUMS} is not what was written: {remedy}")
@@ -56,7 +51,7 @@ class Shard:
         """
         content = self._map(suffix)
         for block in range(begin // BLOCK, -(-end // BLOCK)):
-            if not self._verified[self._first[suffix] + block]:
+            if not self.verified[self._first[suffix] + block]:
                 self._verify(suffix, block, content[block * BLOCK : (block + 1) * BLOCK])
         return content[begin:end]
 
@@ -68,7 +63,7 @@ class Shard:
                 f"{self._stem}{suffix}: block {block} (bytes {first:,} to "
                 f"{first + len(content) - 1:,}) is not what was written: {self._remedy}"
             )
-        self._verified[number] = 1
+        self.verified[number] = 1
 
     def _map(self, suffix: str) -> UInt8[np.ndarray, "bytes"]:
         if suffix not in self._maps:
@@ -92,10 +87,6 @@ def check_size(path: Path, size: int, remedy: str) -> None:
 
 def write_sums(stem: Path, suffixes: Sequence[str]) -> str:
     """Write the sums of the files with a stem, and return their digest."""
-    sums = b""
-    for suffix in suffixes:
-        with open(f"{stem}{suffix}", "rb") as file:
-            while block := file.read(BLOCK):
-                sums += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
+    sums = b"".join(block_sums(Path(f"{stem}{suffix}")) for suffix in suffixes)
     Path(f"{stem}{SUMS}").write_bytes(sums)
     return xxhash.xxh3_128_hexdigest(sums)
