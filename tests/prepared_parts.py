@@ -12,9 +12,14 @@ LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
 
 
 def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB, seed=0):
-    """(the parts, corpora of the same documents): every fourth document is held out."""
+    """(the parts, corpora of the same documents): every fourth document is held out.
+
+    `lengths` may be the documents themselves.
+    """
     rng = np.random.default_rng(seed)
-    documents = [rng.integers(0, vocab_size - 1, n) for n in lengths]
+    draw = lambda n: rng.integers(0, vocab_size - 1, n)
+    documents = [given if isinstance(given, np.ndarray) else draw(given) for given in lengths]
+    lengths = [len(document) for document in documents]
     held = [i % 4 == 3 for i in range(len(documents))]
     (folder / "shards").mkdir(parents=True)
     records, stored = [], {"train": [], "held_out": []}
@@ -34,12 +39,10 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
             stem.with_suffix(f".{part}").write_bytes(rows.tobytes())
             stored[part] += [documents[i] for i in chosen]
             count = sum(lengths[i] for i in chosen)
-            summary[part] = PartRecord(len(chosen), count, end, 3 * count)
+            summary[part] = PartRecord(len(chosen), count, end, count)
         stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
         digest = shards.write_sums(stem, [".tokens", ".train", ".held_out"])
-        records.append(
-            ShardRecord(tokens.nbytes, summary["train"], summary["held_out"], digest, "")
-        )
+        records.append(ShardRecord(tokens.nbytes, **summary, sums=digest, sources=""))
     ByteTokenizer().save(folder / format.TOKENIZER)
     digest = format.tokenizer_digest(folder / format.TOKENIZER)
     manifest = format.Manifest({}, digest, "uint16", vocab_size, frame, tuple(records))

@@ -197,9 +197,7 @@ def test_a_start_finds_files_of_another_size(tmp_path, suffix):
     path = tmp_path / "shards" / f"00000002{suffix}"
     content = path.read_bytes()
     path.write_bytes(content + b"x")
-    with pytest.raises(
-        DamagedError, match=f"00000002{suffix} has .* bytes instead of .*: put 0000"
-    ):
+    with pytest.raises(DamagedError, match=f"00000002{suffix} has .* bytes instead of "):
         parts.open_prepared(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"00000002{suffix} is missing: put 0000"):

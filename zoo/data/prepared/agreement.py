@@ -33,19 +33,19 @@ def check_named_tokenizer(prepared: Prepared, spec: str, vocab_size: int | None)
         check_tokenizer(prepared, get_tokenizer(spec), f"data.tokenizer={spec!r}", remedy)
     elif (spec == "bytes") != isinstance(given, ByteTokenizer):
         raise ValueError(
-            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with {_described(given)}; "
+            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another ({_described(given)}); "
             f"{remedy}"
         )
     elif spec == "bpe" and vocab_size not in (None, given.vocab_size):
         raise ValueError(
             f"data.vocab_size={vocab_size}: {prepared.folder} was prepared with "
-            f"{_described(given)}; {remedy}"
+            f"another ({_described(given)}); {remedy}"
         )
 
 
 def _described(tokenizer: Tokenizer) -> str:
-    kind = "bytes" if isinstance(tokenizer, ByteTokenizer) else "a tokenizer"
-    return f"{kind} of {tokenizer.vocab_size:,} ids"
+    ids = f"{tokenizer.vocab_size:,} ids"
+    return f"bytes, {ids}" if isinstance(tokenizer, ByteTokenizer) else ids
 
 
 def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
