@@ -30,6 +30,7 @@ TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES = ".tokens", ".train", ".held_out", ".sum
 SUMMED = (TOKENS, TRAIN, HELD_OUT)  # in the order of their sums
 BLOCK = 2**16  # bytes
 VERSION = 1
+WORK = "work"  # what a kill leaves, and the next start takes up
 
 RECORD = np.dtype(
     [
@@ -115,6 +116,11 @@ def shard_file(folder: Location, number: int, suffix: str) -> Location:
     return folder / SHARDS / f"{number:08}{suffix}"
 
 
+def work_file(folder: Path, number: int, suffix: str) -> Path:
+    """A file of a shard that is needed until the manifest is written."""
+    return folder / WORK / f"{number:08}{suffix}"
+
+
 def dtype_of(vocab_size: int) -> str:
     """The dtype of the ids in `.tokens`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
@@ -173,22 +179,22 @@ def read_manifest(folder: Location) -> Manifest:
     if version != VERSION:
         raise DamagedError(f"{path} has version {version}, and this zoo reads version {VERSION}")
     del content["version"]
-    content["shards"] = tuple(
-        ShardRecord(
-            **{**shard, "train": PartRecord(**shard["train"])}
-            | {"held_out": PartRecord(**shard["held_out"])}
-        )
-        for shard in content["shards"]
-    )
+    content["shards"] = tuple(map(shard_record, content["shards"]))
     return Manifest(**content)
+
+
+def shard_record(content: dict[str, Any]) -> ShardRecord:
+    """The record of a shard, from what `dataclasses.asdict` gave."""
+    parts = {part: PartRecord(**content[part]) for part in ("train", "held_out")}
+    return ShardRecord(**{**content, **parts})
 
 
 def check_tokenizer(folder: Location, manifest: Manifest) -> None:
     """Raise a DamagedError where the folder's tokenizer is not the one of its token ids."""
     if tokenizer_digest(folder / TOKENIZER) != manifest.tokenizer:
         raise DamagedError(
-            f"{folder / TOKENIZER} is not the tokenizer that the manifest names: its ids would mean "
-            "other text; put the folder back from a copy"
+            f"{folder / TOKENIZER} is not the tokenizer that the manifest names, and its ids would "
+            "mean other text; put the folder back from a copy"
         )
 
 

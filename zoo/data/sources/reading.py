@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from zoo.data.sources.formats import format_of
+from zoo.data.sources.records import MAX_DOCUMENT, Fields, text_of
 from zoo.data.sources.splits import Split
 
 
@@ -22,4 +24,7 @@ def read_split(split: Split, field: str = "text") -> Iterator[SourceDocument]:
     Raises:
         ValueError: what cannot be read, with its file and line, row or record, and the fix.
     """
-    raise NotImplementedError
+    fields = Fields(field)
+    for source, piece in enumerate(split.pieces):
+        for number, where, record in format_of(piece.path).read(piece, fields, MAX_DOCUMENT):
+            yield SourceDocument(source, number, text_of(record, where, field))
