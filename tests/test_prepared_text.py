@@ -1,6 +1,10 @@
 """Text from a prepared folder: what it agrees on with flags, and when text is prepared."""
 
+import functools
+import gzip
+import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from zoo import text
 from zoo.data.documents import Document, compressed_size
 from zoo.data.prepared import agreement, choice, format
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
+from zoo.data.prepared.prepare import prepare
 from zoo.data.token_plans import PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
@@ -87,18 +92,22 @@ def test_flags_that_name_another_tokenizer(tmp_path, folder):
         load(tmp_path, folder)
 
 
-def test_a_size_that_is_not_the_prepared_vocabulary(tmp_path, folder):
-    prepared = load(tmp_path, folder).prepared
-    tokenizer = BPETokenizer.train(DOCUMENTS, 300)
-    trained = text.Prepared(folder, prepared.manifest, tokenizer, prepared.train, prepared.held_out)
-    agreement.check_named_tokenizer(trained, "bpe", tokenizer.vocab_size)
-    agreement.check_named_tokenizer(trained, "bpe", None)
-    with pytest.raises(
-        ValueError, match=r"data.vocab_size=999: .* prepared with another .\d+ ids.; leave"
-    ):
-        agreement.check_named_tokenizer(trained, "bpe", 999)
-    with pytest.raises(ValueError, match=r"data.tokenizer='bytes': .* leave the flag out, or"):
-        agreement.check_named_tokenizer(trained, "bytes", None)
+def test_fields_that_differ_from_those_it_was_prepared_with(tmp_path):
+    lines = "".join(json.dumps({"body": document}) + "\n" for document in DOCUMENTS)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    options = {"tokenizer": "bpe", "vocab_size": 300, "field": "body", "held_out": 0.2}
+    prepare(str(tmp_path / "lines.jsonl"), tmp_path / "corpus", workers=1, **options)
+    for named in ({}, {"vocab_size": 300}, {"field": "body", "held_out": 0.2}):
+        assert load(tmp_path, tmp_path / "corpus", **named).tokenizer.vocab_size == 300
+    wrong = {
+        "tokenizer='bytes': .* another .300 ids.": {"tokenizer": "bytes"},
+        "vocab_size=999: .* with 300; leave the flag out": {"vocab_size": 999},
+        "field='title': .* with 'body'": {"field": "title"},
+        "held_out=0.1: .* with 0.2": {"held_out": 0.1},
+    }
+    for message, named in wrong.items():
+        with pytest.raises(ValueError, match=f"data.{message}"):
+            load(tmp_path, tmp_path / "corpus", **named)
 
 
 def test_what_a_prepared_folder_has_not(tmp_path, folder):
@@ -111,18 +120,60 @@ def test_what_a_prepared_folder_has_not(tmp_path, folder):
         load(tmp_path, folder)
 
 
-def test_small_text_is_read_into_memory_and_what_is_too_large_is_refused(tmp_path, monkeypatch):
+@pytest.fixture
+def pattern(tmp_path):
     (tmp_path / "texts").mkdir()
     for i, document in enumerate(DOCUMENTS):
         (tmp_path / "texts" / f"{i}.txt").write_text(document)
-    pattern, size = f"{tmp_path}/texts/*.txt", sum(map(len, DOCUMENTS))
+    return f"{tmp_path}/texts/*.txt"
+
+
+def test_small_text_is_read_into_memory_and_what_is_too_large_is_refused(
+    tmp_path, pattern, monkeypatch
+):
+    size = sum(map(len, DOCUMENTS))
     monkeypatch.setattr(choice, "IN_MEMORY", size)
     assert isinstance(load(tmp_path, pattern).train, PackedPlan)
+    monkeypatch.setattr(choice, "IN_MEMORY", 0)
+    assert isinstance(load(tmp_path, pattern, cache=None).train, PackedPlan)
     monkeypatch.setattr(choice, "BY_ITSELF", size - 1)
-    with pytest.raises(ValueError, match=r"in 40 files: .* python -m zoo prepare '.*' --out") as e:
+    with pytest.raises(ValueError, match=r"in 40 files: above 0 GiB a run does not") as error:
         load(tmp_path, pattern)
-    assert str(e.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
+    assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
+    command = f"python -m zoo prepare '{pattern}' --tokenizer bpe --vocab-size 2048 --out FOLDER"
+    assert command in str(error.value)
     assert isinstance(load(tmp_path, pattern, documents="functions").train, PackedPlan)
+
+
+def test_text_between_is_prepared_once(tmp_path, pattern, monkeypatch):
+    monkeypatch.setattr(choice, "IN_MEMORY", 1000)
+    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+    load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
+    loaded = load_it()
+    assert isinstance(loaded.train, PreparedPackedPlan)
+    assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (38, 2)
+    texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
+    assert texts < set(DOCUMENTS)
+    folders = lambda: sorted((tmp_path / "cache" / "prepared").iterdir())
+    assert len(folders()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "prepare", None)
+        assert load_it().fingerprint == loaded.fingerprint
+    assert load_it(held_out=0.3).fingerprint != loaded.fingerprint
+    path = tmp_path / "texts" / "3.txt"
+    path.write_text(path.read_text().replace("text", "test"))  # of the same size
+    os.utime(path, (1, 1))
+    assert load_it().fingerprint != loaded.fingerprint
+    assert len(folders()) == 3
+
+
+def test_compressed_text_is_prepared_however_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS)
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    loaded = load(tmp_path, tmp_path / "*.jsonl.gz", vocab_size=280)
+    assert len(loaded.train.corpus) + len(loaded.held_out.corpus) == 40
+    assert loaded.tokenizer.vocab_size == 280
 
 
 def test_batches_of_a_run_that_resumes(tmp_path, folder):

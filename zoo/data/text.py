@@ -23,8 +23,8 @@ from zoo.data.documents import (
     read_documents,
     standard_library,
 )
-from zoo.data.prepared.agreement import Sample, check_named_tokenizer, check_tokenizer
-from zoo.data.prepared.choice import is_for_memory, prepared_folder
+from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
+from zoo.data.prepared.choice import Wanted, prepared_by_itself, prepared_folder
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id
@@ -158,18 +158,15 @@ def read_text(
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
     `label`, the field that holds a row's label, the plans are `LabelledPlan`s. A prepared corpus
-    brings its tokenizer: fields that differ from those of `default` have to name the same.
+    brings its tokenizer and its held-out part: a field that has another value than `default` must
+    name the same.
 
     Raises:
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
-    prepared = find_prepared(config, label, config.tokenizer, config.vocab_size)
-    if prepared is not None:
-        if config.tokenizer != getattr(default, "tokenizer", None):
-            check_named_tokenizer(prepared, config.tokenizer, None)
-        if config.vocab_size != getattr(default, "vocab_size", None):
-            check_named_tokenizer(prepared, config.tokenizer, config.vocab_size)
+    wanted = config.tokenizer, config.vocab_size
+    if (prepared := find_prepared(config, default or Config(), label, *wanted)) is not None:
         folder = tokenizer_folder(prepared.tokenizer.save)
         check_tokenizer(prepared, load_tokenizer(folder), str(folder))
         return prepared_text(config, prepared, seed=seed)
@@ -185,29 +182,36 @@ def read_text(
 
 
 def find_prepared(
-    config: Source, label: str | None, tokenizer: str | Tokenizer, vocab_size: int = 0
+    config: Source,
+    default: Source,
+    label: str | None,
+    tokenizer: str | Tokenizer,
+    vocab_size: int = 0,
 ) -> Prepared | None:
-    """The prepared corpus of a configuration, which is prepared now if the text needs it.
+    """The prepared corpus that a configuration names, or that its text becomes now.
 
-    None: the text is read into memory. That is so for the built-in text, labelled rows, functions,
-    and files of 32 MB in all, or any number of them where nothing is to be cached.
+    None: the text is read into memory. The built-in text, labelled rows and functions always are,
+    and so are files of 32 MB in all, or more where `data.cache` is None.
 
     Raises:
-        ValueError: it is too large to be prepared now, or a prepared corpus has not what is asked
-            for.
+        ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
+            asked for.
     """
-    folder = prepared_folder(config.files)
-    in_memory = label is not None or config.documents == "functions"
-    if folder is not None and in_memory:
-        raise ValueError(
-            f"data.files={config.files!r} is prepared: it has whole documents without labels; give "
-            f"the files themselves for label={label!r} and data.documents={config.documents!r}"
-        )
-    if folder is not None:
-        return open_prepared(folder)
-    if not config.files or in_memory or is_for_memory(config.files) or config.cache is None:
+    in_memory = not config.files or label is not None or config.documents == "functions"
+    if (folder := prepared_folder(config.files)) is not None:
+        if in_memory:
+            raise ValueError(
+                f"data.files={config.files!r} is prepared: it has whole documents without labels; "
+                f"give the files themselves for label={label!r} and "
+                f"data.documents={config.documents!r}"
+            )
+        prepared = open_prepared(folder, config.cache)
+        check_named(prepared, config, default)
+        return prepared
+    if in_memory:
         return None
-    raise NotImplementedError
+    wanted = Wanted(config.files, config.field, config.held_out, tokenizer, vocab_size)
+    return prepared_by_itself(wanted, config.cache)
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:

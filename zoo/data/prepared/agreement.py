@@ -4,12 +4,14 @@ import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zoo.data.documents import Document
 from zoo.data.prepared.parts import Part, Prepared
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, get_tokenizer
 
+_REMEDY = "leave the flag out, or prepare the text again with it"
 SAMPLE_BYTES = 2**20  # of held-out text, for compressors
 
 
@@ -26,20 +28,35 @@ def check_tokenizer(
         )
 
 
-def check_named_tokenizer(prepared: Prepared, spec: str, vocab_size: int | None) -> None:
-    """Raise a ValueError unless a flag, and the size for "bpe", name the prepared tokenizer."""
-    given, remedy = prepared.tokenizer, "leave the flag out, or prepare the text again with it"
+def check_named(prepared: Prepared, config: Any, default: Any) -> None:
+    """Raise a ValueError unless the fields of a configuration name what was prepared.
+
+    They are the tokenizer, vocab_size, field and held_out, where it has them with another value
+    than `default`.
+    """
+    named = {
+        name: value
+        for name in ("tokenizer", "vocab_size", "field", "held_out")
+        if (value := getattr(config, name, None)) != getattr(default, name, None)
+    }
+    if (spec := named.get("tokenizer")) is not None:
+        _check_spec(prepared, spec)
+    given = {**prepared.manifest.options, "vocab_size": prepared.tokenizer.vocab_size}
+    for name in ("vocab_size", "field", "held_out"):
+        if named.get(name) not in (None, given.get(name), prepared.manifest.options.get(name)):
+            raise ValueError(
+                f"data.{name}={named[name]!r}: {prepared.folder} was prepared with {given[name]!r}"
+                f"; {_REMEDY}"
+            )
+
+
+def _check_spec(prepared: Prepared, spec: str) -> None:
     if spec not in ("bytes", "bpe"):
-        check_tokenizer(prepared, get_tokenizer(spec), f"data.tokenizer={spec!r}", remedy)
-    elif (spec == "bytes") != isinstance(given, ByteTokenizer):
+        check_tokenizer(prepared, get_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
+    elif (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
         raise ValueError(
-            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another ({_described(given)}); "
-            f"{remedy}"
-        )
-    elif spec == "bpe" and vocab_size not in (None, given.vocab_size):
-        raise ValueError(
-            f"data.vocab_size={vocab_size}: {prepared.folder} was prepared with "
-            f"another ({_described(given)}); {remedy}"
+            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "
+            f"({_described(prepared.tokenizer)}); {_REMEDY}"
         )
 
 

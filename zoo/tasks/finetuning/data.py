@@ -23,7 +23,7 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
     config = run.config.data
     text.check_label(config, label)
     if config.format == "text":
-        prepared = text.find_prepared(config, label, tokenizer)
+        prepared = text.find_prepared(config, Data(), label, tokenizer)
         if prepared is not None:
             check_tokenizer(prepared, tokenizer, "the model to fine-tune", _REMEDY)
             data = text.prepared_text(config, prepared, seed=run.config.seed)
