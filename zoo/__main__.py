@@ -1,4 +1,4 @@
-"""The zoo on the command line: `python -m zoo`, `… describe`, `… verify`, `… plan`, `… prepare`, `… report`."""
+"""The zoo on the command line: `python -m zoo`, and its commands (`… describe`, `… prepare`, …)."""
 
 import sys
 from pathlib import Path
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="python -m zoo",
-        description="List, describe and verify models, plan a training, prepare a corpus, report versions.",
+        description="List, describe and verify models, plan a training, prepare a corpus, …",
         args=arguments,
     )
 

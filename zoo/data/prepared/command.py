@@ -16,7 +16,7 @@ def main(
     field: str = "text",
     held_out: float = 0.05,
     workers: int | None = None,
-    shard_megabytes: float = 64,
+    shard_megabytes: float = 64.0,
     engine: Engine = "processes",
 ) -> None:
     """Tokenize a corpus of any size once, into a folder that recipes read.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from zoo.data.prepared.format import work_file
 
 RAW = np.dtype(
     [
-        ("high", ">u8"),  # the hash, whose bytes sort as its number does
-        ("low", ">u8"),
+        ("high", "<u8"),  # the halves of the hash as numbers, which sort as its bytes do
+        ("low", "<u8"),
         ("start", "<u8"),
         ("length", "<u4"),
         ("source", "<u4"),
@@ -29,7 +29,7 @@ DUPLICATE = np.dtype([("shard", "<u4"), ("index", "<u8")])
 RECORDS = ".records"
 SLICE = 2**20  # documents that are sorted at a time
 
-Records = np.ndarray[Any, Any]
+Records: TypeAlias = np.ndarray
 
 
 def hash_of(text: bytes) -> bytes:
@@ -42,7 +42,7 @@ def hash_limit(fraction: float) -> int:
     return -int(-Fraction(fraction) * 2**128 // 1)
 
 
-def number_of(record: Records) -> int:
+def number_of(record: np.void) -> int:
     """The hash of one record as a number."""
     return (int(record["high"]) << 64) + int(record["low"])
 
@@ -54,7 +54,6 @@ def below(records: Records, limit: int) -> int:
 
 def is_first(high: Records, low: Records) -> tuple[Records, Records]:
     """(the order of the hashes, whether each in that order is the first of its kind)."""
-    high, low = high.astype(np.uint64), low.astype(np.uint64)
     order = np.lexsort((low, high))  # stable
     high, low = high[order], low[order]
     first = np.ones(len(order), bool)
@@ -68,15 +67,15 @@ def in_order(records: Records) -> Records:
     return records[order[first]]
 
 
-def merged(runs: Sequence[Records], size: int = SLICE) -> Iterator[Records]:
+def merged(runs: Sequence[Records]) -> Iterator[Records]:
     """The records of runs that are each in order, in order; of equal ones the first run's."""
-    for begin, end in slices(sum(map(len, runs)), size):
+    for begin, end in slices(sum(map(len, runs))):
         yield in_order(np.concatenate([run[below(run, begin) : below(run, end)] for run in runs]))
 
 
-def slices(documents: int, size: int = SLICE) -> list[tuple[int, int]]:
-    """Ranges of hashes [begin, end), each of about `size` of the documents."""
-    count = max(1, -(-documents // size))
+def slices(documents: int) -> list[tuple[int, int]]:
+    """Ranges of hashes [begin, end), each of about `SLICE` of the documents."""
+    count = max(1, -(-documents // SLICE))
     bounds = [(i << 128) // count for i in range(count + 1)]
     return list(itertools.pairwise(bounds))
 
@@ -101,8 +100,8 @@ def find_duplicates(
         for shard in range(shards):
             records = mapped(work_file(folder, shard, RECORDS), RAW)
             first, last = below(records, begin), below(records, end)
-            high.append(records["high"][first:last].astype(np.uint64))
-            low.append(records["low"][first:last].astype(np.uint64))
+            high.append(records["high"][first:last])
+            low.append(records["low"][first:last])
             where.append(np.zeros(last - first, DUPLICATE))
             where[-1]["shard"], where[-1]["index"] = shard, np.arange(first, last)
         order, first_of = is_first(np.concatenate(high), np.concatenate(low))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -91,7 +90,7 @@ def _write_part(path: Path, raw: Records, duplicates: Records, frame: int) -> Pa
     return PartRecord(documents, tokens, positions, num_bytes)
 
 
-def _bytes_of(raw: Records) -> np.ndarray[Any, Any]:
+def _bytes_of(raw: Records) -> Records:
     hashed = np.zeros(len(raw), [("high", ">u8"), ("low", ">u8")])
     hashed["high"], hashed["low"] = raw["high"], raw["low"]
     return hashed.view("V16")

@@ -50,7 +50,7 @@ def prepare(
     vocab_size: int = 2048,
     field: str = "text",
     held_out: float = 0.05,
-    shard_megabytes: float = 64,
+    shard_megabytes: float = 64.0,
     workers: int | None = None,
     engine: Engine = "processes",
     show: bool = False,
@@ -74,7 +74,6 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: must be positive")
     out = local_path(folder, "out").absolute()
-    files.make_folder(out, "out")
     splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
     given = None if tokenizer == "bpe" else get_tokenizer(tokenizer)
     options = {
@@ -85,6 +84,7 @@ def prepare(
         "held_out": held_out,
         "shard_megabytes": float(shard_megabytes),
     }
+    files.make_folder(out, "out")
     with _locked(out):
         if (manifest := _begin(out, options)) is not None:
             return manifest
