@@ -151,7 +151,7 @@ def test_text_between_is_prepared_once(tmp_path, pattern, monkeypatch):
     load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
     loaded = load_it()
     assert isinstance(loaded.train, PreparedPackedPlan)
-    assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (38, 2)
+    assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
     texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
     assert texts < set(DOCUMENTS)
     folders = lambda: sorted((tmp_path / "cache" / "prepared").iterdir())
