@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,32 @@ class CheckpointError(Exception):
     """A checkpoint can't be written, or can't be read, or is of another model."""
 
 
+class NoneUndamaged(CheckpointError):
+    """There are checkpoints, and all of them are damaged."""
+
+
 class Checkpointer:
     """The checkpoints of one run, in one folder that all processes share and one run writes.
 
     Leaving the program without `wait` or `close` loses the save under way.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3):
-        """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        committed: Callable[[int, Path], None] | None = None,
+    ):
+        """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps.
+
+        `committed` is called with each step that is whole, and its folder, on process 0 in the
+        background.
+        """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
-        self._keep = keep
+        self._keep, self._committed = keep, committed
         self._newest: int | None = None
         self.extras: dict[str, str] = {}
         """Name -> dtype and shape of the extras of the step that was restored."""
@@ -109,7 +123,7 @@ class Checkpointer:
             return None
         if step == _NONE_GOOD:
             reasons = "\n  ".join(failures or ["process 0 says which and why"])
-            raise CheckpointError(
+            raise NoneUndamaged(
                 f"No checkpoint in {self.folder} is undamaged:\n  {reasons}\nPut back the files "
                 "from a copy, or move the folder away to start again from step 0."
             )
@@ -186,6 +200,8 @@ class Checkpointer:
         files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
+        if self._committed is not None:
+            self._committed(step, self.folder / str(step))
         for old in self.good_steps()[: -self._keep]:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
