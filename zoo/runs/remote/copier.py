@@ -11,7 +11,7 @@ from zoo.runs.remote.lease import LeaseError, boot_clock
 
 MINUTES = 30  # without a success, after which a run stops at its next save
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds between one try and the next
-_FINAL = (PermissionError, FileNotFoundError)  # do not mend themselves
+_FINAL = (PermissionError, FileNotFoundError)  # no right to write, no bucket
 
 
 class Copier:
@@ -55,9 +55,7 @@ class Copier:
         failure = self._failure
         if isinstance(failure, LeaseError):
             raise failure
-        if failure is not None and (
-            isinstance(failure, _FINAL) or self._failing_seconds() > MINUTES * 60
-        ):
+        if failure is not None and (_is_final(failure) or self._failing_seconds() > MINUTES * 60):
             raise CheckpointError(self._explanation(failure)) from failure
 
     def wait(self, say: Callable[[str], object], *, patient: bool = True) -> None:
@@ -85,7 +83,7 @@ class Copier:
             return ""
         return (
             f"no copy to {self._address} for {self._failing_seconds() / 60:.0f} of at most "
-            f"{MINUTES} min ({self._failure})"
+            f"{MINUTES} min ({self._reason(self._failure)})"
         )
 
     def close(self, seconds: float = 60.0) -> bool:
@@ -137,7 +135,15 @@ class Copier:
         minutes = int(self._failing_seconds() / 60)
         lasting = f" for {minutes} minutes" if minutes else ""
         return (
-            f"nothing could be copied to {self._address}{lasting}: {failure}. Nothing is lost: "
+            f"nothing could be copied to {self._address}{lasting}: {self._reason(failure)}. Nothing is lost: "
             f"all of it is in {self._working_folder}, and the same command, on this machine, "
             "copies it and resumes the run"
         )
+
+    def _reason(self, failure: Exception) -> str:
+        return str(failure).removeprefix(f"{self._address}: ")
+
+
+def _is_final(failure: Exception) -> bool:
+    """Whether a failure does not mend itself."""
+    return isinstance(failure, _FINAL) or isinstance(failure.__cause__, _FINAL)

@@ -204,6 +204,8 @@ class RemoteFolder:
         self._mirror.copy(check, whole=whole)
         if job is not None:
             self._steps.copy(*job, check)
+        elif whole:  # of a run that was killed before it did
+            self._steps.prune(check)
 
 
 def check_shared(folder: Path, owner: str) -> None:

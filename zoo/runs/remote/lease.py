@@ -168,13 +168,11 @@ class Lease:
         """The seconds since a lease was renewed, by the clock of the store alone."""
         probe = f"lease/now-{self.owner}"
         self._store.write(probe, b"")
-        try:
-            age = self._store.modified(probe) - self._store.modified(self._name(number))
-        except FileNotFoundError:  # it was taken over in this moment
+        now, then = self._store.modified(probe), self._store.modified(self._name(number))
+        self._store.remove([probe])
+        if now is None or then is None:  # it was taken over in this moment
             return 0.0
-        finally:
-            self._store.remove([probe])
-        return age.total_seconds()
+        return (now - then).total_seconds()
 
     def _content(self, *, released: bool = False) -> bytes:
         content = {"owner": self.owner, "renewals": self._beats, "released": released}

@@ -4,7 +4,9 @@
 record in the working folder, `.remote.json`, has that id, and what was copied when.
 """
 
+import contextlib
 import json
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,23 +118,22 @@ class Mirror:
     def _signatures(self, whole: bool) -> dict[str, Signature]:
         """Name -> size, time and number of each file that is copied."""
         found = {}
-        for path in sorted(self._folder.rglob("*")):
-            parts = path.relative_to(self._folder).parts
-            if (
-                parts[0] in _ELSEWHERE
-                or parts[0] == INDEX
-                or any(part.startswith(".") or part.endswith(".tmp") for part in parts)
-                or (parts == (METRICS,) and not whole)
-            ):
-                continue
-            try:
-                if path.is_file():
-                    stat = path.stat()
-                    name = "/".join(parts)
-                    found[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-            except FileNotFoundError:  # replaced in this moment
-                continue
-        return found
+        for folder, folders, names in os.walk(self._folder):  # which leaves out what vanishes
+            is_top = Path(folder) == self._folder
+            apart = _ELSEWHERE if is_top else ()
+            folders[:] = [x for x in folders if x not in apart and not _is_passing(x)]
+            apart = (INDEX,) if whole else (INDEX, METRICS)
+            for path in (Path(folder, x) for x in names if not _is_passing(x)):
+                if not (is_top and path.name in apart):
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = path.stat()
+                        name = path.relative_to(self._folder).as_posix()
+                        found[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        return dict(sorted(found.items()))
+
+
+def _is_passing(name: str) -> bool:
+    return name.startswith(".") or name.endswith(".tmp")
 
 
 def _checksums_last(names: list[str]) -> tuple[list[str], list[str]]:

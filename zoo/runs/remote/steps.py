@@ -39,7 +39,7 @@ class RemoteSteps:
         return self.committed - self._damaged
 
     def copy(self, step: int, folder: Path, check: Callable[[], object]) -> None:
-        """Copy a local step's folder, and remove the steps that are too many.
+        """Copy a local step's folder, then `prune`.
 
         `check` is called before what others can see is written: it raises to stop it.
         """
@@ -54,6 +54,10 @@ class RemoteSteps:
         self._store.write(_marker(step), marker)
         self.committed.add(step)
         self._damaged.discard(step)
+        self.prune(check)
+
+    def prune(self, check: Callable[[], object]) -> None:
+        """Remove the steps that are too many, damaged, or half there."""
         kept = sorted(self.good)[-self._keep :]
         for old in sorted((self.committed | self._begun) - {*kept}):
             self._remove(old, check)

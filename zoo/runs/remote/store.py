@@ -1,12 +1,13 @@
 """The objects under an address, by their names below it, through fsspec."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
 from zoo.base import files
-from zoo.base.addresses import explained, location
+from zoo.base.addresses import AddressError, explained, location
 
 _AT_ONCE = 4  # transfers of files; each holds a part of its file in memory
 
@@ -41,7 +42,7 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object whole, over the one that is there."""
-        with explained(self._place):
+        with self._in_bucket():
             self._fs.pipe_file(self._path(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
@@ -49,7 +50,7 @@ class Store:
 
         A store that does not know such a write replaces the object, and it is True.
         """
-        with explained(self._place):
+        with self._in_bucket():
             try:
                 self._fs.pipe_file(self._path(name), content, mode="create")
             except FileExistsError:
@@ -71,7 +72,7 @@ class Store:
                 return name
             return None
 
-        with explained(self._place), ThreadPoolExecutor(_AT_ONCE) as pool:
+        with self._in_bucket(), ThreadPoolExecutor(_AT_ONCE) as pool:
             return [name for name in pool.map(copy, names) if name is not None]
 
     def get(self, folder: Path, names: Iterable[str], prefix: str = "") -> list[str]:
@@ -84,7 +85,9 @@ class Store:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                files.replace(path, lambda to: self._fs.get_file(self._path(prefix + name), str(to)))
+                files.replace(
+                    path, lambda to: self._fs.get_file(self._path(prefix + name), str(to))
+                )
             except FileNotFoundError:
                 path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
                 return name
@@ -107,16 +110,30 @@ class Store:
 
     def names(self, prefix: str) -> list[str]:
         """The sorted names below a folder `prefix`, without it."""
-        with explained(self._place):
+        with self._in_bucket():
             self._fs.invalidate_cache()
             folder = self._path(prefix)
             return sorted(path.removeprefix(f"{folder}/") for path in self._fs.find(folder))
 
-    def modified(self, name: str) -> datetime:
-        """The time of an object's writing, by the store's clock."""
+    def modified(self, name: str) -> datetime | None:
+        """The time of an object's writing, by the store's clock; None if there is no object."""
         with explained(self._place):
             self._fs.invalidate_cache()
-            return self._fs.modified(self._path(name))
+            try:
+                return self._fs.modified(self._path(name))
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _in_bucket(self) -> Iterator[None]:
+        """A context of requests that need nothing but the bucket to be there."""
+        with explained(self._place):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise AddressError(
+                    f"{self.address}: there is no such bucket: make it, or correct the address"
+                ) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
