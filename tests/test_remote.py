@@ -16,7 +16,6 @@ from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import copier, folder, lease
-from zoo.runs.remote.copier import Copier
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
 from zoo.runs.remote.metric_parts import MetricParts
@@ -234,10 +233,10 @@ def test_two_starters_never_both_win(store, at, clock):
         other = make_lease(clock, store(ADDRESS))
         plain = getattr(slow, at)
 
-        def call(*arguments, plain=plain, other=other):
+        def call(*arguments, plain=plain, other=other, at_request=requests + 1):
             nonlocal count
             count += 1
-            if count == requests + 1:
+            if count == at_request:
                 other.acquire()
             return plain(*arguments)
 
@@ -433,13 +432,12 @@ def test_a_kill_between_any_two_requests_loses_nothing(
     while True:
         fs.store.clear()
         work = tmp_path / f"{requests}"
-        with pytest.MonkeyPatch.context() as patch:
-            with Mortal(patch, left=requests) as mortal:
-                try:
-                    train(work, clock)
-                    break
-                except KilledError:
-                    assert mortal.left <= 0
+        with pytest.MonkeyPatch.context() as patch, Mortal(patch, left=requests) as mortal:
+            try:
+                train(work, clock)
+                break
+            except KilledError:
+                assert mortal.left <= 0
         marked = [int(Path(x).stem) for x in bucket() if x.count("/") == 1 and "points/" in x]
         kept = local_steps(work / "checkpoints")
         is_lost = (requests + first) // stride % 2 == 1
@@ -480,18 +478,17 @@ def open_folder(work, clock, **options):
 
 
 def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
-    with pytest.raises(LeaseError, match="This process stops, and writes nothing"):
-        with open_folder(tmp_path / "a", clock) as first:
-            (tmp_path / "a" / "config.json").write_text("{}")
-            with open_folder(tmp_path / "b", clock):
-                before = bucket()
-                (tmp_path / "a" / "config.json").write_text("{1}")
-                first.committed(1, write_step(tmp_path / "a" / "checkpoints", 1))
-                first._copier._thread.join()
-                assert bucket() == before
-                with pytest.raises(LeaseError):
-                    first.check_copies()
-                first.check()
+    first, second = open_folder(tmp_path / "a", clock), open_folder(tmp_path / "b", clock)
+    first.__enter__()
+    with second:
+        before = bucket()
+        (tmp_path / "a" / "config.json").write_text("{}")
+        first.committed(1, write_step(tmp_path / "a" / "checkpoints", 1))
+        first._copier._thread.join()
+        for check in (first.check, first.check_copies, lambda: first.__exit__(None, None, None)):
+            with pytest.raises(LeaseError, match="This process stops, and writes nothing there"):
+                check()
+        assert bucket() == before
     assert before.keys() >= {"run.json"}
 
 
@@ -555,6 +552,8 @@ def test_an_address_is_a_text_in_the_configuration(tmp_path):
     assert local.address == str(tmp_path / "run")
     with pytest.raises(ValueError, match="work_dir='w': it is for a run at an address, and run_d"):
         config(tmp_path, run_dir="run", work_dir=Path("w"))
+    with pytest.raises(ValueError, match="run_dir='hf://a/b': a run can be in a local folder"):
+        config(tmp_path, run_dir="hf://a/b")
     with pytest.raises(ValueError, match="copy_every=0: must be at least 1"):
         config(tmp_path, copy_every=0)
 
@@ -585,13 +584,11 @@ def test_working_folders_of_other_runs_are_refused(tmp_path):
         run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
     fs = fsspec.filesystem("memory")
     fs.rm("/bucket/run", recursive=True)
-    with pytest.raises(
-        RunError, match="holds no run any more, and its working folder .* has step 1"
-    ):
+    with pytest.raises(RunError, match=r"holds no run any more, and its .* has step 1"):
         Run(config(tmp_path)).__enter__()
     with Run(config(tmp_path, work_dir=tmp_path / "other", seed=1)):
         pass
-    with pytest.raises(RunError, match="holds another run, and its working folder .* has step 1"):
+    with pytest.raises(RunError, match=r"holds another run, and its .* has step 1"):
         Run(config(tmp_path)).__enter__()
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "config.json").write_text("{}")
@@ -607,7 +604,7 @@ def test_objects_of_others_are_left_alone(tmp_path, bucket):
     assert bucket()["notes.txt"] == b"mine"
     fs.rm("/bucket/run", recursive=True)
     fs.pipe_file("/bucket/run/checkpoints/1.json", b"{}")
-    with pytest.raises(RunError, match="it has checkpoints/, but no run.json that says of which"):
+    with pytest.raises(RunError, match=r"it has checkpoints/, but no run\.json that says"):
         Run(config(tmp_path, work_dir=tmp_path / "new")).__enter__()
 
 
@@ -650,9 +647,10 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
     monkeypatch.setattr(copier, "_PAUSES", (0.01,))
     with Run(config(tmp_path)) as run:
         run.settle()
-    with pytest.raises(CheckpointError) as raised, Run(config(tmp_path)) as run:
-        run.settle()
-        with monkeypatch.context() as patch:
+
+    def save_in_vain():
+        with Run(config(tmp_path)) as run, monkeypatch.context() as patch:
+            run.settle()
             failing(patch, error)
             run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
             run.checkpointer.wait()
@@ -662,6 +660,9 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
                 run.check_address(copies=True)
                 run._remote._copier._failing_since -= 60 * copier.MINUTES
             run.check_address(copies=True)
+
+    with pytest.raises(CheckpointError) as raised:
+        save_in_vain()
     lasting = " for 30 minutes" if isinstance(error, ConnectionError) else ""
     assert str(raised.value) == (
         f"nothing could be copied to {ADDRESS}{lasting}: {error}. Nothing is lost: all of it is in "
@@ -675,8 +676,8 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
 
 
 def test_the_error_of_a_run_comes_before_that_of_its_copies(tmp_path, monkeypatch, caplog):
-    with pytest.raises(ZeroDivisionError), Run(config(tmp_path)) as run:
-        run.settle()
-        failing(monkeypatch, ConnectionError("refused"))
-        raise ZeroDivisionError
+    run = Run(config(tmp_path)).__enter__()
+    run.settle()
+    failing(monkeypatch, ConnectionError("refused"))
+    run.__exit__(ZeroDivisionError, ZeroDivisionError(), None)  # it raises no other
     assert f"nothing could be copied to {ADDRESS}: refused" in caplog.text

@@ -14,8 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-from recipe_cases import (  # noqa: F401  (a fixture)
+from recipe_cases import (
     STEPS,
     Recipe,
     assert_same_result,
@@ -23,6 +22,7 @@ from recipe_cases import (  # noqa: F401  (a fixture)
     shared,
 )
 
+__all__ = ["shared"]
 pytestmark = pytest.mark.slow
 LEASE = 4.0
 # The recipe, with a lease of a few seconds.
@@ -138,12 +138,17 @@ def store(request, monkeypatch) -> Iterator[tuple[str, Proxy, dict[str, str]]]:
     server.stop()
 
 
-def start(address: str, work: Path, shared: Path, env: dict, *more: str) -> subprocess.Popen:  # noqa: F811
+def start(address: str, work: Path, shared: Path, env: dict, *more: str) -> subprocess.Popen:
     flags = Recipe("lm", shared).flags(address, f"--work-dir={work}", *more)
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, *flags],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "", **env},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            **env,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -151,14 +156,14 @@ def start(address: str, work: Path, shared: Path, env: dict, *more: str) -> subp
 
 
 @pytest.fixture(scope="session")
-def straight(shared) -> Path:  # noqa: F811
+def straight(shared) -> Path:
     """A run that nothing disturbs, in a local folder."""
     folder = shared / "straight"
     Recipe("lm", shared).run(folder, XLA_FLAGS="")
     return folder
 
 
-def test_kills_lose_nothing(store, shared, straight, tmp_path):  # noqa: F811
+def test_kills_lose_nothing(store, shared, straight, tmp_path):
     address, proxy, env = store
     work, choose, lines = tmp_path / "work", random.Random(0), []
     process = start(address, work, shared, env)
@@ -171,7 +176,7 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):  # noqa: F811
     for index in range(8):
         number = choose.randrange(5, total)
 
-        def kill(n, line, process_of=lambda: process, number=number):  # noqa: B023
+        def kill(n, line, process_of=lambda: process, number=number):
             lines.append(line)
             if n >= number:
                 process_of().kill()
@@ -196,7 +201,7 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):  # noqa: F811
     assert_same_result(work, straight)
 
 
-def test_faults_are_survived(store, shared, straight, tmp_path):  # noqa: F811
+def test_faults_are_survived(store, shared, straight, tmp_path):
     address, proxy, env = store
     choose = random.Random(0)
 
@@ -215,7 +220,7 @@ def test_faults_are_survived(store, shared, straight, tmp_path):  # noqa: F811
     assert_same_result(tmp_path / "work", straight)
 
 
-def test_bad_addresses_are_said_before_any_compute(store, shared, tmp_path):  # noqa: F811
+def test_bad_addresses_are_said_before_any_compute(store, shared, tmp_path):
     address, proxy, env = store
     missing = address.replace("bucket", "nobucket")
     output = finish(start(missing, tmp_path / "a", shared, env), 1)
@@ -227,13 +232,14 @@ def test_bad_addresses_are_said_before_any_compute(store, shared, tmp_path):  # 
     assert "Traceback" not in output
 
 
-def test_a_signal_waits_for_the_copy(store, shared, straight, tmp_path):  # noqa: F811
-    address, proxy, env = store
+def test_a_signal_waits_for_the_copy(store, shared, straight, tmp_path):
+    address, _, env = store
     process = start(address, tmp_path / "work", shared, env, "--checkpoint-every=1000")
     path = tmp_path / "work" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (path.exists() and path.read_text().count("\n") > 3):
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     output = finish(process, 128 + signal.SIGTERM)

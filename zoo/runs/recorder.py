@@ -37,9 +37,7 @@ class Recorder:
         self._learning_rates = training.schedule and np.asarray(
             jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
         )
-        self.bar = monitor.ProgressBar(
-            run.config.steps, start=self._start, note=lambda: run.status
-        )
+        self.bar = monitor.ProgressBar(run.config.steps, start=self._start, note=lambda: run.status)
         hooks.loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
 

@@ -31,7 +31,7 @@ from zoo.planning import targets
 from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
 from zoo.runs.processes import RunError
-from zoo.runs.remote.folder import RemoteFolder, check_shared, working_folder
+from zoo.runs.remote import folder
 from zoo.runs.signals import Signals
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
@@ -132,15 +132,8 @@ class Config:
             self.average is not None or not (self.keep_best or "").startswith("average/"),
             f"keep_best={self.keep_best!r}: without --average there is none",
         )
-        place = addresses.location(self.run_dir, "run_dir")
-        # An address is a text: `Path` makes one slash of its two.
-        run_dir = str(place) if addresses.is_remote(place) else Path(self.run_dir)
-        object.__setattr__(self, "run_dir", run_dir)
-        require(
-            self.work_dir is None or addresses.is_remote(place),
-            f"work_dir='{self.work_dir}': it is for a run at an address, and run_dir="
-            f"'{self.run_dir}' is a local folder",
-        )
+        # A command line gives paths, and `Path` makes one slash of an address's two.
+        object.__setattr__(self, "run_dir", folder.checked(self.run_dir, self.work_dir))
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")
         require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
@@ -187,16 +180,16 @@ class Run(Generic[ConfigT]):
 
     def __init__(self, config: ConfigT):
         self.config = config
-        self._is_remote = isinstance(config.run_dir, str) and not config.plan
+        self._is_remote = addresses.is_remote(config.run_dir) and not config.plan
         if config.plan:  # it leaves nothing behind
             self.folder = Path(tempfile.mkdtemp())
-        elif isinstance(config.run_dir, str):
-            self.folder = working_folder(config.run_dir, config.work_dir)
+        elif self._is_remote:
+            self.folder = folder.working_folder(str(config.run_dir), config.work_dir)
         else:
             self.folder = files.local_path(config.run_dir, "run_dir")
-        self.address = config.run_dir if self._is_remote else str(self.folder)
+        self.address = str(config.run_dir if self._is_remote else self.folder)
         """The folder as messages name it: the address of one that is remote."""
-        self._remote: RemoteFolder | None = None  # of process 0
+        self._remote: folder.RemoteFolder | None = None  # of process 0
         self._written_once = [self.folder / "config.json", self.folder / TRACKED]
         self._is_new = False  # to process 0: nothing says that there was one in the folder
         self.signals = Signals()  # heeded in `zoo.fit`
@@ -223,8 +216,8 @@ class Run(Generic[ConfigT]):
         stored = _read_config(self.folder / "config.json") or {}
         config = self.config = cast(ConfigT, self.config.completed(stored))
         if config.compilation_cache is not None and not config.plan:
-            folder = files.local_path(config.compilation_cache, "compilation_cache")
-            jax.config.update("jax_compilation_cache_dir", str(folder))
+            cache = files.local_path(config.compilation_cache, "compilation_cache")
+            jax.config.update("jax_compilation_cache_dir", str(cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
@@ -255,7 +248,7 @@ class Run(Generic[ConfigT]):
         """Bring the working folder to the state of the address, before anything is read there."""
         config, owner = self.config, ""
         if self.is_main:
-            self._remote = RemoteFolder(
+            self._remote = folder.RemoteFolder(
                 self.address,
                 self.folder,
                 keep=config.keep_checkpoints,
@@ -263,7 +256,7 @@ class Run(Generic[ConfigT]):
                 say=self.say,
             )
             owner = stack.enter_context(self._remote).owner
-        check_shared(self.folder, owner)
+        folder.check_shared(self.folder, owner)
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)

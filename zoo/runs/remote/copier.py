@@ -135,9 +135,9 @@ class Copier:
         minutes = int(self._failing_seconds() / 60)
         lasting = f" for {minutes} minutes" if minutes else ""
         return (
-            f"nothing could be copied to {self._address}{lasting}: {self._reason(failure)}. Nothing is lost: "
-            f"all of it is in {self._working_folder}, and the same command, on this machine, "
-            "copies it and resumes the run"
+            f"nothing could be copied to {self._address}{lasting}: {self._reason(failure)}. "
+            f"Nothing is lost: all of it is in {self._working_folder}, and the same command, on "
+            "this machine, copies it and resumes the run"
         )
 
     def _reason(self, failure: Exception) -> str:

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zoo.base import files
+from zoo.base import addresses, files
+from zoo.base.configuration import require
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.processes import RunError
@@ -28,7 +29,31 @@ from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
+_SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
 _OUTGOING = ".outgoing"  # of the working folder: checkpoints on their way
+
+
+def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
+    """The folder of a run: a local path, or an address as a text.
+
+    Raises:
+        ValueError: an address that can't be written, or a working folder of a local run.
+    """
+    place = addresses.location(run_dir, "run_dir")
+    if work_dir is not None:
+        files.local_path(work_dir, "work_dir")
+    if not addresses.is_remote(place):
+        require(
+            work_dir is None,
+            f"work_dir='{work_dir}': it is for a run at an address, and run_dir='{run_dir}' is a "
+            "local folder",
+        )
+        return Path(run_dir)
+    require(
+        addresses.scheme_of(place) in _SCHEMES,
+        f"run_dir='{place}': a run can be in a local folder, or on s3:// or gs://",
+    )
+    return str(place)
 
 
 def working_folder(address: str, given: Path | None) -> Path:
@@ -212,8 +237,8 @@ def check_shared(folder: Path, owner: str) -> None:
     """Raise a RunError unless all processes see the working folder of process 0."""
     if jax.process_count() == 1:
         return
-    wanted = np.frombuffer(bytes.fromhex(owner or "0" * 32), np.uint8)
-    wanted = bytes(np.asarray(multihost_utils.broadcast_one_to_all(wanted))).hex()
+    mine = np.frombuffer(bytes.fromhex(owner or "0" * 32), np.uint8)
+    wanted = bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine))).hex()
     deadline = time.monotonic() + 5  # a shared disk shows a file a little later
     while (sees := wanted in Record.read(folder).owners) is False and time.monotonic() < deadline:
         time.sleep(0.1)

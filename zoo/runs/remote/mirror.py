@@ -119,16 +119,15 @@ class Mirror:
         """Name -> size, time and number of each file that is copied."""
         found = {}
         for folder, folders, names in os.walk(self._folder):  # which leaves out what vanishes
-            is_top = Path(folder) == self._folder
-            apart = _ELSEWHERE if is_top else ()
-            folders[:] = [x for x in folders if x not in apart and not _is_passing(x)]
-            apart = (INDEX,) if whole else (INDEX, METRICS)
+            if Path(folder) == self._folder:
+                folders[:] = [x for x in folders if x not in _ELSEWHERE]
+                names = [x for x in names if x != INDEX and (whole or x != METRICS)]
+            folders[:] = [x for x in folders if not _is_passing(x)]
             for path in (Path(folder, x) for x in names if not _is_passing(x)):
-                if not (is_top and path.name in apart):
-                    with contextlib.suppress(FileNotFoundError):
-                        stat = path.stat()
-                        name = path.relative_to(self._folder).as_posix()
-                        found[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    name = path.relative_to(self._folder).as_posix()
+                    found[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
         return dict(sorted(found.items()))
 
 

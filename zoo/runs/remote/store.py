@@ -100,10 +100,8 @@ class Store:
         """Remove objects; those that are missing are none to remove."""
 
         def remove(name: str) -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
-            except FileNotFoundError:
-                pass
 
         with explained(self._place), ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(remove, names))
