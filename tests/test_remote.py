@@ -18,7 +18,7 @@ from zoo.runs.processes import RunError
 from zoo.runs.remote import copier, folder, lease
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.metric_parts import MetricParts
+from zoo.runs.remote.metric_parts import MetricParts, read_lines
 from zoo.runs.remote.steps import RemoteSteps, local_steps
 from zoo.runs.remote.store import Store
 from zoo.runs.run import Config, Run, as_json
@@ -73,10 +73,10 @@ def test_metrics_are_appended_by_parts(tmp_path, bucket):
     for step in range(1, 7):
         log.write(step, loss=step / 2)
         if step % 2 == 0:
-            parts.append(path)
+            parts.append(read_lines(path))
             log.write(step, eval_loss=step / 4)  # it belongs to the next part
-    parts.append(path)
-    parts.append(path)  # nothing new
+    parts.append(read_lines(path))
+    parts.append(read_lines(path))  # nothing new
     written = bucket()
     assert [*written] == [f"metrics/{x}.jsonl" for x in ("0-0", "3-1", "5-2", "7-3")]
     assert b"".join(MetricParts(store).lines) == path.read_bytes()
@@ -90,15 +90,15 @@ def test_lines_after_the_resumed_step_are_dropped(resumed, tmp_path, bucket):
     for step in range(1, 7):
         log.write(step, run=1)
         if step % 2 == 0:
-            parts.append(path)
+            parts.append(read_lines(path))
     before = bucket()
     for _ in range(2):  # killed once more at the same place
         parts = MetricParts(store)
         path.write_bytes(b"".join(parts.lines))
         log = MetricsLog(path, resume_step=resumed)
-        parts.append(path)
+        parts.append(read_lines(path))
         log.write(resumed + 1, run=2)
-        parts.append(path)
+        parts.append(read_lines(path))
     assert {name: bucket()[name] for name in before} == before  # never rewritten
     records = read_metrics(path)
     assert [x["step"] for x in records] == [*range(1, resumed + 2)]
@@ -109,7 +109,7 @@ def test_lines_after_the_resumed_step_are_dropped(resumed, tmp_path, bucket):
 def test_half_written_lines_are_not_copied(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"ste')
-    MetricParts(Store(ADDRESS)).append(path)
+    MetricParts(Store(ADDRESS)).append(read_lines(path))
     assert MetricParts(Store(ADDRESS)).lines == [b'{"step": 1}\n']
 
 

@@ -22,7 +22,7 @@ from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.processes import RunError
 from zoo.runs.remote.copier import Copier
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.metric_parts import MetricParts
+from zoo.runs.remote.metric_parts import MetricParts, read_lines
 from zoo.runs.remote.mirror import METRICS, Mirror, Record
 from zoo.runs.remote.steps import RemoteSteps, link, local_steps
 from zoo.runs.remote.store import Store
@@ -225,8 +225,11 @@ class RemoteFolder:
         assert self._lease is not None
         check = self._lease.check
         check()
-        self._parts.append(self.folder / METRICS)
+        # An evaluation's line says that its files are there: they are copied in between.
+        lines = read_lines(self.folder / METRICS)
         self._mirror.copy(check, whole=whole)
+        check()
+        self._parts.append(lines)
         if job is not None:
             self._steps.copy(*job, check)
         elif whole:  # of a run that was killed before it did

@@ -32,11 +32,8 @@ class MetricParts:
         for (_, first, _), text in zip(parts, texts, strict=True):
             self.lines = _before(self.lines, first) + text.splitlines(keepends=True)
 
-    def append(self, path: Path) -> None:
-        """Copy the lines that the file has and the parts have not, as the next part."""
-        if not path.exists():
-            return
-        lines = [line for line in path.read_bytes().splitlines(keepends=True) if line[-1:] == b"\n"]
+    def append(self, lines: list[bytes]) -> None:
+        """Write the lines of the file that the parts have not as the next part."""
         same = 0
         while same < min(len(lines), len(self.lines)) and lines[same] == self.lines[same]:
             same += 1
@@ -50,6 +47,12 @@ class MetricParts:
         if new or dropped:
             self._store.write(f"{FOLDER}/{first}-{self._next}.jsonl", b"".join(new))
             self._next, self.lines = self._next + 1, lines
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of a file; none if it is missing."""
+    content = path.read_bytes() if path.exists() else b""
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _before(lines: list[bytes], first: int) -> list[bytes]:
