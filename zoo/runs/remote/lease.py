@@ -68,7 +68,7 @@ class Lease:
         ends = 0.0
         while True:
             began = boot_clock()
-            number, found = self._newest()
+            number, found = newest(self._store)
             first = number if first is None else first
             alive = found is not None and not found["released"] and found["owner"] not in dead
             if alive and found != watched:
@@ -86,7 +86,7 @@ class Lease:
                     break
                 continue
             self._sleep(min(1.0, self._seconds / 20))
-        older = [self._name(n) for n in self._numbers() if n < self._number]
+        older = [_name(n) for n in _numbers(self._store) if n < self._number]
         self._store.remove(older)
         self._thread.start()
 
@@ -112,7 +112,7 @@ class Lease:
             self._thread.join()
         with contextlib.suppress(Exception), self._lock:
             if self._lost is None and self._is_mine():
-                self._store.write(self._name(self._number), self._content(released=True))
+                self._store.write(_name(self._number), self._content(released=True))
 
     def _renew_regularly(self) -> None:
         while not self._released.wait(self._seconds / _BEATS) and self._lost is None:
@@ -130,16 +130,16 @@ class Lease:
                 )
                 return
             self._beats += 1
-            self._store.write(self._name(self._number), self._content())
+            self._store.write(_name(self._number), self._content())
             self._renewed = began
 
     def _is_mine(self) -> bool:
-        number, found = self._newest()
+        number, found = newest(self._store)
         return number == self._number and found is not None and found["owner"] == self.owner
 
     def _create(self, number: int, began: float) -> bool:
         """Try to become the owner by a lease of this number, free as it was seen when it began."""
-        name, content = self._name(number), self._content()
+        name, content = _name(number), self._content()
         self._store.create(name, content)
         # False may be this one's own object too, after an answer that was lost on its way.
         if self._store.create(name, content):
@@ -153,22 +153,11 @@ class Lease:
         self._store.write(name, self._content())
         return True
 
-    def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        """The highest number and its lease; 0 and None if there is none."""
-        while True:
-            number = max(self._numbers(), default=0)
-            found = self._store.read(self._name(number)) if number else None
-            if found is not None or not number:
-                return number, None if found is None else json.loads(found)
-
-    def _numbers(self) -> list[int]:
-        return [int(name) for name in self._store.names("lease") if name.isdecimal()]
-
     def _age(self, number: int) -> float:
         """The seconds since a lease was renewed, by the clock of the store alone."""
         probe = f"lease/now-{self.owner}"
         self._store.write(probe, b"")
-        now, then = self._store.modified(probe), self._store.modified(self._name(number))
+        now, then = self._store.modified(probe), self._store.modified(_name(number))
         self._store.remove([probe])
         if now is None or then is None:  # it was taken over in this moment
             return 0.0
@@ -183,6 +172,19 @@ class Lease:
             f"another process is training in {self._store.address}; use another --run-dir"
         )
 
-    @staticmethod
-    def _name(number: int) -> str:
-        return f"lease/{number:08}"
+
+def newest(store: Store) -> tuple[int, dict[str, Any] | None]:
+    """The highest number and its lease; 0 and None if there is none."""
+    while True:
+        number = max(_numbers(store), default=0)
+        found = store.read(_name(number)) if number else None
+        if found is not None or not number:
+            return number, None if found is None else json.loads(found)
+
+
+def _numbers(store: Store) -> list[int]:
+    return [int(name) for name in store.names("lease") if name.isdecimal()]
+
+
+def _name(number: int) -> str:
+    return f"lease/{number:08}"
