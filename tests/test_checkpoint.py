@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -496,3 +497,141 @@ def test_failed_mkdir_reports_a_full_disk(opened, monkeypatch):
         with pytest.raises(CheckpointError, match=r"Step 1 could not be saved .* the disk is full"):
             checkpointer.save(1, {"w": jnp.zeros(2)}, {})
     checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+
+
+@pytest.fixture(scope="module")
+def two_large_steps(tmp_path_factory) -> Path:
+    """Steps 1 and 2, whose arrays' files are so large that the list has their size alone."""
+    folder = tmp_path_factory.mktemp("large")
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, make_state(step, make_mesh("fsdp=8"), size=2**17), {})
+    checkpointer.close()
+    listed = json.loads((folder / "2" / "checksums.json").read_text())["files"]
+    assert [name for name, entry in listed.items() if "sha256" not in entry]
+    return folder
+
+
+@pytest.mark.parametrize("spec", ["", "fsdp=8", "fsdp=2,tensor=4"])
+def test_one_flipped_bit_is_found_on_every_mesh(two_large_steps, tmp_path, spec, caplog):
+    rng = np.random.default_rng(len(spec))
+    wanted = host(make_state(1, size=2**17))
+    files_of = lambda folder: sorted(path for path in folder.rglob("*") if path.is_file())
+    files = files_of(two_large_steps / "2")
+    large = [path for path in files if path.stat().st_size > 2**20]
+    small = [files[i] for i in rng.permutation(len(files))[:3]]
+    assert large
+    for number, path in enumerate([*large * 2, *small]):
+        folder = tmp_path / str(number)
+        shutil.copytree(two_large_steps, folder)
+        damaged = folder / path.relative_to(two_large_steps)
+        content = bytearray(damaged.read_bytes())
+        place = int(rng.integers(len(content)))
+        content[place] ^= 1 << int(rng.integers(8))
+        damaged.write_bytes(content)
+        checkpointer = Checkpointer(folder)
+        like = skeleton(make_state(0, size=2**17), make_mesh(spec))
+        state, step, _ = checkpointer.restore(like)
+        checkpointer.close()
+        assert (step, host(state)) == (1, wanted), (damaged, place)
+        assert "step 1 is used instead" in caplog.text
+        assert (folder / "2.damaged").is_dir()
+        shutil.rmtree(folder)
+
+
+def test_arrays_without_checksums_are_refused(opened, monkeypatch):
+    """A version of Orbax that does not ask for them any more."""
+    from zoo.runs import stored_arrays
+
+    checkpointer = opened()
+    build = stored_arrays.tensorstore_utils._build_zarr3_metadata
+
+    def without(*args, **named):
+        metadata = build(*args, **named)
+        inner = metadata["codecs"][0]["configuration"]["codecs"]
+        inner[:] = [codec for codec in inner if codec["name"] != "crc32c"]
+        return metadata
+
+    monkeypatch.setattr(stored_arrays.tensorstore_utils, "_build_zarr3_metadata", without)
+    checkpointer.save(1, make_state(1), {})
+    with pytest.raises(CheckpointError, match="writes chunks without checksums: install"):
+        checkpointer.wait()
+    assert checkpointer.good_steps() == []
+
+
+def test_each_byte_is_read_once(two_large_steps, monkeypatch):
+    """By a mesh whose devices hold parts of several chunks each."""
+
+    def read_so_far() -> int:
+        line = Path("/proc/self/io").read_text().splitlines()[0]
+        return int(line.split()[1])
+
+    size = sum(path.stat().st_size for path in (two_large_steps / "2").rglob("*") if path.is_file())
+    checkpointer = Checkpointer(two_large_steps)
+    before = read_so_far()
+    _, step, _ = checkpointer.restore(skeleton(make_state(0, size=2**17), make_mesh("tensor=4")))
+    checkpointer.close()
+    assert step == 2
+    assert size / 2 < read_so_far() - before < 1.2 * size
+
+
+def test_committed_steps_are_announced(opened):
+    seen = []
+    checkpointer = opened(committed=lambda step, folder: seen.append((step, folder.is_dir())))
+    checkpointer.save(3, make_state(3), {})
+    checkpointer.wait()
+    assert seen == [(3, True)]
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from zoo.runs.checkpoint import Checkpointer
+mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+def state(step):
+    whole = np.arange(2**20, dtype=np.float32).reshape(2, -1) + step
+    return {"w": jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])}
+checkpointer = Checkpointer(folder)
+for step in (1, 2):
+    checkpointer.save(step, state(step), {})
+checkpointer.wait()
+multihost_utils.sync_global_devices("saved")
+if process == 0:
+    data = [p for p in (folder / "2/arrays/ocdbt.process_1").rglob("*") if p.is_file()]
+    path = max(data, key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+multihost_utils.sync_global_devices("damaged")
+found, step, _ = checkpointer.restore(state(0))
+same = all((np.asarray(s.data) == np.asarray(t.data)).all()
+           for s, t in zip(found["w"].addressable_shards, state(1)["w"].addressable_shards))
+print("restored", step, same, flush=True)
+checkpointer.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_one_process_is_heeded_by_all(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), port, str(tmp_path)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for output in outputs:
+        assert "restored 1 True" in output, output
+    assert (tmp_path / "2.damaged").is_dir()

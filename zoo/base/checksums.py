@@ -1,8 +1,11 @@
-"""Checksums of a folder: a file in it lists the size and the SHA-256 of the others."""
+"""Checksums of a folder: a file in it lists the size and the SHA-256 of the others.
+
+Large files that carry checksums of their own are listed with their size alone.
+"""
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zoo.base import files
@@ -10,21 +13,38 @@ from zoo.base import files
 NAME = "checksums.json"
 
 
-def write(folder: Path, *, skip: Collection[str] = ()) -> None:
-    """Write `checksums.json`, atomically, for every file under `folder` but those in `skip`."""
-    listed = of(folder, skip=skip)
+def write(
+    folder: Path,
+    *,
+    skip: Collection[str] = (),
+    trusted: Callable[[str, int], bool] = lambda name, size: False,
+) -> None:
+    """Write `checksums.json`, atomically, for every file under `folder` but those in `skip`.
+
+    Of the files for which `trusted(name, size)` is true only the size is listed.
+    """
+    listed = of(folder, skip=skip, trusted=trusted)
     content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
     files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
 
 
-def of(folder: Path, *, skip: Collection[str] = ()) -> dict[str, dict[str, int | str]]:
+def of(
+    folder: Path,
+    *,
+    skip: Collection[str] = (),
+    trusted: Callable[[str, int], bool] = lambda name, size: False,
+) -> dict[str, dict[str, int | str]]:
     """The size and the SHA-256 of every file under `folder` but those in `skip`, by name."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    return {
-        name: _entry(path, None)
-        for name, path in found.items()
-        if path.is_file() and name not in (NAME, *skip)
+    chosen = {
+        name: path for name, path in found.items() if path.is_file() and name not in (NAME, *skip)
     }
+
+    def entry(name: str, path: Path) -> dict[str, int | str]:
+        size = path.stat().st_size
+        return {"bytes": size} if trusted(name, size) else _entry(path, None)
+
+    return {name: entry(name, path) for name, path in chosen.items()}
 
 
 def digest(folder: Path, names: Collection[str]) -> str:
@@ -89,7 +109,7 @@ def _problem(folder: Path, name: str, wanted: dict) -> str | None:
             return f"{name} is a folder"
         if (size := path.stat().st_size) != wanted["bytes"]:
             return f"{name} has {size} bytes instead of {wanted['bytes']}"
-        if _sha256(path) != wanted["sha256"]:
+        if "sha256" in wanted and _sha256(path) != wanted["sha256"]:
             return f"{name} is damaged: its SHA-256 is not the one written with it"
     except (FileNotFoundError, NotADirectoryError):  # the latter: its folder is a file
         return f"{name} is missing"

@@ -1,8 +1,10 @@
-"""Training checkpoints: asynchronous and sharded through Orbax, with checksums of our own.
+"""Training checkpoints: asynchronous and sharded through Orbax, with checksums.
 
-A checkpoint is a folder `<step>/` of `arrays/` (Orbax), `meta.json` and `checksums.json`. It is
-written as `<step>.tmp/` and renamed last, so that a step that is there is whole; restore reads
-every byte before it trusts one, because Orbax alone returns wrong values from a damaged file.
+A checkpoint is a folder `<step>/` of `arrays/` (see `zoo.runs.stored_arrays`), `meta.json` and
+`checksums.json`, which is written last: a step without it is none. It lists every file with its
+size, and the small ones with their SHA-256; the arrays' large files have checksums of their own,
+which each process writes and verifies for its own devices. A folder is written as `<step>.tmp/` and
+then renamed.
 """
 
 import contextlib
@@ -18,16 +20,17 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo.base import checksums, files
 from zoo.publishing.tensors import differences
+from zoo.runs import stored_arrays
 from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
-_NOTHING, _NONE_GOOD = -1, -2  # process 0 sends one of them instead of a step
+_NOTHING = -1  # process 0 sends it instead of a step
+_SMALL = 2**20  # bytes of the arrays' files that have a SHA-256 too
 
 
 class CheckpointError(Exception):
@@ -53,8 +56,7 @@ class Checkpointer:
     ):
         """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps.
 
-        `committed` is called with each step that is whole, and its folder, on process 0 in the
-        background.
+        `committed(step, folder)` is called on process 0, in the background, with each new step.
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
@@ -65,12 +67,7 @@ class Checkpointer:
         """Name -> dtype and shape of the extras of the step that was restored."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future | None = None
-        # Replica-parallel writing slices every replicated array, at 2 to 6 compiles each.
-        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-        )
+        self._orbax = stored_arrays.make_checkpointer()
         if jax.process_index() == 0:
             files.make_folder(self.folder, "folder")
             for leftover in self.folder.glob("*.tmp"):
@@ -104,7 +101,7 @@ class Checkpointer:
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
         with self._explained(step):
-            self._orbax.save(partial / "arrays", args=ocp.args.PyTreeSave(stored))
+            self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
         self._newest = step
         self._commit = self._pool.submit(self._finish, step, text)
 
@@ -117,40 +114,45 @@ class Checkpointer:
         is undamaged (and leaves them), or where the arrays differ in name, shape or dtype.
         """
         self.wait()
-        step, failures = self._newest_good() if jax.process_index() == 0 else (_NOTHING, [])
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-        if step == _NOTHING:
-            return None
-        if step == _NONE_GOOD:
-            reasons = "\n  ".join(failures or ["process 0 says which and why"])
+        failures: dict[int, str] = {}
+        while (step := self._newest_listed(failures)) != _NOTHING:
+            folder = self.folder / str(step)
+            record = json.loads((folder / "meta.json").read_text())
+            _check_same(folder, record["arrays"], _describe(_arrays(like)))
+            try:
+                state, problem = _read(folder, like), ""
+            except stored_arrays.ArraysError as error:
+                state, problem = like, str(error)
+            if not _anywhere(bool(problem)):
+                break
+            failures[step] = f"step {step}: {problem or 'another process cannot read its arrays'}"
+        else:
+            if not failures:
+                return None
+            reasons = "\n  ".join(failures.values())
             raise NoneUndamaged(
                 f"No checkpoint in {self.folder} is undamaged:\n  {reasons}\nPut back the files "
                 "from a copy, or move the folder away to start again from step 0."
             )
-        folder = self.folder / str(step)
-        record = json.loads((folder / "meta.json").read_text())
-        _check_same(folder, record["arrays"], _describe(_arrays(like)))
-        state = self._read(folder, like)
+        if jax.process_index() == 0:
+            self._set_aside(failures, step)
         self._newest, self.extras = step, record.get("extras", {})
         return state, step, record["meta"]
 
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
         """The extras of these names of the step that `restore` has returned, for those of `like`.
 
-        Raises CheckpointError where the arrays differ in name, shape or dtype.
+        Raises CheckpointError where the arrays differ in name, shape or dtype, or are damaged.
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
-        return self._read(folder, like) if wanted else like
-
-    def _read(self, folder: Path, like: PyTree) -> PyTree:
-        target = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
-        args = ocp.args.PyTreeRestore(
-            target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-            partial_restore=True,  # of the state, or of the extras
-        )
-        return _replace_arrays(like, self._orbax.restore(folder / "arrays", args=args))
+        try:
+            return _read(folder, like) if wanted else like
+        except stored_arrays.ArraysError as error:
+            raise CheckpointError(
+                f"{error}. Put back the files of this step from a copy, or move {folder} away to "
+                "resume from the step before."
+            ) from error
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""
@@ -195,35 +197,61 @@ class Checkpointer:
         if jax.process_index() != 0:
             return
         partial = self.folder / f"{step}.tmp"
+        stored_arrays.check_written(partial / "arrays")
         (partial / "meta.json").write_text(record)
-        checksums.write(partial)
+        checksums.write(partial, trusted=_has_checksums)
         files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
-        if self._committed is not None:
-            self._committed(step, self.folder / str(step))
         for old in self.good_steps()[: -self._keep]:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
+        if self._committed is not None:
+            self._committed(step, self.folder / str(step))
 
-    def _newest_good(self) -> tuple[int, list[str]]:
-        """The newest step that passes every check, and the problems of the newer ones."""
-        failures: dict[int, str] = {}
-        for step in reversed(self.good_steps()):
-            if not (problems := _problems(self.folder / str(step), step)):
-                break
-            failures[step] = f"step {step}: {'; '.join(problems)}"
-        else:
-            return (_NONE_GOOD if failures else _NOTHING), list(failures.values())
+    def _newest_listed(self, failures: dict[int, str]) -> int:
+        """The newest step, but those in `failures`, whose files are those of its list.
+
+        Process 0 looks, and tells the others; steps with a problem come to its failures.
+        """
+        found = _NOTHING
+        if jax.process_index() == 0:
+            for step in reversed(self.good_steps()):
+                if step in failures:
+                    continue
+                if not (problems := _problems(self.folder / str(step), step)):
+                    found = step
+                    break
+                failures[step] = f"step {step}: {'; '.join(problems)}"
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+        if found == _NOTHING and _anywhere(bool(failures)) and not failures:
+            failures[_NOTHING] = "process 0 says which and why"
+        return found
+
+    def _set_aside(self, failures: dict[int, str], step: int) -> None:
         for bad, failure in failures.items():
-            aside = _set_aside(self.folder / str(bad))
+            aside = set_aside(self.folder / str(bad))
             _log.warning(
                 "Damaged checkpoint, %s. It is now %s, and step %d is used instead.",
                 failure,
                 aside,
                 step,
             )
-        return step, []
+
+
+def _anywhere(value: bool) -> bool:
+    """Whether it is so in any process; all call it."""
+    return bool(multihost_utils.process_allgather(np.int32(value)).any())
+
+
+def _has_checksums(name: str, size: int) -> bool:
+    """Whether the arrays' own checksums are trusted for a file."""
+    return name.startswith("arrays/") and size > _SMALL
+
+
+def _read(folder: Path, like: PyTree) -> PyTree:
+    targets = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
+    return _replace_arrays(like, stored_arrays.read(folder / "arrays", targets))
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -245,7 +273,7 @@ def _problems(folder: Path, step: int) -> list[str]:
     return [] if saved == step else [f"the folder holds step {saved}"]
 
 
-def _set_aside(folder: Path) -> Path:
+def set_aside(folder: Path) -> Path:
     """Rename a damaged step so that it can be saved again, and never over an earlier one."""
     aside, count = folder.with_name(f"{folder.name}.damaged"), 1
     while aside.exists():

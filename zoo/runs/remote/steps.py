@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from zoo.base import checksums, files
+from zoo.runs.checkpoint import set_aside
 from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ class RemoteSteps:
                 continue
             files.sync_all(partial)
             if (folder / str(step)).exists():
-                files.remove(folder / f"{step}.damaged")
-                (folder / str(step)).rename(folder / f"{step}.damaged")
+                set_aside(folder / str(step))
             partial.rename(folder / str(step))
             files.sync(folder)
             return step

@@ -1,0 +1,168 @@
+"""The arrays of a checkpoint: written by Orbax, each chunk with a checksum; read by TensorStore.
+
+A chunk ends with its CRC-32C, and so do the nodes of the B-tree (OCDBT) that leads to it: who reads
+a part of an array verifies as much as that, in parallel, as the hardware can, and no one else's.
+Each process writes the chunks of its own devices.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+CHUNK_BYTES = 2**26  # what has to be read to verify one byte, and what one thread verifies
+METADATA = "_METADATA"  # of Orbax: which arrays there are
+_READ_AT_ONCE = 2**30  # bytes
+
+
+class ArraysError(Exception):
+    """Arrays that cannot be read: damaged or missing files."""
+
+
+def make_checkpointer() -> ocp.AsyncCheckpointer:
+    """A checkpointer that writes arrays for `read`."""
+    _give_chunks_checksums()
+    # Replica-parallel writing slices every replicated array, at 2 to 6 compiles each.
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    return ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(
+            type_handler_registry=registry,
+            use_zarr3=True,
+            use_compression=False,  # weights do not get smaller, and saving takes longer
+        )
+    )
+
+
+def save_args(arrays: Mapping[str, jax.Array]) -> Any:
+    """What a checkpointer of `make_checkpointer` takes to save arrays by name."""
+    args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    return ocp.args.PyTreeSave(dict(arrays), save_args=args)
+
+
+@functools.cache
+def _give_chunks_checksums() -> None:
+    """Have Orbax ask for a checksum behind each chunk, for which it has no option.
+
+    A reader finds what a chunk consists of in the metadata of its array. `check_written` finds out
+    whether Orbax has listened.
+    """
+    build = tensorstore_utils._build_zarr3_metadata
+
+    def with_checksums(*args: Any, **named: Any) -> Any:
+        metadata = build(*args, **named)
+        inner = metadata["codecs"][0]["configuration"]["codecs"]
+        if not any(codec["name"] == "crc32c" for codec in inner):
+            inner.append({"name": "crc32c"})
+        return metadata
+
+    tensorstore_utils._build_zarr3_metadata = with_checksums
+
+
+def check_written(folder: Path) -> None:
+    """Raise an ArraysError where the chunks in a folder carry no checksums."""
+    tree = json.loads((folder / METADATA).read_text())["tree_metadata"].values()
+    names = [".".join(str(part["key"]) for part in one["key_metadata"]) for one in tree]
+    for name in names[:1]:
+        metadata = _open(folder, name, zarr3=True).result().spec().to_json()["metadata"]
+        if "crc32c" not in json.dumps(metadata["codecs"][0]["configuration"]["codecs"]):
+            raise ArraysError(
+                f"orbax-checkpoint {ocp.__version__} writes chunks without checksums: install the "
+                "version that pyproject.toml names, and report it"
+            )
+
+
+def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays of these names, with the shapes, dtypes and shardings of the targets.
+
+    Each process reads what its devices hold, every byte once.
+
+    Raises:
+        ArraysError: something of it is not what was written; the message names the array.
+    """
+    zarr3 = json.loads((folder / METADATA).read_text()).get("use_zarr3", False)
+    found: dict[str, jax.Array] = {}
+    batch: list[str] = []
+    size = 0
+    for name, target in targets.items():
+        batch.append(name)
+        size += target.size * target.dtype.itemsize
+        if size >= _READ_AT_ONCE:
+            found |= _read(folder, {name: targets[name] for name in batch}, zarr3)
+            batch, size = [], 0
+    return found | _read(folder, {name: targets[name] for name in batch}, zarr3)
+
+
+def _read(
+    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct], zarr3: bool
+) -> dict[str, jax.Array]:
+    stores = {name: _open(folder, name, zarr3) for name in targets}
+    parts: dict[str, dict[tuple, Any]] = {}
+    for name, target in targets.items():
+        store = _result(folder, name, stores[name])
+        if tuple(store.shape) != target.shape or store.dtype.numpy_dtype != target.dtype:
+            raise ArraysError(
+                f"{name} is {store.dtype.name}{list(store.shape)} in {folder}, and not "
+                f"{target.dtype}{list(target.shape)}"
+            )
+        indices = _indices(target)
+        parts[name] = {key: store[index].read() for key, index in indices.items()}
+    return {name: _placed(folder, name, targets[name], parts.pop(name)) for name in targets}
+
+
+def _placed(
+    folder: Path, name: str, target: jax.ShapeDtypeStruct, parts: Mapping[tuple, Any]
+) -> jax.Array:
+    """The array of a target from its parts, which are being read."""
+    read = {key: np.asarray(_result(folder, name, part)) for key, part in parts.items()}
+    devices = target.sharding.addressable_devices_indices_map(target.shape)
+    # A copy: a donated array must own its memory.
+    shards = [
+        jax.device_put(read[_key(index, target.shape)], device, may_alias=False)
+        for device, index in devices.items()
+    ]
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+
+
+def _indices(target: jax.ShapeDtypeStruct) -> dict[tuple, tuple[slice, ...]]:
+    """The different parts of an array that this process's devices hold."""
+    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
+    return {_key(index, target.shape): index for index in indices}
+
+
+def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+
+
+def _open(folder: Path, name: str, zarr3: bool) -> Any:
+    spec = {
+        "driver": "zarr3" if zarr3 else "zarr",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"},
+        "fill_missing_data_reads": False,  # a missing chunk is an error
+        "recheck_cached_data": False,
+        "recheck_cached_metadata": False,
+    }
+    return ts.open(spec, read=True, open=True, context=_context())
+
+
+@functools.cache
+def _context() -> Any:
+    return ts.Context({"file_io_concurrency": {"limit": 64}})
+
+
+def _result(folder: Path, name: str, future: Any) -> Any:
+    try:
+        return future.result()
+    except Exception as error:  # TensorStore's errors are ValueErrors of many lines
+        reason = str(error).split(" [tensorstore_spec")[0].split(" [source locations")[0]
+        message = f"{name} cannot be read from {folder}: {reason}"
+        if reason.startswith(("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")):
+            raise OSError(message) from error  # the files may be as they should
+        raise ArraysError(message) from error
