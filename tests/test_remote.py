@@ -597,6 +597,21 @@ def test_working_folders_of_other_runs_are_refused(tmp_path):
         Run(config(tmp_path, work_dir=tmp_path / "local")).__enter__()
 
 
+def test_one_run_works_in_a_working_folder(tmp_path):
+    with (
+        Run(config(tmp_path)),
+        pytest.raises(RunError, match=f"another process is training in {ADDRESS}; use another"),
+    ):
+        Run(config(tmp_path)).__enter__()
+
+
+def test_a_plan_touches_no_address(tmp_path, bucket):
+    with Run(config(tmp_path, plan="cpu:8")) as run:
+        assert run.folder != tmp_path / "work"
+    assert not bucket()
+    assert not (tmp_path / "work").exists()
+
+
 def test_objects_of_others_are_left_alone(tmp_path, bucket):
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/bucket/run/notes.txt", b"mine")

@@ -119,7 +119,7 @@ def _train(
             loop.say(loop.why_stopped(step))
             if not loop.whole:
                 result = _evaluate(run, recorder, step, state, whole=True)
-        run.settle()
+        run.checkpointer.wait()
         if run.signals.agreed(now=True):
             _leave(run, step)
     return state, result

@@ -90,7 +90,7 @@ class RemoteFolder:
 
     def __enter__(self) -> "RemoteFolder":
         self._store = Store(self.address)
-        self._lock = processes.lock(self.folder)
+        self._lock = processes.lock(self.folder, self.address)
         self._lock.__enter__()
         try:
             self._open()
@@ -195,6 +195,8 @@ class RemoteFolder:
         try:
             if kind is None or issubclass(kind, SystemExit):
                 self.settle()
+                if kind is None:
+                    self._say(f"everything is copied to {self.address}")
             elif not issubclass(kind, KeyboardInterrupt | LeaseError | CheckpointError):
                 try:
                     self.settle(patient=False)
