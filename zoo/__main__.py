@@ -9,9 +9,11 @@ from rich.table import Table
 
 from zoo import sharding
 from zoo.base import checksums
+from zoo.base.addresses import explained, is_remote
 from zoo.planning import command as planning
 from zoo.planning.report import console
 from zoo.publishing import adapters
+from zoo.publishing.downloads import model_at
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
@@ -40,7 +42,8 @@ def describe(
     """Show a model's card, and where each of its parameters goes.
 
     Args:
-        model: Name on the shelf, folder of a model or of adapters, or id on the Hugging Face hub.
+        model: Name on the shelf, folder or address of a model or of adapters, or id on the Hugging
+            Face hub.
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
         allow_import: Modules that may be imported for classes that the model needs.
     """
@@ -63,13 +66,14 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     """Verify the checksums of every file.
 
     Args:
-        models: Names on the shelf or folders; without any, the whole shelf.
+        models: Names on the shelf, folders or addresses; without any, the whole shelf.
     """
     damaged = []
     for name in models or published():
-        folder = find(name)
-        problems = checksums.problems(folder)
-        files = len(checksums.listed(folder))
+        folder = model_at(name) if is_remote(name) else find(name)
+        with explained(folder):
+            problems = checksums.problems(folder)
+            files = len(checksums.listed(folder))
         print(f"{name}: " + ("; ".join(problems) or f"{files} files are as they were written"))
         damaged += [name] if problems else []
     if damaged:
