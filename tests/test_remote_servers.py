@@ -12,11 +12,15 @@ import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import pytest
 import xla
 from recipe_cases import STEPS, Recipe, assert_same_result, finish, losses, shared
 from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
+
+import zoo
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
@@ -97,6 +101,12 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):
     assert f"fetched step {STEPS} from {address}" in output
     assert f"{address} has finished {STEPS} steps" in output
     assert_same_result(tmp_path / "other", straight)
+    model = zoo.load(f"{address}/model")
+    assert jax.tree.all(jax.tree.map(same, model, zoo.load(straight / "model")))
+
+
+def same(one, other):
+    return not eqx.is_array(one) or bool((one == other).all())
 
 
 def test_faults_are_survived(store, shared, straight, tmp_path):
