@@ -25,8 +25,8 @@ from zoo.runs.command_line import cli
 class Config(finetuning.Config):
     """Fine-tune a model, in full, in part, or by low-rank adapters."""
 
-    run_dir: Path = Path("runs/finetune")
-    """Folder of the run; the same command on the same folder resumes it."""
+    run_dir: Path | str = Path("runs/finetune")
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 200
     """Optimizer steps in all; more than before continues a finished run."""
     data: finetuning.Data = finetuning.Data(held_out=0.1)

@@ -22,8 +22,8 @@ from zoo.runs.command_line import cli
 class Config(language.Config):
     """Train a transformer language model on text."""
 
-    run_dir: Path = Path("runs/lm")
-    """Folder of the run; the same command on the same folder resumes it."""
+    run_dir: Path | str = Path("runs/lm")
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 500
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01

@@ -41,8 +41,8 @@ class Model(mlp.Config):
 class Config(RunConfig):
     """Train an MLP, or an ensemble of them, to classify rows of numbers."""
 
-    run_dir: Path = Path("runs/mlp")
-    """Folder of the run; the same command on the same folder resumes it."""
+    run_dir: Path | str = Path("runs/mlp")
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 800
     """Optimizer steps in all; more than before continues a finished run."""
     ensemble: int = 1

@@ -29,8 +29,8 @@ from zoo.runs.command_line import cli
 class Config(language.Config):
     """Train a recurrent network on text: a language model, or with --label a classifier."""
 
-    run_dir: Path = Path("runs/rnn")
-    """Folder of the run; the same command on the same folder resumes it."""
+    run_dir: Path | str = Path("runs/rnn")
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 300
     """Optimizer steps in all; more than before continues a finished run."""
     label: str | None = None

@@ -35,7 +35,7 @@ def test_remote_paths_are_refused(path):
 
 REMOTE = "s3://bucket/thing"
 TAKERS = {
-    "run_dir": lambda: lm.Config(run_dir=Path(REMOTE)),
+    "work_dir": lambda: lm.Config(run_dir=REMOTE, work_dir=Path(REMOTE)),
     "compilation_cache": lambda: mlp.Config(compilation_cache=Path(REMOTE)),
     "data.cache": lambda: lm.Config(data=zoo.text.Config(cache=Path(REMOTE))),
     "data.tokenizer": lambda: lm.Config(data=zoo.text.Config(tokenizer=REMOTE)),

@@ -103,9 +103,13 @@ def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
     planning.main(config)
 
 
-def report() -> None:
-    """Print versions, devices and settings, to paste into a bug report."""
-    print(environment.report())
+def report(run: tyro.conf.Positional[str] = "") -> None:
+    """Print versions, devices and settings, to paste into a bug report.
+
+    Args:
+        run: Folder or address of a run, to print its checkpoints and last numbers too.
+    """
+    print(environment.report(run))
 
 
 COMMANDS: dict[str, Any] = {

@@ -33,7 +33,7 @@ def as_begun(run: Run[Config], training: Training) -> Training:
         given = f"checksum {training.base[:12]}" if training.base else "no checksum"
         raise RunError(
             f"--model is not the base this run began with: its weights have {given}, and the "
-            f"checkpoints of {run.folder} were begun with {meta[BASE][:12]}. Put that model back, "
+            f"checkpoints of {run.address} were begun with {meta[BASE][:12]}. Put that model back, "
             "or start anew with another --run-dir."
         )
     return training

@@ -37,6 +37,10 @@ class CheckpointError(Exception):
     """A checkpoint can't be written, or can't be read, or is of another model."""
 
 
+class NoneUndamaged(CheckpointError):
+    """There are checkpoints, and all of them are damaged."""
+
+
 class Checkpointer:
     """The checkpoints of one run, in one folder that all processes share and one run writes.
 
@@ -126,7 +130,7 @@ class Checkpointer:
             if not failures:
                 return None
             reasons = "\n  ".join(failures.values())
-            raise CheckpointError(
+            raise NoneUndamaged(
                 f"No checkpoint in {self.folder} is undamaged:\n  {reasons}\nPut back the files "
                 "from a copy, or move the folder away to start again from step 0."
             )
@@ -226,7 +230,7 @@ class Checkpointer:
 
     def _set_aside(self, failures: dict[int, str], step: int) -> None:
         for bad, failure in failures.items():
-            aside = _set_aside(self.folder / str(bad))
+            aside = set_aside(self.folder / str(bad))
             _log.warning(
                 "Damaged checkpoint, %s. It is now %s, and step %d is used instead.",
                 failure,
@@ -269,7 +273,7 @@ def _problems(folder: Path, step: int) -> list[str]:
     return [] if saved == step else [f"the folder holds step {saved}"]
 
 
-def _set_aside(folder: Path) -> Path:
+def set_aside(folder: Path) -> Path:
     """Rename a damaged step so that it can be saved again, and never over an earlier one."""
     aside, count = folder.with_name(f"{folder.name}.damaged"), 1
     while aside.exists():

@@ -12,6 +12,8 @@ import jax
 
 from zoo.data.text import Config as TextConfig
 from zoo.publishing.folder import version
+from zoo.runs.remote.folder import CACHE
+from zoo.runs.remote.summary import summary
 from zoo.runs.run import Config as RunConfig
 
 PACKAGE = Path(__file__).parents[1]
@@ -19,15 +21,15 @@ PACKAGE = Path(__file__).parents[1]
 VARIABLES = ("JAX_", "XLA_", "ZOO_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_", "OMP_")
 
 
-def report() -> str:
-    """The environment as text to paste into a bug report."""
+def report(run: str = "") -> str:
+    """The environment as text to paste into a bug report, with a run by its folder or address."""
     sections = {
         "": _machine(),
         "packages": _packages(),
         "devices": _devices(),
         "variables": _variables(),
         "caches": _caches(),
-    }
+    } | ({f"run {run}": summary(run)} if run else {})
     lines = []
     for title, found in sections.items():
         texts = [*found] or ["none"]
@@ -101,6 +103,7 @@ def _caches() -> Iterator[str]:
     defaults = {
         "--compilation-cache": RunConfig.compilation_cache,
         "--data.cache": TextConfig.cache,
+        "--work-dir": CACHE,
     }
     for flag, default in defaults.items():
         folder = Path(str(default)).expanduser()

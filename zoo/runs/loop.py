@@ -146,7 +146,7 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
     key = jax.random.key(run.config.seed)
     where: Any = {"mesh": run.mesh, "rules": run.rules}
     skeleton = training.skeleton(key, **where)
-    restored = run.checkpointer.restore(training.saved(skeleton))
+    restored = run.restore(training.saved(skeleton))
     if restored is None:
         state = training.init(key, **where)
         hooks.begin(state, 0, {})
@@ -154,12 +154,12 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
     state, step, meta = restored
     if meta["fingerprint"] != training.fingerprint:
         raise RunError(
-            f"the data of {run.folder} has changed since step {step}: the same batches can't "
+            f"the data of {run.address} has changed since step {step}: the same batches can't "
             "be made again. Put the files back, or start anew with another --run-dir."
         )
     if training.base:
         state = eqx.combine(state, training.frozen(key, **where))
-    run.say(f"resumed {run.folder} at step {step}")
+    run.say(f"resumed {run.address} at step {step}")
     hooks.begin(state, step, meta)
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:
@@ -182,7 +182,7 @@ def _finished(
 ) -> dict[str, float]:
     """The last evaluation of a run that has no step left."""
     step, loop = hooks.loop.start, hooks.loop
-    done = f"{run.folder} has finished {step} steps; more --steps would continue it"
+    done = f"{run.address} has finished {step} steps; more --steps would continue it"
     run.say(loop.why_stopped(step) if loop.stopped else done)
     written = _count_evaluations(run, step)
     if written and not hooks:
@@ -214,10 +214,10 @@ def _evaluate(
 
 def _leave(run: Run[Config], step: int) -> NoReturn:
     """End after a signal, with the checkpoint complete."""
-    run.checkpointer.wait()
+    run.settle()
     received = run.signals.received
     code = 128 + received
-    saved = f"saved step {step} in {run.folder}" if step else "left before the first step"
+    saved = f"saved step {step} in {run.address}" if step else "left before the first step"
     run.say(
         f"{signal.Signals(received).name}: {saved}; the same command resumes the run "
         f"(exit code {code})"

@@ -41,13 +41,15 @@ class ProgressBar:
         console: Console | None = None,
         seconds_between_lines: Number = 15.0,
         clock: Callable[[], float] = time.monotonic,
+        note: Callable[[], str] = lambda: "",
     ):
+        """`note` gives what else the line says, at its end."""
         if jax.process_index() != 0:
             console = Console(quiet=True, force_interactive=False)
         self._console = console or Console()
         is_live = self._console.is_interactive
         self._seconds_between_drawings = 0.1 if is_live else seconds_between_lines
-        self._total, self._clock = total, clock
+        self._total, self._clock, self._note = total, clock, note
         self._metrics: dict[str, Value] = {}
         self._began = clock()
         self._first: tuple[float, int] | None = None  # time and step of the first update
@@ -98,7 +100,7 @@ class ProgressBar:
         elif step > first_step:
             left = (now - first_time) / (step - first_step) * (self._total - step)
             parts.append(f"ETA {timedelta(seconds=int(left))}")
-        return "  ".join(parts)
+        return "  ".join([*parts, *filter(None, [self._note()])])
 
 
 @dataclass

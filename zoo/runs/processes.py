@@ -59,8 +59,10 @@ def barrier(name: str) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path, address: str = "") -> Iterator[None]:
     """Within, no other process trains in the folder, which is made.
+
+    It is the working folder of an address, where one is given.
 
     Raises:
         RunError: another one does.
@@ -71,6 +73,6 @@ def lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(
-                f"another process is training in {folder}; use another --run-dir"
+                f"another process is training in {address or folder}; use another --run-dir"
             ) from None
         yield

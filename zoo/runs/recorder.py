@@ -37,7 +37,7 @@ class Recorder:
         self._learning_rates = training.schedule and np.asarray(
             jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
         )
-        self.bar = monitor.ProgressBar(run.config.steps, start=self._start)
+        self.bar = monitor.ProgressBar(run.config.steps, start=self._start, note=lambda: run.status)
         hooks.loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
 
@@ -63,6 +63,7 @@ class Recorder:
         if self._run.config.profile and k == self._start + 10:
             folder = self._run.folder / "profile"
             self._trace.enter_context(monitor.profile(folder, say=self.bar.print))
+        self._run.check_address()
         with monitor.step_annotation(k):
             yield
 
@@ -153,6 +154,7 @@ class Recorder:
         with self._paused():
             meta = meta | snapshot.meta | {"data_position": step}
             self._run.checkpointer.save(step, self._saved(state), meta, snapshot.arrays)
+        self._run.check_address(copies=True)
         self._hooks.on_checkpoint(step, state)
 
     @contextlib.contextmanager
@@ -166,6 +168,7 @@ class Recorder:
         """Draw curves.png."""
         if jax.process_index() == 0:
             plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
+        self._run.copy()
 
     def _write(self, step: int, **values: Any) -> None:
         is_written = self._written > 0 and step == self._start

@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import checksums, configuration, files
-from zoo.base.configuration import may_differ, require
+from zoo.base import addresses, checksums, configuration, files
+from zoo.base.configuration import added, may_differ, require
 from zoo.data.plans import check_batch_size
 from zoo.nn.precision import Precision, native_precision
 from zoo.planning import targets
 from zoo.runs import processes
-from zoo.runs.checkpoint import Checkpointer, read_meta
+from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
 from zoo.runs.processes import RunError
+from zoo.runs.remote import folder
 from zoo.runs.signals import Signals
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
@@ -38,8 +42,8 @@ TRACKED = "trackers.json"  # of the run folder: the id that the run has at each 
 class Config:
     """The flags that every recipe has."""
 
-    run_dir: Path = may_differ()
-    """Folder of the run; the same command on the same folder resumes it."""
+    run_dir: Path | str = may_differ()
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
     mesh: str = may_differ("")
@@ -75,6 +79,12 @@ class Config:
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
+    copy_every: int = added(1, may_differ=True)
+    """Steps, at least, between the checkpoints that are copied to an address; the last one always
+    is."""
+    work_dir: Path | None = added(None, may_differ=True)
+    """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
+    processes share it."""
     sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = may_differ(False)
@@ -107,6 +117,7 @@ class Config:
             "eval_batches",
             "checkpoint_every",
             "keep_checkpoints",
+            "copy_every",
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
@@ -121,7 +132,8 @@ class Config:
             self.average is not None or not (self.keep_best or "").startswith("average/"),
             f"keep_best={self.keep_best!r}: without --average there is none",
         )
-        files.local_path(self.run_dir, "run_dir")
+        # A command line gives paths, and `Path` makes one slash of an address's two.
+        object.__setattr__(self, "run_dir", folder.checked(self.run_dir, self.work_dir))
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")
         require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
@@ -168,9 +180,16 @@ class Run(Generic[ConfigT]):
 
     def __init__(self, config: ConfigT):
         self.config = config
-        # A plan leaves nothing behind.
-        folder = tempfile.mkdtemp() if config.plan else config.run_dir
-        self.folder = files.local_path(folder, "run_dir")
+        self._is_remote = addresses.is_remote(config.run_dir) and not config.plan
+        if config.plan:  # it leaves nothing behind
+            self.folder = Path(tempfile.mkdtemp())
+        elif self._is_remote:
+            self.folder = folder.working_folder(str(config.run_dir), config.work_dir)
+        else:
+            self.folder = files.local_path(config.run_dir, "run_dir")
+        self.address = str(config.run_dir if self._is_remote else self.folder)
+        """The folder as messages name it: the address of one that is remote."""
+        self._remote: folder.RemoteFolder | None = None  # of process 0
         self._written_once = [self.folder / "config.json", self.folder / TRACKED]
         self._is_new = False  # to process 0: nothing says that there was one in the folder
         self.signals = Signals()  # heeded in `zoo.fit`
@@ -186,11 +205,19 @@ class Run(Generic[ConfigT]):
         if config.precision == "auto":
             # Written down, so that a run resumes in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
+        with contextlib.ExitStack() as stack:
+            if self._is_remote:
+                self._open_remote(stack)
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
         stored = _read_config(self.folder / "config.json") or {}
-        config = self.config = cast(ConfigT, config.completed(stored))
+        config = self.config = cast(ConfigT, self.config.completed(stored))
         if config.compilation_cache is not None and not config.plan:
-            folder = files.local_path(config.compilation_cache, "compilation_cache")
-            jax.config.update("jax_compilation_cache_dir", str(folder))
+            cache = files.local_path(config.compilation_cache, "compilation_cache")
+            jax.config.update("jax_compilation_cache_dir", str(cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
@@ -198,22 +225,38 @@ class Run(Generic[ConfigT]):
             check_batch_size(config.batch_size, self.mesh, config.accumulate)
         if jax.default_backend() == "cpu":
             processes.keep_freed_memory()
-        with contextlib.ExitStack() as stack:
-            if config.plan:
-                stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            if self.is_main:
+        if config.plan:
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        if self.is_main:
+            if not self._is_remote:
                 stack.enter_context(processes.lock(self.folder))
-                self._check_config()
-                for ending in ("json", "jsonl", "png"):
-                    for leftover in self.folder.glob(f"*.{ending}.tmp"):  # of a write killed in it
-                        leftover.unlink()
-            processes.barrier("run folder")
-            checkpoints = self.folder / "checkpoints"
-            self.checkpointer = Checkpointer(checkpoints, keep=config.keep_checkpoints)
-            stack.push(self._unbind)
-            stack.callback(self.checkpointer.close)
-            self._stack = stack.pop_all()
-        return self
+            self._check_config()
+            for ending in ("json", "jsonl", "png"):
+                for leftover in self.folder.glob(f"*.{ending}.tmp"):  # of a write killed in it
+                    leftover.unlink()
+            self.copy()
+        processes.barrier("run folder")
+        self.checkpointer = Checkpointer(
+            self.folder / "checkpoints",
+            keep=config.keep_checkpoints,
+            committed=self._remote.committed if self._remote else None,
+        )
+        stack.push(self._unbind)
+        stack.callback(self.checkpointer.close)
+
+    def _open_remote(self, stack: contextlib.ExitStack) -> None:
+        """Bring the working folder to the state of the address, before anything is read there."""
+        config, owner = self.config, ""
+        if self.is_main:
+            self._remote = folder.RemoteFolder(
+                self.address,
+                self.folder,
+                keep=config.keep_checkpoints,
+                every=config.copy_every,
+                say=self.say,
+            )
+            owner = stack.enter_context(self._remote).owner
+        folder.check_shared(self.folder, owner)
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
@@ -231,6 +274,50 @@ class Run(Generic[ConfigT]):
         if self.config.precision == "auto":
             raise RunError("a run decides what precision='auto' is when it opens: `with Run(…)`")
         return self.config.precision
+
+    def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
+        """The newest undamaged checkpoint, in the folder or at the address.
+
+        See `zoo.runs.checkpoint.Checkpointer.restore`.
+        """
+        while True:
+            found, failure = None, None
+            try:
+                found = self.checkpointer.restore(like)
+            except NoneUndamaged as error:
+                failure = error
+            step = -1 if found is None else found[1]
+            newer = self._remote is not None and self._remote.fetch_newer(step)
+            if self._is_remote:  # all of them restore again, or none
+                newer = bool(multihost_utils.broadcast_one_to_all(np.int32(newer)))
+            if newer:
+                continue
+            if failure is not None:
+                raise failure
+            return found
+
+    def copy(self) -> None:
+        """Begin to copy what has changed in the folder to the address, if the run is at one."""
+        if self._remote is not None:
+            self._remote.copy()
+
+    def settle(self) -> None:
+        """Wait for the save under way, and for the copies at the address."""
+        self.checkpointer.wait()
+        if self._remote is not None:
+            self._remote.settle()
+
+    def check_address(self, *, copies: bool = False) -> None:
+        """Raise an error if another process has taken over the run, or `copies` fail for long."""
+        if self._remote is not None:
+            self._remote.check()
+            if copies:
+                self._remote.check_copies()
+
+    @property
+    def status(self) -> str:
+        """What the progress line says of copies that are not made; empty if they are."""
+        return "" if self._remote is None else self._remote.note()
 
     @property
     def is_main(self) -> bool:
@@ -284,7 +371,7 @@ class Run(Generic[ConfigT]):
         for found in stored:
             if differing := _difference(found, self.config):
                 raise RunError(
-                    f"{self.folder} holds a run of another configuration:\n"
+                    f"{self.address} holds a run of another configuration:\n"
                     + "\n".join(differing)
                     + "\nGive the same flags to resume it, or another --run-dir to start anew."
                 )

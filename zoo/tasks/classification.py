@@ -118,7 +118,7 @@ def train(
     save = save or saver(tokenizer)
     model, metrics = fit(run, training, save=save)
     save(run.folder / "model", model, metrics)
-    run.say(f"the model is in {run.folder / 'model'}")
+    run.say(f"the model is in {run.address}/model")
 
 
 def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTree, dict[str, Any]]:
@@ -137,7 +137,7 @@ def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTr
         plot_calibration(run.folder / "calibration.png", predictions)
     run.say(
         "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
-        f"in {run.folder}"
+        f"in {run.address}"
     )
     metrics = {**result, "steps": int(state.step), "classes": list(training.classes)}
     return chosen.published(state), metrics

@@ -137,7 +137,7 @@ def train(run: Run[Config], data: text.Text, training: Training) -> None:
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
     run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
     saver(data)(run.folder / "model", model, {**result, "steps": int(state.step)})
-    run.say(f"the model is in {run.folder / 'model'}; a sample of it:\n")
+    run.say(f"the model is in {run.address}/model; a sample of it:\n")
     run.say(sample_of(model))
 
 

@@ -191,7 +191,7 @@ class Hooks:
             return
         loop, found = self.loop, meta.get("callbacks", {})
         extras = loop.run.checkpointer.extras
-        of_checkpoint = f"the checkpoint of step {step} in {loop.run.folder}"
+        of_checkpoint = f"the checkpoint of step {step} in {loop.run.address}"
         for name in found.keys() - self.callbacks.keys():
             if any(_belongs(array, name) for array in extras):
                 raise RunError(

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from zoo.runs.callbacks.tracker import Status, Tracker, all_up_to
@@ -205,7 +206,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def _title(run: Run[Config]) -> str:
-    return run.folder.absolute().name
+    return Path(run.address).absolute().name
 
 
 def _configuration(run: Run[Config]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
             format=run.config.adapter_format,
             tokenizer=base.tokenizer,
         )
-        run.say(f"the adapters alone are in {run.folder / 'adapters'}")
+        run.say(f"the adapters alone are in {run.address}/adapters")
     if run.config.quantize is not None:
         run.say(
             f"the merged model has the {run.config.base} base's matrices as they were trained "
@@ -90,7 +90,7 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
         )
     merged = merge(run, model)
     saver(run, base)(run.folder / "model", merged, metrics)
-    run.say(f"the model is in {run.folder / 'model'}")
+    run.say(f"the model is in {run.address}/model")
     return merged
 
 

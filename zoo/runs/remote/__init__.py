@@ -1,0 +1,1 @@
+"""Run folders on object stores: a local working folder, and copies of it in the background."""

@@ -1,0 +1,274 @@
+"""A run folder at an address: what the run does in its working folder is copied there.
+
+At the start the newest undamaged checkpoint counts, of the working folder or of the address. One
+process, process 0, talks to the store.
+"""
+
+import hashlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zoo.base import addresses, files
+from zoo.base.configuration import require
+from zoo.runs import processes
+from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.processes import RunError
+from zoo.runs.remote.copier import Copier
+from zoo.runs.remote.lease import Lease, LeaseError
+from zoo.runs.remote.metric_parts import MetricParts, read_lines
+from zoo.runs.remote.mirror import METRICS, Mirror, Record
+from zoo.runs.remote.steps import RemoteSteps, link, local_steps
+from zoo.runs.remote.store import Store
+
+_log = logging.getLogger(__name__)
+CACHE = Path("~/.cache/zoo/runs")
+_SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
+_OUTGOING = ".outgoing"  # of the working folder: checkpoints on their way
+
+
+def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
+    """The folder of a run: a local path, or an address as a text.
+
+    Raises:
+        ValueError: an address that can't be written, or a working folder of a local run.
+    """
+    place = addresses.location(run_dir, "run_dir")
+    if work_dir is not None:
+        files.local_path(work_dir, "work_dir")
+    if not addresses.is_remote(place):
+        require(
+            work_dir is None,
+            f"work_dir='{work_dir}': it is for a run at an address, and run_dir='{run_dir}' is a "
+            "local folder",
+        )
+        return Path(run_dir)
+    require(
+        addresses.scheme_of(place) in _SCHEMES,
+        f"run_dir='{place}': a run can be in a local folder, or on s3:// or gs://",
+    )
+    return str(place)
+
+
+def working_folder(address: str, given: Path | None) -> Path:
+    """The local folder in which a run at an address works."""
+    if given is not None:
+        return files.local_path(given, "work_dir")
+    address = address.rstrip("/")
+    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
+    return files.local_path(CACHE, "work_dir") / f"{address.rpartition('/')[2]}-{digest}"
+
+
+class RemoteFolder:
+    """A context in which this process alone writes at an address, from its working folder.
+
+    Its end waits until everything is copied.
+
+    Raises:
+        RunError: another process is at work there, or the two folders are of two runs.
+        CheckpointError: what could not be copied, and where it is.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        folder: Path,
+        *,
+        keep: int,
+        every: int,
+        say: Callable[[str], object],
+        lease: Lease | None = None,
+    ):
+        self.address, self.folder = address.rstrip("/"), folder
+        self._keep, self._every, self._say, self._lease = keep, every, say, lease
+
+    def __enter__(self) -> "RemoteFolder":
+        self._store = Store(self.address)
+        self._lock = processes.lock(self.folder, self.address)
+        self._lock.__enter__()
+        try:
+            self._open()
+        except BaseException as error:
+            self._lock.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _open(self) -> None:
+        record, host = Record.read(self.folder), socket.gethostname()
+        lease = self._lease = self._lease or Lease(self._store, say=self._say)
+        # Whoever worked in this folder on this machine has ended: the folder's lock is free.
+        ended = record.owners if record.host == host else []
+        _check_unused(self.folder, record)
+        record.host, record.owners = host, [*record.owners[-1:], lease.owner]
+        record.write(self.folder)
+        lease.acquire(dead=ended)
+        try:
+            if lease.previous not in ended:  # the files at the address may be of another's
+                record.copied = {}
+            record.owners = [lease.owner]
+            self._fetch(record)
+        except BaseException:
+            lease.release()
+            raise
+        self._copier = Copier(self._copy, self.address, self.folder)
+
+    def _fetch(self, record: Record) -> None:
+        """Make the working folder that of the run at the address, as far as it is behind."""
+        files.remove(self.folder / _OUTGOING)
+        self._mirror = mirror = Mirror(self.folder, self._store, record)
+        self._steps = RemoteSteps(self._store, keep=self._keep)
+        steps = local_steps(self.folder / "checkpoints")
+        _check_same_run(self.address, self.folder, record.id, mirror.id, steps)
+        if not mirror.id and self._steps.committed:
+            raise RunError(
+                f"run_dir='{self.address}': it has checkpoints/, but no run.json that says of "
+                "which run they are; use another --run-dir"
+            )
+        mirror.begin()
+        record.write(self.folder)
+        self._parts = MetricParts(self._store)
+        self._asked: set[int] = set()  # checkpoints that were given to the copier
+        began = time.monotonic()
+        fetched = self._steps.fetch(self.folder / "checkpoints", above=max(steps, default=-1))
+        if fetched is not None:
+            mirror.fetch(only_missing=False)
+        elif self._steps.committed:
+            mirror.fetch(only_missing=True)
+        else:  # without a checkpoint a run begins anew, if with the same configuration
+            mirror.fetch_one("config.json")
+        metrics = self.folder / METRICS
+        if fetched is not None or not metrics.exists():
+            files.replace(metrics, lambda to: to.write_bytes(b"".join(self._parts.lines)))
+        if fetched is not None:
+            seconds = time.monotonic() - began
+            self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
+
+    @property
+    def owner(self) -> str:
+        """The name of this process as the lease's owner."""
+        assert self._lease is not None
+        return self._lease.owner
+
+    def fetch_newer(self, step: int) -> bool:
+        """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
+        return self._steps.fetch(self.folder / "checkpoints", above=step) is not None
+
+    def committed(self, step: int, folder: Path) -> None:
+        """Take a checkpoint that is whole: copy it if that is due, and what else has changed."""
+        before = max((x for x in self._copies() if x <= step), default=0)
+        self._begin(step if step - before >= self._every else None, folder)
+
+    def copy(self) -> None:
+        """Begin to copy the files that have changed."""
+        self._copier.begin()
+
+    def check(self) -> None:
+        """Raise a LeaseError if another process has taken over the run."""
+        assert self._lease is not None
+        self._lease.check_known()
+
+    def check_copies(self) -> None:
+        """Raise what has kept copies from being made for too long; see `Copier.check`."""
+        self._copier.check()
+
+    def note(self) -> str:
+        """What the progress line says of the copies: nothing, if they are made."""
+        return self._copier.note()
+
+    def settle(self, *, patient: bool = True) -> None:
+        """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`."""
+        checkpoints = self.folder / "checkpoints"
+        last = max(local_steps(checkpoints), default=None)
+        if last is not None and last not in self._copies():
+            self._begin(last, checkpoints / str(last))
+        self._copier.begin(whole=True)
+        self._copier.wait(self._say, patient=patient)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        assert self._lease is not None
+        try:
+            if kind is None or issubclass(kind, SystemExit):
+                self.settle()
+                if kind is None:
+                    self._say(f"everything is copied to {self.address}")
+            elif not issubclass(kind, KeyboardInterrupt | LeaseError | CheckpointError):
+                try:
+                    self.settle(patient=False)
+                except (CheckpointError, LeaseError) as failure:  # the other error comes first
+                    _log.warning("%s", failure)
+        finally:
+            at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
+            if self._copier.close(0.0 if at_once else 60.0):
+                self._lease.release()
+            self._lock.__exit__(None, None, None)
+
+    def _begin(self, step: int | None, folder: Path) -> None:
+        job = None
+        if step is not None:
+            self._asked.add(step)
+            # The checkpointer may remove its own while it is copied.
+            target = self.folder / _OUTGOING / str(step)
+            link(folder, target)
+            job = (step, target)
+        self._copier.begin(job)
+
+    def _copies(self) -> set[int]:
+        """The checkpoints that are at the address, or on their way."""
+        return self._steps.good | self._asked
+
+    def _copy(self, job: tuple[int, Path] | None, whole: bool) -> None:
+        """In the background: copy what has changed, and then a checkpoint of before."""
+        assert self._lease is not None
+        check = self._lease.check
+        check()
+        # An evaluation's line says that its files are there: they are copied in between.
+        lines = read_lines(self.folder / METRICS)
+        self._mirror.copy(check, whole=whole)
+        check()
+        self._parts.append(lines)
+        if job is not None:
+            self._steps.copy(*job, check)
+        elif whole:  # of a run that was killed before it did
+            self._steps.prune(check)
+
+
+def check_shared(folder: Path, owner: str) -> None:
+    """Raise a RunError unless all processes see the working folder of process 0."""
+    if jax.process_count() == 1:
+        return
+    mine = np.frombuffer(bytes.fromhex(owner or "0" * 32), np.uint8)
+    wanted = bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine))).hex()
+    deadline = time.monotonic() + 5  # a shared disk shows a file a little later
+    while (sees := wanted in Record.read(folder).owners) is False and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = multihost_utils.process_allgather(np.array([sees])).reshape(-1)
+    if not seen.all():
+        blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
+        raise RunError(
+            f"process {blind} does not see {folder}, the working folder of process 0: give "
+            "--work-dir, a folder on a disk that all processes share"
+        )
+
+
+def _check_unused(folder: Path, record: Record) -> None:
+    if not record.owners and (folder / "config.json").exists():
+        raise RunError(
+            f"{folder} holds a run of its own, and can't be the working folder of one at an "
+            "address; give another --work-dir"
+        )
+
+
+def _check_same_run(address: str, folder: Path, ours: str, theirs: str, steps: list[int]) -> None:
+    if steps and ours != theirs:
+        there = "holds another run" if theirs else "holds no run any more"
+        raise RunError(
+            f"{address} {there}, and its working folder {folder} has step {steps[-1]} of one that "
+            f"was there. Move that folder away, or give another --work-dir (and --run-dir {folder} "
+            "continues what is in it)."
+        )
