@@ -1,8 +1,9 @@
 """Evaluation on held-out data: a step over the batches of a plan, read one batch behind."""
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 from jaxtyping import Array, PyTree
@@ -18,9 +19,16 @@ from zoo.training.step import make_eval_step
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluate:
     """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it."""
+    return evaluators(run, loss_fn, {"": plan})[""]
+
+
+def evaluators(
+    run: Run[Config], loss_fn: LossFunction, plans: Mapping[str, Plan]
+) -> dict[str, Evaluate]:
+    """The `evaluator` of each plan; they share what is compiled."""
     step_fn = make_eval_step(loss_fn, mesh=run.mesh, rules=run.rules, precision=run.precision)
 
-    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
+    def evaluate(plan: Plan, model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, float] = {}
         for _, sums in results(run, step_fn, model, plan, whole):
             for name, value in jax.device_get(sums).items():
@@ -28,7 +36,7 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluate:
         weight = totals.pop("tokens")
         return {name: total / weight for name, total in totals.items()}
 
-    return evaluate
+    return {name: functools.partial(evaluate, plan) for name, plan in plans.items()}
 
 
 def results(

@@ -94,6 +94,9 @@ class ProgressBar:
     def _status(self, step: int, now: float) -> str:
         shown = [(form, self._metrics.get(name)) for name, form in _SHOWN.items()]
         parts = [form.format(value) for form, value in shown if value is not None]
+        if epochs := {n: x for n, x in self._metrics.items() if n.endswith("/epoch")}:
+            each = (f"{name.removesuffix('/epoch')} {x:.2f}" for name, x in epochs.items())
+            parts.append(f"epochs {', '.join(each)}")
         first_time, first_step = self._first or (now, step)
         if step >= self._total:
             parts.append(f"took {timedelta(seconds=int(now - self._began))}")

@@ -12,6 +12,9 @@ from jaxtyping import PyTree
 
 from zoo.base.configuration import may_differ, require
 from zoo.data import text
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.spec import is_mixture
+from zoo.data.mixtures.text import MixedText, read_mixture
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
@@ -19,10 +22,12 @@ from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
+from zoo.tasks import mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import skeleton_of
@@ -68,6 +73,17 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
     """The run's text, with a tokenizer that the run keeps; says how much text there is."""
     config = run.config
     check_sample_every(config.sample_every, label=label)
+    if is_mixture(config.data.files):
+        require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
+        mixed = read_mixture(
+            config.data,
+            steps=config.steps,
+            seed=config.seed,
+            tokenizer_folder=lambda make: run.once("tokenizer", make),
+        )
+        mixtures.record(run, mixed)
+        say_what_there_is(run, mixed)
+        return mixed
     data = text.read_text(
         config.data,
         seed=config.seed,
@@ -93,6 +109,8 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
         )
     if lines := data.train.describe_buckets():
         run.say(lines)
+    if isinstance(data.train, MixturePlan):
+        run.say(mixtures.describe(data.train, run.config.steps))
 
 
 def training(
@@ -102,14 +120,20 @@ def training(
     make_model: Callable[..., PyTree],
 ) -> Training:
     """The training of a language model on the next token, with its held-out bits per byte."""
-    mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
+    if isinstance(data, MixedText):
+        mean_loss = mixtures.evaluator(run, losses.next_token, data)
+    else:
+        mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        loss = mean_loss(model, whole)["loss"]
+        means = mean_loss(model, whole)
+        loss = means.pop("loss")
+        of_sources = means if isinstance(data, MixedText) else {}
         return {
             "eval_loss": loss,
             "perplexity": float(np.exp(loss)),
             "bits_per_byte": data.bits_per_byte(loss),
+            **of_sources,
         }
 
     return Training(
@@ -131,7 +155,11 @@ def train(run: Run[Config], data: text.Text, training: Training) -> None:
     sample_of = lambda model: sample(  # noqa: E731
         model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
     )
-    more = [] if config.sample_every is None else [Samples(sample_of, every=config.sample_every)]
+    more: list[Callback] = (
+        [] if config.sample_every is None else [Samples(sample_of, every=config.sample_every)]
+    )
+    if isinstance(data.train, MixturePlan):
+        more.append(mixtures.Epochs(data.train))
     state, result = loop.fit(run, training, [*chosen.callbacks, *more])
     model, result = chosen.published(state), chosen.metrics(result)
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())

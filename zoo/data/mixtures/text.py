@@ -1,0 +1,216 @@
+"""Text of several sources: one tokenizer, a plan of both parts of each, and their mixture."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zoo.data import text
+from zoo.data.documents import Document
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.schedule import Stage, rounded
+from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
+from zoo.data.prepared.agreement import check_tokenizer
+from zoo.data.prepared.choice import is_for_memory, prepared_folder
+from zoo.data.prepared.parts import Prepared, open_prepared
+from zoo.data.sources.sample import sample_texts
+from zoo.data.sources.splits import plan_splits
+from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+
+SAMPLE_BYTES = 64 * 2**20  # of all sources, for a tokenizer
+Parts = tuple[list[Document], list[Document]]
+
+
+@dataclass(frozen=True)
+class MixedText(text.Text):
+    """The text of all sources, and the texts of each.
+
+    The held-out plan has all held-out rows of all sources: its bits per byte are those of all
+    held-out text, whatever the weights are.
+    """
+
+    sources: Mapping[str, text.Text] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all sources' names and tokens; the weights are apart from it."""
+        digest = hashlib.sha256()
+        for name, source in self.sources.items():
+            digest.update(f"{name} {source.fingerprint} ".encode())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def compressors(self) -> dict[str, float]:
+        """Bits per byte of compressors on the held-out documents of all sources."""
+        sizes = [source.held_out.corpus.num_bytes for source in self.sources.values()]
+        found = [source.compressors for source in self.sources.values()]
+        return {
+            method: sum(size * bits[method] for size, bits in zip(sizes, found, strict=True))
+            / sum(sizes)
+            for method in found[0]
+        }
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Tokens to predict in the held-out part of each source."""
+        return {
+            name: source.held_out.corpus.num_tokens
+            + len(source.held_out.corpus) * (source.held_out.frame - 1)
+            for name, source in self.sources.items()
+        }
+
+
+def read_mixture(
+    config: text.Config, *, steps: int, seed: int, tokenizer_folder: Callable[..., Path]
+) -> MixedText:
+    """Read, split and tokenize the sources that `config.files` names; see `text.read_text`.
+
+    The tokenizer is that of prepared sources, or else trained on all sources by their weights.
+
+    Raises:
+        ValueError: sources, weights or stages that do not go together, or a source that is read
+            more often in `steps` steps than it may be.
+    """
+    mixture = parse(config.files)
+    configs = {s.name: dataclasses.replace(config, files=s.files) for s in mixture.sources}
+    prepared = {name: open_prepared(folder) for name, folder in _prepared_folders(mixture).items()}
+    read = {
+        spec.name: _read(configs[spec.name], spec)
+        for spec in mixture.sources
+        if spec.name not in prepared
+    }
+    make = functools.partial(_make_tokenizer, config, mixture, prepared, read)
+    folder = tokenizer_folder(make)
+    tokenizer = load_tokenizer(folder)
+    texts = {
+        spec.name: _text(configs[spec.name], spec, read, prepared, tokenizer, seed)
+        for spec in mixture.sources
+    }
+    train = {name: one.train for name, one in texts.items()}
+    held_out = {name: one.held_out for name, one in texts.items()}
+    stages = mixture.resolve(steps, [plan.corpus.num_tokens for plan in train.values()])
+    plan = MixturePlan(train, stages)
+    check_epochs(mixture, plan, steps)
+    by_rows = Stage(0, rounded([one.num_rows for one in held_out.values()]))
+    documents = [document for one in texts.values() for document in one.held_out_documents]
+    return MixedText(tokenizer, plan, MixturePlan(held_out, [by_rows]), documents, sources=texts)
+
+
+def check_epochs(mixture: Mixture, plan: MixturePlan, steps: int) -> None:
+    """Raise a ValueError where a source would be read more often than its `max_epochs`."""
+    epochs = plan.epochs(steps)
+    for source in mixture.sources:
+        asked, most = epochs[source.name], source.max_epochs
+        if most is not None and asked > most:
+            raise ValueError(
+                f"data: the source {source.name!r} would be read {asked:.2f} times in --steps "
+                f"{steps}, and its max_epochs={most}: give it a lower weight or more text, take "
+                "fewer steps, or raise max_epochs"
+            )
+
+
+def _prepared_folders(mixture: Mixture) -> dict:
+    found = {source.name: prepared_folder(source.files) for source in mixture.sources}
+    folders = {name: folder for name, folder in found.items() if folder is not None}
+    for source in mixture.sources:
+        if source.name in folders:
+            _check_no_limit(source, "is prepared")
+    return folders
+
+
+def _check_no_limit(source: SourceSpec, why: str) -> None:
+    if source.limit_documents or source.limit_tokens:
+        raise ValueError(
+            f"data: the source {source.name!r} {why}: it is read whole; leave out its limits, or "
+            "set max_epochs"
+        )
+
+
+def _read(config: text.Config, spec: SourceSpec) -> Parts | None:
+    """The documents of a source for memory, to train on and held out; None: it is too large."""
+    if config.cache is not None and config.documents == "files" and not is_for_memory(spec.files):
+        _check_no_limit(spec, "is larger than what is held in memory")
+        return None
+    try:
+        train, held_out = text.split(config, text.read_documents_of(config))
+    except ValueError as error:
+        raise ValueError(f"data: the source {spec.name!r}: {error}") from error
+    return train[: spec.limit_documents], held_out
+
+
+def _make_tokenizer(
+    config: text.Config,
+    mixture: Mixture,
+    prepared: Mapping[str, Prepared],
+    read: Mapping[str, Parts | None],
+    folder: Path,
+) -> None:
+    if prepared:
+        next(iter(prepared.values())).tokenizer.save(folder)
+    elif config.tokenizer == "bpe":
+        BPETokenizer.train(_sample(config, mixture, read), config.vocab_size).save(folder)
+    else:
+        get_tokenizer(config.tokenizer).save(folder)
+
+
+def _sample(
+    config: text.Config, mixture: Mixture, read: Mapping[str, Parts | None]
+) -> Iterator[str]:
+    """Texts of each source by its weight at the begin; of one that has fewer, all of them."""
+    given = [source.weight for source in mixture.sources]
+    weights = [1.0 if weight is None else float(weight) for weight in given]
+    for source, weight in zip(mixture.sources, weights, strict=True):
+        left = int(SAMPLE_BYTES * weight / sum(weights))
+        parts = read[source.name]
+        if parts is None:
+            splits = plan_splits(source.files, shard_bytes=2**28)
+            yield from sample_texts(splits, config.field, num_bytes=left)
+            continue
+        for document in parts[0]:
+            if left <= 0:
+                break
+            left -= len(document.text.encode())
+            yield document.text
+
+
+def _text(
+    config: text.Config,
+    spec: SourceSpec,
+    read: Mapping[str, Parts | None],
+    prepared: Mapping[str, Prepared],
+    tokenizer: Tokenizer,
+    seed: int,
+) -> text.Text:
+    parts, corpus = read.get(spec.name), prepared.get(spec.name)
+    if parts is None and corpus is None:
+        corpus = text.find_prepared(config, None, tokenizer)
+    try:
+        if corpus is not None:
+            check_tokenizer(corpus, tokenizer, "the mixture")
+            return text.prepared_text(config, corpus, seed=seed)
+        assert parts is not None
+        return text.make_text(config, _limited(parts, spec, tokenizer), tokenizer, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"data: the source {spec.name!r}: {error}") from error
+
+
+def _limited(parts: Parts, spec: SourceSpec, tokenizer: Tokenizer) -> Parts:
+    """The documents to train on of which the first `limit_tokens` tokens are; one at least."""
+    if spec.limit_tokens is None:
+        return parts
+    kept: list[Document] = []
+    left = spec.limit_tokens
+    for document in parts[0]:
+        size = len(tokenizer.encode(document.text))
+        if kept and size > left:
+            break
+        kept.append(document)
+        left -= size
+    return kept, parts[1]
+
+
+def stages_as_json(stages: Sequence[Stage]) -> list[dict]:
+    """Stages as a run writes them down."""
+    return [{"start": stage.start, "shares": list(stage.shares)} for stage in stages]
