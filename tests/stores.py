@@ -3,7 +3,8 @@
 `s3` and `gs` are fixtures: a `Store` with a bucket that no other test has. Its `environment` is set
 in this process, and is what subprocesses need. `store.proxied(fault)` puts a proxy before it, which
 asks `fault(number, method, path)` at each request: None lets it pass, a number is answered as that
-status, "drop" cuts the connection, and a float is a delay in seconds before it passes.
+status, "drop" cuts the connection before the request is passed on, "half" in the midst of the
+answer to it, and a float is a delay in seconds before it passes. `fault` may also kill a process.
 """
 
 import contextlib
@@ -175,7 +176,7 @@ def proxy(target: int, fault: Fault) -> Iterator[int]:
                 return
             if isinstance(answer, float):
                 time.sleep(answer)
-            self._pass(body)
+            self._pass(body, half=answer == "half")
 
         def _chunks(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -187,7 +188,7 @@ def proxy(target: int, fault: Fault) -> Iterator[int]:
             self.rfile.readline()
             return body
 
-        def _pass(self, body: bytes) -> None:
+        def _pass(self, body: bytes, *, half: bool) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", target, timeout=60)
             headers = {
                 name: value
@@ -207,8 +208,12 @@ def proxy(target: int, fault: Fault) -> Iterator[int]:
                 "Content-Length", length if self.command == "HEAD" and length else str(len(content))
             )
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) // 2] if half else content)
             connection.close()
+            if half:
+                self.close_connection = True
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = handle_any
 

@@ -3,12 +3,11 @@ import os
 import re
 from pathlib import Path
 
-import equinox as eqx
 import jax.numpy as jnp
 import pytest
 
 import zoo
-from recipes import finetune, lm, mlp
+from recipes import lm, mlp
 from zoo import tabular
 from zoo.base import files
 from zoo.base.files import local_path
@@ -40,15 +39,10 @@ TAKERS = {
     "compilation_cache": lambda: mlp.Config(compilation_cache=Path(REMOTE)),
     "data.cache": lambda: lm.Config(data=zoo.text.Config(cache=Path(REMOTE))),
     "data.tokenizer": lambda: lm.Config(data=zoo.text.Config(tokenizer=REMOTE)),
-    "model": lambda: finetune.Config(model=REMOTE),
     "data of rows": lambda: tabular.read_table(tabular.Config(REMOTE), seed=0),
     "cache_folder": lambda: tokenize([], ByteTokenizer(), Path(REMOTE)),
     "tokenizer": lambda: load_tokenizer(REMOTE),
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),
-    "folder of zoo.save": lambda: zoo.save(REMOTE, eqx.nn.Identity()),
-    "model of zoo.load": lambda: zoo.load(REMOTE),
-    "model of zoo.load, as a Path": lambda: zoo.load(Path(REMOTE)),
-    "folder of adapters": lambda: zoo.load_adapters(REMOTE, None),
     "save": lambda: command.main(command.Config(model="x", target="cpu:1", save=Path(REMOTE))),
 }
 

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from zoo.__main__ import main
-from zoo.data.prepared import engines, hashes, prepare, tokenizing, verifying
+from zoo.base.addresses import location
+from zoo.data.prepared import copying, engines, hashes, prepare, tokenizing, verifying
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -131,7 +133,11 @@ def test_slices_workers_and_runs_do_not_change_a_byte(tmp_path: Path, monkeypatc
     assert merged["start"].tolist() == [1, 0, 0, 0]
 
 
-def test_workers_import_no_jax():
+def test_workers_import_neither_the_program_nor_jax(tmp_path: Path, monkeypatch):
+    program = types.ModuleType("__main__")
+    program.__file__ = str(tmp_path / "program.py")  # a program without a guard
+    Path(program.__file__).write_text("import jax")
+    monkeypatch.setitem(sys.modules, "__main__", program)
     expression = "[__import__('zoo.data.prepared.tokenizing'), 'jax' in __import__('sys').modules]"
     found = [*engines.run(eval, [(expression + "[1]",)] * 2, 2, "processes")]
     assert found == [False, False]
@@ -210,6 +216,7 @@ def test_a_second_process_waits(tmp_path: Path, caplog):
         thread = threading.Thread(target=lambda: made.append(prepare.prepare(*arguments)))
         thread.start()
         while "waiting for it" not in caplog.text:
+            assert thread.is_alive()
             time.sleep(0.01)
         assert not made
         assert not list((tmp_path / "out").iterdir())
@@ -256,6 +263,17 @@ def test_the_command_sums_up_and_verify_names_a_damaged_block(tmp_path: Path, ca
 COMMAND = [sys.executable, "-m", "zoo", "prepare"]
 
 
+def ends(group: int) -> bool:
+    """Whether the processes of a group end within ten seconds."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 @pytest.mark.slow
 def test_killed_at_random_it_resumes_to_the_same_bytes(tmp_path: Path):
     write_corpus(tmp_path / "text", files=4, lines=3000, words=40)
@@ -265,13 +283,14 @@ def test_killed_at_random_it_resumes_to_the_same_bytes(tmp_path: Path):
     program += "shard_megabytes=0.02, workers=2)"
     rng, kills, resumed = random.Random(1), 0, 0
     for _ in range(30):
-        process = subprocess.Popen([sys.executable, "-c", program])
+        process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
         try:
             process.wait(timeout=rng.uniform(0.5, 1.6))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
+            assert ends(process.pid)  # its workers, by themselves
             resumed += bool(list((tmp_path / "out").rglob("*.tokens")))
         else:
             assert process.returncode == 0
@@ -320,6 +339,41 @@ def test_ray_gives_the_same_bytes(tmp_path: Path):
     prepare.prepare(data, tmp_path / "one", **SMALL)
     prepare.prepare(data, tmp_path / "ray", **SMALL, engine="ray")
     assert content(tmp_path / "one") == content(tmp_path / "ray")
+    with pytest.raises(ValueError, match="has no field 'x'") as error:
+        prepare.prepare(data, tmp_path / "x", **SMALL, field="x", engine="ray")
+    assert "Traceback" not in str(error.value)
+
+
+def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
+    write_corpus(tmp_path / "text")
+    data = str(tmp_path / "text" / "*.jsonl")
+    monkeypatch.setattr(copying, "CACHE", tmp_path / "cache")
+    address = location(f"memory://{tmp_path.name}/out", "out")
+    copied, written = copying._copy, []
+
+    def fail_once(folder: Path, address: str, name: str) -> None:
+        written.append(name)
+        if len(written) == 10:
+            raise ConnectionError("the line was cut")
+        copied(folder, address, name)
+
+    monkeypatch.setattr(copying, "_copy", fail_once)
+    with pytest.raises(ConnectionError):
+        prepare.prepare(data, str(address), **SMALL)
+    assert not (address / "manifest.json").exists()
+    prepare.prepare(data, str(address), **SMALL)
+    names = [name for name in written if name.startswith("shards/00000000")]
+    assert len(names) == len(set(names)) == 5  # a whole shard is not copied again
+    prepare.prepare(data, tmp_path / "out", **SMALL)
+    for name, wanted in content(tmp_path / "out").items():
+        assert (address / name).read_bytes() == wanted
+    assert not list((tmp_path / "cache").iterdir())
+    assert prepare.prepare(data, str(address), **SMALL) == read_manifest(tmp_path / "out")
+    with pytest.raises(ValueError, match="field is 'text' there and 'x' here"):
+        prepare.prepare(data, str(address), field="x", **SMALL)
+    (address.parent / "other" / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"holds something else \(a\.txt\)"):
+        prepare.prepare(data, str(address.parent / "other"), **SMALL)
 
 
 def test_the_path_of_a_tokenizer(tmp_path: Path):

@@ -9,12 +9,14 @@ from rich.table import Table
 
 from zoo import sharding
 from zoo.base import checksums
+from zoo.base.addresses import explained, is_remote
 from zoo.base.files import local_path
 from zoo.data.prepared import command as preparing
 from zoo.data.prepared import verifying
 from zoo.planning import command as planning
 from zoo.planning.report import console
 from zoo.publishing import adapters
+from zoo.publishing.downloads import model_at
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
@@ -43,7 +45,8 @@ def describe(
     """Show a model's card, and where each of its parameters goes.
 
     Args:
-        model: Name on the shelf, folder of a model or of adapters, or id on the Hugging Face hub.
+        model: Name on the shelf, folder or address of a model or of adapters, or id on the Hugging
+            Face hub.
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
         allow_import: Modules that may be imported for classes that the model needs.
     """
@@ -66,8 +69,8 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     """Verify the checksums of every file.
 
     Args:
-        models: Names on the shelf, folders of models or of prepared corpora; without any, the
-            whole shelf.
+        models: Names on the shelf, folders or addresses of models, folders of prepared corpora;
+            without any, the whole shelf.
     """
     damaged = []
     for name in models or published():
@@ -80,11 +83,11 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
 
 def verified(name: str) -> tuple[int, list[str]]:
     """(how many files a model or a prepared corpus has, a line per damaged one)."""
-    if "://" not in name and verifying.is_prepared(local_path(name, "models")):
+    if not is_remote(name) and verifying.is_prepared(local_path(name, "models")):
         return verifying.verify(local_path(name, "models"))
-    folder = find(name)
-    problems = checksums.problems(folder)
-    return len(checksums.listed(folder)), problems
+    folder = model_at(name) if is_remote(name) else find(name)
+    with explained(folder):
+        return len(checksums.listed(folder)), checksums.problems(folder)
 
 
 def folder_bytes(folder: Path) -> int:

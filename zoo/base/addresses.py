@@ -119,6 +119,21 @@ def files_matching(pattern: str, name: str) -> dict[Location, str]:
     return {path: str(path)[len(root) :].lstrip("/") for path in files}
 
 
+def read_if_there(file: Location) -> bytes | None:
+    """The content of a file; None if its bucket or folder has no such file.
+
+    Raises:
+        AddressError: the store cannot be read, or has no such bucket.
+    """
+    with explained(file):
+        try:
+            return file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if reason_of(error) == _NO_BUCKET:
+                raise
+            return None
+
+
 @contextlib.contextmanager
 def explained(where: object) -> Iterator[None]:
     """A context in which the errors of a store's library become an `AddressError`: one sentence.
@@ -162,7 +177,7 @@ def reason_of(error: BaseException) -> str | None:
     if re.search(
         r"NoSuchBucket|bucket does not exist|BucketNotFound|bucket.*not found", text, re.I
     ):
-        return "there is no such bucket: make it, or correct the address"
+        return _NO_BUCKET
     if re.search(r"QuotaExceeded|InsufficientStorage|quota|EntityTooLarge", text) or 507 in codes:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
@@ -183,6 +198,7 @@ def reason_of(error: BaseException) -> str | None:
     return None
 
 
+_NO_BUCKET = "there is no such bucket: make it, or correct the address"
 _UNREACHED = {
     "ClientConnectorError",
     "ClientOSError",

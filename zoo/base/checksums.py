@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zoo.base import files
+from zoo.base.addresses import Location
 
 NAME = "checksums.json"
 
@@ -45,7 +46,7 @@ def _entry(path: Path, known: dict | None) -> dict[str, int | str]:
     return known or {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def problems(folder: Path, *, only: str | None = None) -> list[str]:
+def problems(folder: Location, *, only: str | None = None) -> list[str]:
     """One line per missing or damaged file of `folder`, or of `only` that one.
 
     Files that are not listed are ignored.
@@ -60,7 +61,7 @@ def problems(folder: Path, *, only: str | None = None) -> list[str]:
     return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
 
 
-def listed(folder: Path) -> set[str]:
+def listed(folder: Location) -> set[str]:
     """The files that the checksums of `folder` list; none if the list is missing or damaged."""
     try:
         return set(_read(folder))
@@ -68,21 +69,31 @@ def listed(folder: Path) -> set[str]:
         return set()
 
 
-def _read(folder: Path) -> dict:
+def _read(folder: Location) -> dict:
     try:
-        content = json.loads((folder / NAME).read_bytes())
-        if content["sha256"] == _digest(content["files"]):
-            return content["files"]
+        return parse((folder / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{NAME} is missing") from None
     except IsADirectoryError:
         raise ValueError(f"{NAME} is a folder") from None
+
+
+def parse(content: bytes) -> dict[str, dict]:
+    """The size and the SHA-256 of each file, by name, that the content of `checksums.json` lists.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        values = json.loads(content)
+        if values["sha256"] == _digest(values["files"]):
+            return values["files"]
     except (ValueError, LookupError, TypeError):
         pass  # no JSON, or of another form: damaged as well
     raise ValueError(f"{NAME} is damaged")
 
 
-def _problem(folder: Path, name: str, wanted: dict) -> str | None:
+def _problem(folder: Location, name: str, wanted: dict) -> str | None:
     path = folder / name
     try:
         if path.is_dir():
@@ -96,8 +107,8 @@ def _problem(folder: Path, name: str, wanted: dict) -> str | None:
     return None
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+def _sha256(path: Location) -> str:
+    with path.open("rb") as file:  # which may be at an address
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

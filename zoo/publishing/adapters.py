@@ -19,9 +19,10 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base import checksums, configuration
+from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
 from zoo.nn.quantized import dequantize
-from zoo.publishing import bases, hf, peft, peft_config, peft_writing
+from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name, family_name, skeleton_of
 from zoo.publishing.folder import (
@@ -141,7 +142,8 @@ def load_adapters(
 
     Raises PublishError, which names the file, field or tensor at fault.
     """
-    folder, dtype = local_path(folder, "folder"), parse_dtype(dtype)
+    folder = downloads.fetched(folder) if is_remote(folder) else local_path(folder, "folder")
+    dtype = parse_dtype(dtype)
     opened = _open(folder, base)
     read = opened.read(opened.adapters, mesh, dtype)
     adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))

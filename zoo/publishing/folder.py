@@ -13,8 +13,10 @@ import jax
 from jax.experimental import multihost_utils
 
 from zoo.base import checksums
+from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
 from zoo.publishing.errors import PublishError
+from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
 ADAPTER_CONFIG = "adapter_config.json"  # of adapters in PEFT's format
@@ -24,34 +26,50 @@ ADAPTER_CONFIG = "adapter_config.json"  # of adapters in PEFT's format
 def replacing(folder: Path | str) -> Iterator[Path | None]:
     """A new folder to fill, which then replaces `folder`; None except on process 0.
 
+    What replaces a folder at an address is filled here, and copied there.
+
     Raises:
         PublishError: the folder has files that no earlier save wrote.
-        ValueError: the folder is on another machine.
+        AddressError: the store at an address cannot be reached, or refuses.
     """
-    folder = local_path(folder, "folder").absolute()
-    _check_replaceable(folder)
+    if is_remote(folder):
+        check_replaceable(folder, (README,))
+        making = uploading(folder, last=CONFIG)
+    else:
+        folder = local_path(folder, "folder").absolute()
+        _check_replaceable(folder)
+        making = _renaming(folder)
     if jax.process_index() == 0:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-            new = Path(temporary) / "new"
-            new.mkdir()
+        with making as new:
             yield new
-            if folder.exists():
-                folder.rename(Path(temporary) / "old")
-            new.rename(folder)
     else:
         yield None
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"zoo.save {folder}")
 
 
+@contextlib.contextmanager
+def _renaming(folder: Path) -> Iterator[Path]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(Path(temporary) / "old")
+        new.rename(folder)
+
+
 def verify(folder: Path) -> None:
     """Raise a PublishError if a folder's files do not match their checksums."""
     if problems := checksums.problems(folder):
+        remedy = "Restore the files from a copy, or publish the model again."
+        if CACHE.expanduser() in folder.parents:
+            remedy = f"Remove {folder}, and it is fetched again."
         raise PublishError(
             f"{folder} is damaged or not a model of the zoo:\n  "
             + "\n  ".join(problems)
-            + "\nRestore the files from a copy, or publish the model again."
+            + f"\n{remedy}"
         )
 
 

@@ -106,7 +106,7 @@ def save(
             write_tensors(new and new / WEIGHTS, model, dtypes)
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-            readme = _readme(Path(folder).absolute().name, model, card)
+            readme = _readme(Path(str(folder)).absolute().name, model, card)
             (new / README).write_text(readme, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(new)

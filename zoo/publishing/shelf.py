@@ -1,10 +1,12 @@
 """The shelf of published models, and the folder of a name, a path or a hub id."""
 
 import dataclasses
+import re
 from pathlib import Path
 
+from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
-from zoo.publishing import hf
+from zoo.publishing import downloads, hf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import current_name
 from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, METRICS, README, read_json
@@ -49,15 +51,20 @@ def _card(folder: Path) -> Card:
 
 
 def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model, given its path, its name on the shelf or its hub id.
+    """The folder of a model, given its path or address, its name on the shelf or its hub id.
 
-    A run's folder stands for the model in it. Of a hub id, `revision` may name a commit, and
+    A run's folder stands for the model in it. A model at an address is fetched into a cache, and
+    that folder returned. Of a hub id, `revision` may name a commit, and
     `weights=False` downloads none.
 
     Raises:
         PublishError: there is none.
-        ValueError: the folder is on another machine.
+        AddressError: the store at an address cannot be reached, or refuses.
     """
+    if is_remote(name_or_folder):
+        if (hub_id := _hub_id(name_or_folder)) is not None:
+            return hf.snapshot(hub_id, revision=revision, weights=weights)
+        return downloads.fetched(name_or_folder)
     given = local_path(name_or_folder, "model")
     if (folder := _local(name_or_folder)) is not None:
         return folder
@@ -77,9 +84,18 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
 
 def find_here(name_or_folder: str | Path) -> Path | None:
     """The folder of a model as `find` gives it, if it is on this machine; nothing is downloaded."""
+    if is_remote(name_or_folder):
+        hub_id = _hub_id(name_or_folder)
+        return downloads.cached(name_or_folder) if hub_id is None else hf.cached(hub_id)
     if (folder := _local(name_or_folder)) is not None or Path(name_or_folder).exists():
         return folder
     return hf.cached(str(name_or_folder)) if hf.is_hub_id(str(name_or_folder)) else None
+
+
+def _hub_id(address: str | Path) -> str | None:
+    """The hub id of `hf://organisation/model`."""
+    name = re.sub("^hf:/+", "", str(address))
+    return name if name != str(address) and hf.is_hub_id(name) else None
 
 
 def _local(name_or_folder: str | Path) -> Path | None:

@@ -90,15 +90,21 @@ def _run_ray(
         raise ImportError("--engine ray needs an extra: pip install 'zoo[ray]'") from error
     started = not ray.is_initialized()
     if started:
-        local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
-        ray.init(**local, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not os.environ.get("RAY_ADDRESS"):
+            options |= {"num_cpus": workers, "include_dashboard": False}
+        ray.init(**options)
     try:
         environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
         remote = ray.remote(function).options(runtime_env=environment)
         left = [remote.remote(*task) for task in tasks]
         while left:
-            done, left = ray.wait(left)
-            yield ray.get(done[0])
+            [done], left = ray.wait(left)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause or error) from None  # the sentence without Ray's traceback
+            yield result
     finally:
         if started:
             ray.shutdown()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def hash_limit(fraction: float) -> int:
     return -int(-Fraction(fraction) * 2**128 // 1)
 
 
-def number_of(record: np.void) -> int:
+def number_of(record: Any) -> int:
     """The hash of one record as a number."""
     return (int(record["high"]) << 64) + int(record["low"])
 

@@ -44,14 +44,12 @@ def write_parts(
     bound = hashes.below(raw, limit)
     parts = {}
     for suffix, begin, end in ((HELD_OUT, 0, bound), (TRAIN, bound, len(raw))):
-        out = shard_file(folder, number, suffix)
         inside = duplicates[(duplicates >= begin) & (duplicates < end)] - begin
-        files.replace(
-            out,
-            lambda path, suffix=suffix, part=raw[begin:end], inside=inside: parts.update(
-                {suffix: _write_part(path, part, inside, frame)}
-            ),
-        )
+        out = shard_file(folder, number, suffix)
+        partial = out.with_name(f"{out.name}.tmp")
+        parts[suffix] = _write_part(partial, raw[begin:end], inside, frame)
+        files.sync(partial)
+        partial.replace(out)
     sums = work_file(folder, number, SUMS).read_bytes()  # of the tokens
     for suffix in (TRAIN, HELD_OUT):
         sums += block_sums(shard_file(folder, number, suffix))
@@ -71,7 +69,7 @@ def write_parts(
 def _write_part(path: Path, raw: Records, duplicates: Records, frame: int) -> PartRecord:
     """Write the records of one part, slice by slice."""
     positions, totals = 0, np.zeros(3, np.int64)
-    with open(path, "wb") as file:
+    with files.named(path), open(path, "wb") as file:
         for begin in range(0, len(raw), hashes.SLICE):
             chosen = raw[begin : begin + hashes.SLICE]
             first, last = np.searchsorted(duplicates, [begin, begin + len(chosen)])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from zoo.base import files
-from zoo.base.files import local_path
-from zoo.data.prepared import engines, hashes
+from zoo.base.addresses import Location, explained, is_remote, location
+from zoo.data.prepared import copying, engines, hashes
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import (
     MANIFEST,
@@ -61,7 +61,8 @@ def prepare(
     which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
     first stays, and a document is held out if its hash says so. The result does not depend on the
     `workers` (default: one per core) nor on kills; a process that comes while another one prepares
-    the same folder waits for it. `show` shows a progress bar.
+    the same folder waits for it. `show` shows a progress bar. If `folder` is an address, the corpus
+    is written into a folder of the cache first, and its shards are copied up, the manifest last.
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as `plan_splits` and `read_split`; or the folder
@@ -73,28 +74,37 @@ def prepare(
         raise ValueError(f"shard_megabytes={shard_megabytes}: must be positive")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: must be positive")
-    out = local_path(folder, "out").absolute()
+    out = location(folder, "out")
+    local = copying.working_folder(out) if is_remote(out) else out.absolute()
     splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
     given = None if tokenizer == "bpe" else get_tokenizer(tokenizer)
+    kind = tokenizer
+    if given is not None and tokenizer != "bytes":
+        kind = _digest_of(given)
     options = {
         **_described(splits),
         "field": field,
-        "tokenizer": tokenizer if tokenizer in ("bytes", "bpe") else _digest_of(given),
+        "tokenizer": kind,
         "vocab_size": vocab_size if given is None else given.vocab_size,
         "held_out": held_out,
         "shard_megabytes": float(shard_megabytes),
     }
-    files.make_folder(out, "out")
-    with _locked(out):
-        if (manifest := _begin(out, options)) is not None:
+    files.make_folder(local, "out")
+    with _locked(local):
+        if (manifest := _begin(out, local, options)) is not None:
             return manifest
-        if not (out / TOKENIZER).exists():
+        if not (local / TOKENIZER).exists():
             limit = hashes.hash_limit(held_out)
-            _save(given or _train(splits, field, vocab_size, limit), out)
-        run = _Runner(workers or len(os.sched_getaffinity(0)), engine, out)
-        manifest = _passes(splits, options, run, show=show)
-        files.replace(out / MANIFEST, lambda path: write_manifest(path, manifest))
-        files.remove(out / WORK)
+            _save(given or _train(splits, field, vocab_size, limit), local)
+        run = _Runner(workers or len(os.sched_getaffinity(0)), engine, local)
+        manifest = _passes(splits, options, run, str(out) if is_remote(out) else None, show=show)
+        if is_remote(out):
+            with explained(out):
+                write_manifest(out / MANIFEST, manifest)
+            files.remove(local)
+        else:
+            files.replace(local / MANIFEST, lambda path: write_manifest(path, manifest))
+            files.remove(local / WORK)
     return manifest
 
 
@@ -109,9 +119,14 @@ class _Runner:
 
 
 def _passes(
-    splits: Sequence[Split], options: dict[str, Any], run: _Runner, *, show: bool
+    splits: Sequence[Split],
+    options: dict[str, Any],
+    run: _Runner,
+    address: str | None,
+    *,
+    show: bool,
 ) -> Manifest:
-    """Write all shards, and return their manifest."""
+    """Write all shards, and copy them to the address if there is one; return their manifest."""
     out = run.folder
     tokenizer, digest = load_tokenizer(out / TOKENIZER), tokenizer_digest(out / TOKENIZER)
     dtype = dtype_of(tokenizer.vocab_size)
@@ -119,18 +134,23 @@ def _passes(
     spec = Spec(digest, options["field"])
     with Bar(sum(s.num_bytes for s in splits), lambda: _unfinished(out, dtype), show=show) as bar:
         shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
-        tasks = [(split, number, spec, out) for number, split in enumerate(splits)]
-        for number, done in run(prepare_shard, tasks):
+        work = [(split, number, spec, out) for number, split in enumerate(splits)]
+        for number, done in run(prepare_shard, work):
             shards[number] = done
             bar.add(splits[number].num_bytes, done.tokens)
         bar.say("deduplicating")
         cuts = hashes.slices(sum(shard.documents for shard in shards))
-        tasks = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
-        across = sum(found for _, found in run(hashes.find_duplicates, tasks))
+        ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
+        across = sum(found for _, found in run(hashes.find_duplicates, ranges))
         limit = _limit(shards, across, options)
         bar.say("dividing")
-        tasks = [(i, limit, len(cuts), frame, out) for i in range(len(shards))]
-        records = dict(run(write_parts, tasks))
+        parts = [(i, limit, len(cuts), frame, out) for i in range(len(shards))]
+        records = dict(run(write_parts, parts))
+        if address is not None:
+            bar.say("copying")
+            copying.copy_tokenizer(out, address)
+            for _ in run(copying.copy_shard, [(i, out, address) for i in range(len(shards))]):
+                pass
     return Manifest(
         options=options,
         tokenizer=digest,
@@ -158,20 +178,21 @@ def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]
     return min(max(hashes.hash_limit(options["held_out"]), lowest + 1), highest)
 
 
-def _begin(out: Path, options: dict[str, Any]) -> Manifest | None:
+def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | None:
     """The manifest of a folder that is prepared; else make it ready for these options."""
     known: dict[str, Any] | None = None
     manifest = None
-    if (out / MANIFEST).exists():
-        manifest = read_manifest(out)
-        check_tokenizer(out, manifest)
-        known = manifest.options
-    elif (out / WORK / OPTIONS).exists():
-        known = json.loads((out / WORK / OPTIONS).read_text(encoding="utf-8"))
-    elif left := sorted({path.name for path in out.iterdir()} - {WORK}):
-        raise ValueError(
-            f"out='{out}' holds something else ({', '.join(left[:3])}): give a new folder"
-        )
+    with explained(out):
+        if (out / MANIFEST).exists():
+            manifest = read_manifest(out)
+            check_tokenizer(out, manifest)
+            known = manifest.options
+        elif (local / WORK / OPTIONS).exists():
+            known = json.loads((local / WORK / OPTIONS).read_text(encoding="utf-8"))
+        elif left := _strange(out):
+            raise ValueError(
+                f"out='{out}' holds something else ({', '.join(left[:3])}): give a new folder"
+            )
     if known is not None and known != options:
         differ = [
             f"{name} is {known.get(name)!r} there and {options.get(name)!r} here"
@@ -183,15 +204,22 @@ def _begin(out: Path, options: dict[str, Any]) -> Manifest | None:
             "another folder, or remove that one"
         )
     if manifest is not None:
-        files.remove(out / WORK)  # of a process that was killed at the very end
+        files.remove(local / WORK)  # of a process that was killed at the very end
         return manifest
     for name in (WORK, SHARDS):
-        (out / name).mkdir(exist_ok=True)
-    for partial in (out / WORK).glob("*.partial"):
+        (local / name).mkdir(exist_ok=True)
+    for partial in (local / WORK).glob("*.partial"):
         partial.unlink()
     content = json.dumps(options)
-    files.replace(out / WORK / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
+    files.replace(local / WORK / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
     return None
+
+
+def _strange(out: Location) -> list[str]:
+    """What a folder holds that an unfinished preparation does not."""
+    # At an address it may be another machine's, whose working folder is there.
+    own = {SHARDS, TOKENIZER} if is_remote(out) else {WORK}
+    return sorted({path.name for path in out.iterdir()} - own) if out.is_dir() else []
 
 
 def _described(splits: Sequence[Split]) -> dict[str, Any]:

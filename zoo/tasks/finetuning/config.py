@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zoo.base.addresses import location
 from zoo.base.configuration import added, may_differ, require
-from zoo.base.files import local_path
 from zoo.data import text
 from zoo.nn.attention import Implementation
 from zoo.nn.codes import Kind
@@ -104,7 +104,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        local_path(self.model, "model")
+        location(self.model, "model")
         language.check_sample_tokens(self.sample_tokens)
         language.check_sample_every(self.sample_every, label=self.label)
         require(
