@@ -131,6 +131,20 @@ def test_row_slices_match_the_global_batch(make_plan):
                 np.testing.assert_array_equal(part[name], array[rows])
 
 
+def test_rows_one_by_one_are_those_of_the_batches(make_plan):
+    plan = make_plan(batch_size=3)
+    for epoch in range(3):
+        batches = epoch_of(plan, epoch)
+        places = [(batch, row) for batch in batches for row in range(3)]
+        assert 1 < plan.num_rows <= len(places)
+        for number, (batch, row) in enumerate(places):
+            filled = {name: np.zeros_like(array[row]) for name, array in batch.items()}
+            if number < plan.num_rows:
+                plan.fill_row(filled, plan.row_pieces(epoch, number))
+            for name, array in batch.items():
+                np.testing.assert_array_equal(filled[name], array[row])
+
+
 def test_batches_depend_on_seed_and_index():
     for make_plan in (packed, bucketed):
         plan, again, other = make_plan(), make_plan(), make_plan(seed=1)

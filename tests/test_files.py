@@ -12,7 +12,6 @@ from zoo import tabular
 from zoo.base import files
 from zoo.base.files import local_path
 from zoo.data.corpus import tokenize
-from zoo.data.documents import read_documents, read_json_lines
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.planning import command
 from zoo.runs.checkpoint import Checkpointer
@@ -40,8 +39,6 @@ TAKERS = {
     "compilation_cache": lambda: mlp.Config(compilation_cache=Path(REMOTE)),
     "data.cache": lambda: lm.Config(data=zoo.text.Config(cache=Path(REMOTE))),
     "data.tokenizer": lambda: lm.Config(data=zoo.text.Config(tokenizer=REMOTE)),
-    "data": lambda: read_documents(f"local/*.txt,{REMOTE}/*.txt"),
-    "data of JSON lines": lambda: read_json_lines(f"{REMOTE}.jsonl"),
     "data of rows": lambda: tabular.read_table(tabular.Config(REMOTE), seed=0),
     "cache_folder": lambda: tokenize([], ByteTokenizer(), Path(REMOTE)),
     "tokenizer": lambda: load_tokenizer(REMOTE),

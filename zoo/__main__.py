@@ -1,4 +1,4 @@
-"""The zoo on the command line: `python -m zoo`, `… describe`, `… verify`, `… plan`, `… report`."""
+"""The zoo on the command line: `python -m zoo`, and its commands (`… describe`, `… prepare`, …)."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,9 @@ from rich.table import Table
 from zoo import sharding
 from zoo.base import checksums
 from zoo.base.addresses import explained, is_remote
+from zoo.base.files import local_path
+from zoo.data.prepared import command as preparing
+from zoo.data.prepared import verifying
 from zoo.planning import command as planning
 from zoo.planning.report import console
 from zoo.publishing import adapters
@@ -66,18 +69,25 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     """Verify the checksums of every file.
 
     Args:
-        models: Names on the shelf, folders or addresses; without any, the whole shelf.
+        models: Names on the shelf, folders or addresses of models, folders of prepared corpora;
+            without any, the whole shelf.
     """
     damaged = []
     for name in models or published():
-        folder = model_at(name) if is_remote(name) else find(name)
-        with explained(folder):
-            problems = checksums.problems(folder)
-            files = len(checksums.listed(folder))
+        files, problems = verified(name)
         print(f"{name}: " + ("; ".join(problems) or f"{files} files are as they were written"))
         damaged += [name] if problems else []
     if damaged:
         raise PublishError(f"damaged: {', '.join(damaged)}")
+
+
+def verified(name: str) -> tuple[int, list[str]]:
+    """(how many files a model or a prepared corpus has, a line per damaged one)."""
+    if not is_remote(name) and verifying.is_prepared(local_path(name, "models")):
+        return verifying.verify(local_path(name, "models"))
+    folder = model_at(name) if is_remote(name) else find(name)
+    with explained(folder):
+        return len(checksums.listed(folder)), checksums.problems(folder)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -103,6 +113,7 @@ COMMANDS: dict[str, Any] = {
     "describe": describe,
     "verify": verify,
     "plan": plan,
+    "prepare": preparing.main,
     "report": report,
 }
 
@@ -116,7 +127,7 @@ def main(arguments: list[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="python -m zoo",
-        description="List, describe and verify models, plan a training, report versions.",
+        description="List, describe and verify models, plan a training, prepare a corpus, …",
         args=arguments,
     )
 

@@ -8,6 +8,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
@@ -18,6 +19,52 @@ from zoo.data.documents import Document
 from zoo.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Tokenized(Protocol):
+    """The interface of tokenized documents for the plans: a `Corpus`, or `prepared` on disk."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; each is below it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the text in UTF-8."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        ...
+
+    @property
+    def counts(self) -> Bool[np.ndarray, "num_tokens"] | None:
+        """Which tokens count, if not all do."""
+        ...
+
+    @property
+    def framed(self) -> bool:
+        """Whether documents have their begin and their end among their tokens."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]: ...
+
+    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
+        """Ids [start, stop) of document i, or those of them that it has."""
+        ...
+
+    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
+        """Which tokens of document i count; None: all."""
+        ...
+
+    def name(self, i: int) -> str:
+        """The name of document i for messages."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +131,19 @@ class Corpus:
 
     def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return len(self.tokens)
+
+    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
+        """Ids [start, stop) of document i, or those of them that it has."""
+        return self[i][start:stop]
+
+    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
+        """Which tokens of document i count; None: all."""
+        return None if self.counts is None else self.counts[slice(*self.offsets[i : i + 2])]
 
     def name(self, i: int) -> str:
         """The name of document i, or else its number."""

@@ -1,22 +1,23 @@
 """Documents: the texts of files, of records with fields, and of Python's standard library."""
 
 import ast
-import csv
-import glob
 import gzip
 import hashlib
 import io
-import json
 import logging
 import lzma
 import sysconfig
 import textwrap
 import tokenize as python_tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zoo.base.files import local_path
+from zoo.base.addresses import Location, files_matching
+from zoo.data.sources.formats import FORMATS, TEXT, format_of
+from zoo.data.sources.lines import read_jsonl
+from zoo.data.sources.pieces import whole_file
+from zoo.data.sources.records import Fields, field_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,6 @@ class Document(NamedTuple):
     label: str | None = None
 
 
-class Fields(NamedTuple):
-    """The names of a record's text field and, optionally, its label field."""
-
-    text: str = "text"
-    label: str | None = None
-
-
 def read_documents(
     pattern: str | Sequence[str], *, field: str = "text", label: str | None = None
 ) -> list[Document]:
@@ -44,7 +38,8 @@ def read_documents(
     `pattern` is a glob, several separated by commas, or a list of globs; `~` and `**` work.
     `.jsonl`, `.csv` (its first line names the columns) and `.parquet`: one document per line or
     row, its text in `field` and, if `label` is given, its label in that field; `.array_record` and
-    `.arrayrecord`: one document per record; any other file is one document. All text is UTF-8.
+    `.arrayrecord`: one document per record; any other file is one document. `.gz` and `.zst` may
+    follow `.jsonl`, `.csv` and the suffixes of text. All text is UTF-8.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
@@ -52,25 +47,20 @@ def read_documents(
         ValueError: the text cannot be read (the message names the place), or is empty.
     """
     patterns = pattern.split(",") if isinstance(pattern, str) else pattern
-    names: dict[Path, str] = {}  # a file that two patterns match is read once
+    names: dict[Location, str] = {}  # a file that two patterns match is read once
     for one in patterns:
-        names |= _matching_files(one.strip())
+        names |= files_matching(one.strip(), "data")
+    fields = Fields(field, label)
     documents: list[Document] = []
     for path, name in names.items():
-        if path.suffix in _RECORDS:
-            fields = Fields(field, label)
-            documents += [
-                _document(f"{name}:{number}", where, record, fields)
-                for number, where, record in _RECORDS[path.suffix](path, fields)
-            ]
-        elif label is not None:
-            raise ValueError(
-                f"{path} has no field {label!r}: labels come from {', '.join(_RECORDS)} files"
-            )
-        elif path.suffix in (".array_record", ".arrayrecord"):
-            documents += _read_array_record(name, path)
-        else:
-            documents.append(Document(name, _decode(path.read_bytes(), path)))
+        format = format_of(str(path))
+        if label is not None and not format.fields:
+            labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
+            raise ValueError(f"{path} has no field {label!r}: labels come from {labelled} files")
+        documents += [
+            _document(name if format is TEXT else f"{name}:{number}", where, record, fields)
+            for number, where, record in format.read(whole_file(path, name), fields, None)
+        ]
     if not any(document.text for document in documents):
         raise ValueError(f"{pattern!r} has {len(documents)} documents and no text in them")
     return documents
@@ -84,129 +74,24 @@ def read_json_lines(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
     """
     records = []
     for one in pattern.split(","):
-        for path, name in _matching_files(one.strip()).items():
-            if path.suffix != ".jsonl":
+        for path, name in files_matching(one.strip(), "data").items():
+            if format_of(str(path)) is not FORMATS[".jsonl"]:
                 raise ValueError(f"{path} is no .jsonl file: prompts and chats are read from those")
-            for number, where, record in _read_jsonl(path, Fields()):
+            for number, where, record in read_jsonl(whole_file(path, name)):
                 records.append((f"{name}:{number}", where, record))
     return records
 
 
-def _matching_files(pattern: str) -> dict[Path, str]:
-    """The matching files with their names: paths relative to the glob's fixed folder."""
-    expanded = str(local_path(pattern, "data"))
-    paths = sorted(map(Path, glob.glob(expanded, recursive=True)))
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        folder = f"; {pattern!r} is a folder: add '/**/*.txt' or the like" if paths else ""
-        raise FileNotFoundError(f"no file matches {pattern!r} in {Path.cwd()}{folder}")
-    parts = Path(expanded).parts
-    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    root = Path(*parts[:fixed])
-    return {path: path.relative_to(root).as_posix() for path in files}
-
-
-def _decode(data: bytes, where: object) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}"
-        ) from error
-
-
-Record = tuple[int, str, dict[str, Any]]  # its number, location and fields
-
-
 def _document(name: str, where: str, record: dict[str, Any], fields: Fields) -> Document:
-    for field in filter(None, fields):
-        if field not in record:
-            raise ValueError(f"{where} has no field {field!r}: its fields are {sorted(record)}")
-    text, label = record[fields.text], None
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise ValueError(f"{where}: field {fields.text!r} is a {kind}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
-        raise ValueError(f"{where}: lone surrogate at character {error.start}") from error
+    text, label = text_of(record, where, fields.text), None
     if fields.label is not None:
-        label = record[fields.label]
+        label = field_of(record, where, fields.label)
         if not isinstance(label, str | int) or label == "":
             raise ValueError(
                 f"{where}: field {fields.label!r} is {label!r}: a label is a string or an integer"
             )
     return Document(name, text, None if label is None else str(label))
 
-
-def _read_jsonl(path: Path, fields: Fields) -> Iterator[Record]:
-    # Split on b"\n" alone: str.splitlines also splits at U+2028, which JSON allows in a string.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(_decode(line, where))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
-        yield number, where, record
-
-
-def read_csv(path: Path, fields: Fields | None = None) -> Iterator[Record]:
-    """The rows of a CSV file as records; its first line names the columns."""
-    text = _decode(path.read_bytes(), path).removeprefix("\ufeff")
-    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        for row in rows:
-            where = f"{path}, line {rows.line_num}"
-            if None in row or None in row.values():
-                raise ValueError(f"{where} does not have as many columns as the first line")
-            yield rows.line_num, where, row
-    except csv.Error as error:
-        raise ValueError(f"{path} is not CSV after line {rows.line_num}: {error}") from error
-
-
-def _read_parquet(path: Path, fields: Fields) -> Iterator[Record]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ImportError(f"{path} needs an extra: pip install 'zoo[parquet]'") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}") from error
-    names = file.schema_arrow.names
-    columns = list(filter(None, fields))
-    if missing := set(columns) - set(names):
-        raise ValueError(f"{path} has no field {missing.pop()!r}: its fields are {names}")
-    for row, record in enumerate(file.read(columns=columns).to_pylist()):
-        yield row, f"{path}, row {row}", record
-
-
-def _read_array_record(name: str, path: Path) -> list[Document]:
-    try:
-        from array_record.python.array_record_module import ArrayRecordReader
-    except ImportError as error:
-        raise ImportError(f"{path} needs an extra: pip install 'zoo[array-record]'") from error
-    reader = ArrayRecordReader(str(path))
-    if not reader.ok():
-        raise ValueError(f"{path} is no ArrayRecord file")
-    records = reader.read_all()
-    reader.close()
-    return [
-        Document(f"{name}:{row}", _decode(record, f"{path}, record {row}"))
-        for row, record in enumerate(records)
-    ]
-
-
-_RECORDS: dict[str, Callable[[Path, Fields], Iterator[Record]]] = {
-    ".jsonl": _read_jsonl,
-    ".csv": read_csv,
-    ".parquet": _read_parquet,
-}
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _NOT_LIBRARY |= {"pydoc_data"}  # one generated file of help texts, 6% of all bytes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from zoo.data.corpus import Corpus
+from zoo.data.corpus import Corpus, Tokenized
 
 logger = logging.getLogger(__name__)
 
@@ -125,15 +125,29 @@ def cut_documents(
     cut = lengths > longest
     if too_long == "error" and cut.any():
         row = int(np.argmax(cut))
-        raise ValueError(
-            f"document {corpus.name(row)} has {lengths[row]} tokens with its separator, and "
-            f"{room}, or set too_long to 'truncate' or 'split' (now 'error'); {cut.sum()} of "
-            f"{len(lengths)} documents are too long"
-        )
+        raise too_long_error(corpus, row, int(lengths[row]), int(cut.sum()), room)
     if too_long == "truncate":
         lengths = np.minimum(lengths, longest)
         lengths = np.where(cut & ~_counts_within(corpus, longest, first), 0, lengths)
         _warn_of_dropped(corpus, cut & (lengths == 0), room)
+    return cut_lengths(lengths, longest)
+
+
+def too_long_error(
+    corpus: Tokenized, document: int, length: int, count: int, room: str
+) -> ValueError:
+    """The error that a document, the first of `count`, is too long."""
+    return ValueError(
+        f"document {corpus.name(document)} has {length} tokens with its separator, and {room}, or "
+        f"set too_long to 'truncate' or 'split' (now 'error'); {count} of {len(corpus)} documents "
+        "are too long"
+    )
+
+
+def cut_lengths(
+    lengths: Int64[np.ndarray, "documents"], longest: int
+) -> Int64[np.ndarray, "pieces 3"]:
+    """Things of some lengths as rows (number, start, stop), none longer than `longest`."""
     counts = -(-lengths // longest)
     documents = np.repeat(np.arange(len(lengths)), counts)
     number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)

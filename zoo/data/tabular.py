@@ -12,8 +12,10 @@ from jaxtyping import Float32
 from zoo.base import configuration
 from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
-from zoo.data.documents import read_csv, unit_hash
+from zoo.data.documents import unit_hash
 from zoo.data.plans import ArrayPlan
+from zoo.data.sources.pieces import whole_file
+from zoo.data.sources.tables import read_csv
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def read_rows(path: Path, label: str) -> tuple[Float32[np.ndarray, "rows feature
     if not path.is_file():
         raise FileNotFoundError(f"data.file='{path}': there is no such file in {Path.cwd()}")
     rows, labels = [], []
-    for _, where, record in read_csv(path):
+    for _, where, record in read_csv(whole_file(path)):
         if label not in record:
             raise ValueError(f"{where} has no field {label!r}: its fields are {sorted(record)}")
         labels.append(record.pop(label))

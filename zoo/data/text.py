@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +23,10 @@ from zoo.data.documents import (
     read_documents,
     standard_library,
 )
+from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
+from zoo.data.prepared.choice import Wanted, prepared_by_itself, prepared_folder
+from zoo.data.prepared.parts import Part, Prepared, open_prepared
+from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
@@ -82,14 +86,16 @@ class Config(Source):
 class Text:
     """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
 
-    `classes` names the labels 0, 1, … of labelled rows.
+    `classes` names the labels 0, 1, … of labelled rows. Text that is `prepared` has a sample of its
+    held-out documents only.
     """
 
     tokenizer: Tokenizer
     train: TokenPlan
     held_out: TokenPlan
-    held_out_documents: list[Document]
+    held_out_documents: Sequence[Document]
     classes: tuple[str, ...] = ()
+    prepared: Prepared | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -97,8 +103,11 @@ class Text:
 
         What has changed since the first version is hashed only where it changes the batches.
         """
+        if self.prepared is not None:
+            return self.prepared.fingerprint
         digest = hashlib.sha256()
         for plan in (self.train, self.held_out):
+            assert isinstance(plan.corpus, Corpus)
             labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
             counts = plan.corpus.counts
             more = () if counts is None else (counts,)
@@ -121,7 +130,7 @@ class Text:
         that nothing precedes, so that the loss leaves it out, is charged with the mean.
         """
         corpus, ends = self.held_out.corpus, self.held_out.end_id is not None
-        num_tokens = len(corpus.tokens) if corpus.counts is None else int(corpus.counts.sum())
+        num_tokens = corpus.num_tokens if corpus.counts is None else int(corpus.counts.sum())
         num_tokens += len(corpus) * ends
         return loss / math.log(2) * num_tokens / corpus.num_bytes
 
@@ -129,6 +138,8 @@ class Text:
     def compressors(self) -> dict[str, float]:
         """Bits per byte of `gzip -9` and `xz -9` on the held-out documents, one by one."""
         num_bytes = self.held_out.corpus.num_bytes
+        if self.prepared is not None:
+            num_bytes = sum(len(document.text.encode()) for document in self.held_out_documents)
         return {
             f"{method} -9": 8 * compressed_size(self.held_out_documents, method) / num_bytes
             for method in ("gzip", "xz")
@@ -141,16 +152,24 @@ def read_text(
     seed: int,
     tokenizer_folder: Callable[..., Path],
     label: str | None = None,
+    default: Source | None = None,
 ) -> Text:
     """Read, split and tokenize; `tokenizer_folder(make)` keeps the files of `make(folder)`.
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
-    `label`, the field that holds a row's label, the plans are `LabelledPlan`s.
+    `label`, the field that holds a row's label, the plans are `LabelledPlan`s. A prepared corpus
+    brings its tokenizer and its held-out part: a field that has another value than `default` must
+    name the same.
 
     Raises:
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
+    wanted = config.tokenizer, config.vocab_size
+    if (prepared := find_prepared(config, default or Config(), label, *wanted)) is not None:
+        folder = tokenizer_folder(prepared.tokenizer.save)
+        check_tokenizer(prepared, load_tokenizer(folder), str(folder))
+        return prepared_text(config, prepared, seed=seed)
     parts = split(config, read_documents_of(config, label))
 
     def make(folder: Path) -> None:
@@ -160,6 +179,53 @@ def read_text(
             get_tokenizer(config.tokenizer).save(folder)
 
     return make_text(config, parts, load_tokenizer(tokenizer_folder(make)), seed=seed, label=label)
+
+
+def find_prepared(
+    config: Source,
+    default: Source,
+    label: str | None,
+    tokenizer: str | Tokenizer,
+    vocab_size: int = 0,
+) -> Prepared | None:
+    """The prepared corpus that a configuration names, or that its text becomes now.
+
+    None: the text is read into memory. The built-in text, labelled rows and functions always are,
+    and so are files of 32 MB in all, or more where `data.cache` is None.
+
+    Raises:
+        ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
+            asked for.
+    """
+    in_memory = not config.files or label is not None or config.documents == "functions"
+    if (folder := prepared_folder(config.files)) is not None:
+        if in_memory:
+            raise ValueError(
+                f"data.files={config.files!r} is prepared: it has whole documents without labels; "
+                f"give the files themselves for label={label!r} and "
+                f"data.documents={config.documents!r}"
+            )
+        prepared = open_prepared(folder, config.cache)
+        check_named(prepared, config, default)
+        return prepared
+    if in_memory:
+        return None
+    wanted = Wanted(config.files, config.field, config.held_out, tokenizer, vocab_size)
+    return prepared_by_itself(wanted, config.cache)
+
+
+def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
+    """The plans of both parts of a prepared corpus."""
+    tokenizer, ends = prepared.tokenizer, (begin_id(prepared.tokenizer), end_id(prepared.tokenizer))
+
+    def plan(part: Part) -> TokenPlan:
+        if config.rows == "packed":
+            return PreparedPackedPlan(part, ends, config.seq_len, config.batch_size, seed)
+        bucketed = (ends, config.buckets, config.batch_size, seed, config.too_long)
+        return PreparedBucketPlan(part, *bucketed, cache=config.cache)
+
+    train, held_out = plan(prepared.train), plan(prepared.held_out)
+    return Text(tokenizer, train, held_out, Sample(prepared.held_out, tokenizer), (), prepared)
 
 
 def check_label(config: Source, label: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from zoo.data.corpus import Corpus
+from zoo.data.corpus import Corpus, Tokenized
 from zoo.data.packing import EndToEnd, Piece, Whole, cut_documents
 from zoo.data.plans import HostBatch, Row, SeededPlan
 
@@ -32,10 +32,14 @@ class TokenPlan(SeededPlan):
     Each document begins and ends with the separator, or with the first and the second of a pair
     of ids. Without a begin the first token of a document is an input and no target. The documents
     of a corpus that is `framed` have both already.
+
+    A mixture takes rows one by one: `num_rows` are in an epoch, in the order of its batches.
     """
 
+    num_rows: int
+
     def __init__(
-        self, corpus: Corpus, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
+        self, corpus: Tokenized, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
     ):
         super().__init__(batch_size, seed, shuffle)
         pair = separator_id if isinstance(separator_id, tuple) else (separator_id, separator_id)
@@ -46,20 +50,34 @@ class TokenPlan(SeededPlan):
                 )
         self.corpus = corpus
         self.begin_id, self.end_id = (None, None) if corpus.framed else pair
-        frame = (self.begin_id is not None) + (self.end_id is not None)
-        # Of each document; a position has an input and a target.
-        self._positions = np.maximum(np.diff(corpus.offsets) + frame - 1, 0)
-        if not self._positions.any():
-            raise ValueError("no document has a token that follows another: there is no target")
+        self.frame = (self.begin_id is not None) + (self.end_id is not None)
 
-    def _cut(self, longest: int, too_long: str, room: str) -> Int64[np.ndarray, "rows 3"]:
+    def _positions(self, corpus: Corpus) -> Int64[np.ndarray, "documents"]:
+        """The positions of each document; a position has an input and a target."""
+        positions = np.maximum(np.diff(corpus.offsets) + self.frame - 1, 0)
+        if not positions.any():
+            raise ValueError("no document has a token that follows another: there is no target")
+        return positions
+
+    def _cut(
+        self, corpus: Corpus, longest: int, too_long: str, room: str
+    ) -> Int64[np.ndarray, "rows 3"]:
         """The documents as rows (document, start, stop)."""
         first = int(self.begin_id is not None)
-        return cut_documents(self.corpus, self._positions, longest, too_long, first, room)
+        return cut_documents(corpus, self._positions(corpus), longest, too_long, first, room)
 
     @abc.abstractmethod
+    def row_pieces(self, epoch: int, row: int) -> list[Piece]:
+        """The pieces in a row of an epoch, from left to right; none in a row of padding."""
+
     def _pieces(self, k: int, row: int) -> list[Piece]:
-        """The pieces in one row of batch k, from left to right; none in a row of padding."""
+        epoch, batch = divmod(k, self.batches_per_epoch)
+        index = batch * self.batch_size + row
+        return self.row_pieces(epoch, index) if index < self.num_rows else []
+
+    def describe_buckets(self) -> str:
+        """One line per bucket, of the plans that have several; else none."""
+        return ""
 
     def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""
@@ -69,29 +87,29 @@ class TokenPlan(SeededPlan):
         shape = (len(rows), self.bucket(k))
         batch = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_BATCH.items()}
         for i, row in enumerate(rows):
-            self._fill({name: array[i] for name, array in batch.items()}, self._pieces(k, row))
+            self.fill_row({name: array[i] for name, array in batch.items()}, self._pieces(k, row))
         return batch
 
-    def _fill(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
+    def fill_row(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
+        """Write the pieces into a row of `TOKEN_BATCH` that has zeros everywhere."""
         begin, first = 0, int(self.begin_id is not None)
         for segment, (document, start, stop) in enumerate(pieces, start=1):
             here = slice(begin, begin + stop - start)
             ids = self._framed(document, start, stop + 1)
             row["tokens"][here], row["targets"][here] = ids[:-1], ids[1:]
             row["weights"][here] = 1
-            if self.corpus.counts is not None:  # the end after the document always does
-                text = slice(*self.corpus.offsets[document : document + 2])
-                counted = self.corpus.counts[text][start + 1 - first : stop + 1 - first]
-                row["weights"][begin : begin + len(counted)] = counted
+            if (counts := self.corpus.counted(document)) is not None:
+                counted = counts[start + 1 - first : stop + 1 - first]
+                row["weights"][begin : begin + len(counted)] = counted  # the end always counts
             row["segment_ids"][here] = segment
             row["positions"][here] = np.arange(stop - start)
             begin = here.stop
 
     def _framed(self, document: int, start: int, stop: int) -> Integer[np.ndarray, "ids"]:
         """Ids [start, stop) of a document between its begin and its end."""
-        text, first = self.corpus[document], int(self.begin_id is not None)
+        first = int(self.begin_id is not None)
         ids = np.full(stop - start, self.end_id or 0, np.int32)
-        inside = text[max(start - first, 0) : stop - first]
+        inside = self.corpus.ids(document, max(start - first, 0), stop - first)
         before = int(first and start == 0)
         ids[:before] = self.begin_id or 0
         ids[before : before + len(inside)] = inside
@@ -127,12 +145,13 @@ class PackedPlan(TokenPlan):
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.seq_len = seq_len
         if corpus.counts is None:
-            self._layout: EndToEnd | Whole = EndToEnd(self._positions, seq_len)
+            self._layout: EndToEnd | Whole = EndToEnd(self._positions(corpus), seq_len)
         else:
-            rows = self._cut(seq_len, too_long, f"a row seq_len={seq_len}: raise it")
+            rows = self._cut(corpus, seq_len, too_long, f"a row seq_len={seq_len}: raise it")
             self._layout = Whole(rows, seq_len)
         self.buckets = (seq_len,)
-        self.batches_per_epoch = math.ceil(self._layout.num_rows / batch_size)
+        self.num_rows = self._layout.num_rows
+        self.batches_per_epoch = math.ceil(self.num_rows / batch_size)
         places = self.batches_per_epoch * batch_size * seq_len
         self.padding_waste = 1 - self._layout.num_tokens / places
         # Two, because the prefetching threads cross from one epoch into the next.
@@ -141,15 +160,22 @@ class PackedPlan(TokenPlan):
     def _make_epoch_order(self, epoch: int) -> tuple[Any, np.ndarray]:
         """(the layout's arrangement, rows in order)."""
         order = self._order(self._layout.num_units, epoch, "documents")
-        return self._layout.arrange(order), self._order(self._layout.num_rows, epoch, "rows")
+        return self._layout.arrange(order), self._order(self.num_rows, epoch, "rows")
 
-    def _pieces(self, k: int, row: int) -> list[Piece]:
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        index = batch * self.batch_size + row
-        if index >= self._layout.num_rows:
-            return []
+    def row_pieces(self, epoch: int, row: int) -> list[Piece]:
+        """The pieces in a row of an epoch, from left to right."""
         arrangement, rows = self._epoch_order(epoch)
-        return self._layout.pieces(arrangement, int(rows[index]))
+        return self._layout.pieces(arrangement, int(rows[row]))
+
+
+ROOM_IN_BUCKETS = "the largest bucket {}: add a larger bucket"
+
+
+def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
+    """The buckets in ascending order; a ValueError unless they are different and positive."""
+    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
+        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
+    return np.sort(np.asarray(buckets, np.int64))
 
 
 class BucketPlan(TokenPlan):
@@ -174,18 +200,16 @@ class BucketPlan(TokenPlan):
         shuffle: bool = True,
     ):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
-        if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
-            raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-        self._lengths = np.sort(np.asarray(buckets, np.int64))
+        self._lengths = bucket_lengths(buckets)
         longest = int(self._lengths[-1])
-        room = f"the largest bucket {longest}: add a larger bucket"
-        self._rows = self._cut(longest, too_long, room)
+        self._rows = self._cut(corpus, longest, too_long, ROOM_IN_BUCKETS.format(longest))
         starts, stops = self._rows[:, 1], self._rows[:, 2]
         self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
         batch_lengths, _ = self._epoch_order(0)  # every epoch has as many of each length
         self.buckets = tuple(np.unique(batch_lengths).tolist())
         self.batches_per_epoch = len(batch_lengths)
+        self.num_rows = self.batches_per_epoch * batch_size  # those of padding too
         self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
 
     def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -213,11 +237,8 @@ class BucketPlan(TokenPlan):
         for bucket in self.buckets:
             rows = table[lengths == bucket]
             held = rows[rows != EMPTY_ROW]
-            filled = (self._rows[held, 2] - self._rows[held, 1]).sum()
-            lines.append(
-                f"bucket {bucket}: {held.size:,} rows in {len(rows):,} batches, "
-                f"{1 - filled / (rows.size * bucket):.1%} padding"
-            )
+            filled = int((self._rows[held, 2] - self._rows[held, 1]).sum())
+            lines.append(describe_bucket(bucket, held.size, len(rows), filled / rows.size))
         return "\n".join(lines)
 
     def bucket(self, k: int) -> int:
@@ -225,10 +246,16 @@ class BucketPlan(TokenPlan):
         epoch, batch = divmod(k, self.batches_per_epoch)
         return int(self._epoch_order(epoch)[0][batch])
 
-    def _pieces(self, k: int, row: int) -> list[Piece]:
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        index = self._epoch_order(epoch)[1][batch, row]
+    def row_pieces(self, epoch: int, row: int) -> list[Piece]:
+        """The piece in a row of an epoch; none in a row of padding."""
+        index = self._epoch_order(epoch)[1].ravel()[row]
         return [] if index == EMPTY_ROW else [Piece(*map(int, self._rows[index]))]
+
+
+def describe_bucket(bucket: int, rows: int, batches: int, mean_length: float) -> str:
+    """A line on a bucket: `mean_length` is that of its rows, those of padding too."""
+    padding = 1 - mean_length / bucket
+    return f"bucket {bucket}: {rows:,} rows in {batches:,} batches, {padding:.1%} padding"
 
 
 class LabelledPlan(BucketPlan):

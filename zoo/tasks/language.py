@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from zoo.base.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.special_tokens import begin_id, end_id
-from zoo.data.token_plans import BucketPlan
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
@@ -74,6 +73,7 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
         seed=config.seed,
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
+        default=type(config).data,
     )
     say_what_there_is(run, data)
     return data
@@ -82,12 +82,17 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
 def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
     """Say how much text there is to train on, and in which rows."""
     run.say(
-        f"{len(data.train.corpus.tokens):,} tokens to train on, "
-        f"{len(data.held_out.corpus.tokens):,} held out; an epoch is "
+        f"{data.train.corpus.num_tokens:,} tokens to train on, "
+        f"{data.held_out.corpus.num_tokens:,} held out; an epoch is "
         f"{data.train.batches_per_epoch:,} batches, {data.train.padding_waste:.1%} padding"
     )
-    if isinstance(data.train, BucketPlan):
-        run.say(data.train.describe_buckets())
+    if data.prepared is not None:
+        run.say(
+            f"they are those of {data.prepared.folder}, in {data.tokenizer.vocab_size:,} ids of "
+            "its tokenizer"
+        )
+    if lines := data.train.describe_buckets():
+        run.say(lines)
 
 
 def training(

@@ -9,16 +9,26 @@ import numpy as np
 from zoo.data import completions, text
 from zoo.data.chats import ChatTemplate
 from zoo.data.documents import Document, help_topics
+from zoo.data.prepared.agreement import check_tokenizer
 from zoo.data.tokenizer import Tokenizer
 from zoo.runs.run import Run
 from zoo.tasks import language
 from zoo.tasks.finetuning.config import Config, Data
+
+_REMEDY = "prepare the text again, with --tokenizer and the model's folder"
 
 
 def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
     """The run's text; without files, Python's help texts, which are English and no code."""
     config = run.config.data
     text.check_label(config, label)
+    if config.format == "text":
+        prepared = text.find_prepared(config, Data(), label, tokenizer)
+        if prepared is not None:
+            check_tokenizer(prepared, tokenizer, "the model to fine-tune", _REMEDY)
+            data = text.prepared_text(config, prepared, seed=run.config.seed)
+            language.say_what_there_is(run, data)
+            return data
     documents, tokenize = _documents(run, config, tokenizer, label)
     if config.format != "text" and len(documents) < 2:
         raise ValueError(

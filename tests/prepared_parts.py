@@ -1,0 +1,52 @@
+"""Small prepared corpora of random ids, and the same documents in memory."""
+
+import numpy as np
+
+from zoo.data.corpus import Corpus
+from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
+from zoo.data.tokenizer import ByteTokenizer
+
+VOCAB, SEPARATOR = 300, 299
+LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
+
+
+def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB, seed=0):
+    """(the parts, corpora of the same documents): every fourth document is held out.
+
+    `lengths` may be the documents themselves.
+    """
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.integers(0, vocab_size - 1, n)
+    documents = [given if isinstance(given, np.ndarray) else draw(given) for given in lengths]
+    lengths = [len(document) for document in documents]
+    held = [i % 4 == 3 for i in range(len(documents))]
+    (folder / "shards").mkdir(parents=True)
+    records, stored = [], {"train": [], "held_out": []}
+    for number, own in enumerate(np.array_split(np.arange(len(documents)), num_shards)):
+        stem = folder / "shards" / f"{number:08}"
+        tokens = np.concatenate([np.zeros(0, int), *(documents[i] for i in own)]).astype("<u2")
+        stem.with_suffix(".tokens").write_bytes(tokens.tobytes())
+        starts = dict(zip(own.tolist(), np.cumsum([0, *(lengths[i] for i in own)]), strict=False))
+        summary = {}
+        for part in stored:
+            chosen = [int(i) for i in own if held[i] == (part == "held_out")]
+            rows, end = np.zeros(len(chosen), RECORD), 0
+            for row, i in zip(rows, chosen, strict=True):
+                end += max(lengths[i] + frame - 1, 0)
+                row["start"], row["length"], row["end"] = starts[i], lengths[i], end
+                row["source"], row["record"] = i % 2, i
+            stem.with_suffix(f".{part}").write_bytes(rows.tobytes())
+            stored[part] += [documents[i] for i in chosen]
+            count = sum(lengths[i] for i in chosen)
+            summary[part] = PartRecord(len(chosen), count, end, count)
+        stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
+        digest = shards.write_sums(stem, [".tokens", ".train", ".held_out"])
+        records.append(ShardRecord(tokens.nbytes, **summary, sums=digest, sources=""))
+    ByteTokenizer().save(folder / format.TOKENIZER)
+    digest = format.tokenizer_digest(folder / format.TOKENIZER)
+    manifest = format.Manifest({}, digest, "uint16", vocab_size, frame, tuple(records))
+    format.write_manifest(folder / format.MANIFEST, manifest)
+    corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
+    stem_of = lambda number: folder / format.SHARDS / f"{number:08}"
+    return parts.parts_of(manifest, stem_of), corpora

@@ -1,0 +1,212 @@
+"""Plans over prepared parts: the contract of those in memory, and memory that does not grow."""
+
+import concurrent.futures
+import itertools
+import time
+
+import numpy as np
+import pytest
+from prepared_parts import LENGTHS, SEPARATOR, make_parts
+
+from zoo.data import token_plans
+from zoo.data.prepared import once, plans, rows
+
+BUCKETS = (8, 16, 32)
+
+
+@pytest.fixture
+def make_plan(tmp_path, kind):
+    folders = itertools.count()
+
+    def make(lengths=LENGTHS, batch_size=4, seed=0, in_memory=False, ends=SEPARATOR, **options):
+        folder = tmp_path / f"{next(folders)}"
+        frame = 2 if ends == SEPARATOR else sum(id is not None for id in ends)
+        (part, _), (corpus, _) = make_parts(folder, lengths, frame=frame)
+        if kind == "packed":
+            cls = token_plans.PackedPlan if in_memory else plans.PreparedPackedPlan
+            return cls(corpus if in_memory else part, ends, 16, batch_size, seed, **options)
+        options = {"too_long": "split"} | options
+        if in_memory:
+            return token_plans.BucketPlan(corpus, ends, BUCKETS, batch_size, seed, **options)
+        options["cache"] = tmp_path / "cache"
+        return plans.PreparedBucketPlan(part, ends, BUCKETS, batch_size, seed, **options)
+
+    return make
+
+
+both = pytest.mark.parametrize("kind", ["packed", "bucketed"])
+bucketed = pytest.mark.parametrize("kind", ["bucketed"])
+packed = pytest.mark.parametrize("kind", ["packed"])
+
+
+def epoch_of(plan, epoch=0):
+    first = epoch * plan.batches_per_epoch
+    return [plan.batch(k) for k in range(first, first + plan.batches_per_epoch)]
+
+
+def assert_equal(batch, other):
+    assert batch.keys() == other.keys()
+    for name, array in batch.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
+def random_lengths(seed):
+    rng = np.random.default_rng(seed)
+    return [*rng.integers(0, rng.integers(2, 60), rng.integers(4, 40)).tolist(), 1]
+
+
+def targets(batches):
+    """All (input, target) of some batches, sorted."""
+    found = []
+    for batch in batches:
+        counted = batch["weights"] == 1
+        found += zip(batch["tokens"][counted], batch["targets"][counted], strict=True)
+    return sorted(found)
+
+
+@both
+@pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None), (None, None), (297, 298)])
+def test_rows_in_order_are_those_in_memory(make_plan, ends):
+    """Unshuffled, both cut the same documents at the same places."""
+    for seed in range(6):
+        options = {"lengths": random_lengths(seed), "seed": seed, "shuffle": False, "ends": ends}
+        for batch_size in (1, 3, 5):
+            plan = make_plan(batch_size=batch_size, **options)
+            wanted = make_plan(batch_size=batch_size, in_memory=True, **options)
+            for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
+                assert getattr(plan, name) == pytest.approx(getattr(wanted, name)), name
+            assert plan.describe_buckets() == wanted.describe_buckets()
+            for k in range(2 * plan.batches_per_epoch):
+                assert plan.bucket(k) == wanted.bucket(k)
+                assert_equal(plan.batch(k), wanted.batch(k))
+
+
+@both
+@pytest.mark.parametrize("seed", range(6))
+def test_each_target_comes_once_per_epoch(make_plan, seed):
+    options = {"lengths": random_lengths(seed), "seed": seed, "batch_size": seed + 1}
+    plan, wanted = make_plan(**options), make_plan(in_memory=True, **options)
+    assert plan.batches_per_epoch == wanted.batches_per_epoch
+    assert plan.padding_waste == pytest.approx(wanted.padding_waste)
+    for epoch in range(3):
+        batches, others = epoch_of(plan, epoch), epoch_of(wanted, epoch)
+        assert targets(batches) == targets(others) != []
+        shapes = lambda of: sorted(batch["tokens"].shape for batch in of)
+        assert shapes(batches) == shapes(others)
+        assert [plan.epoch(epoch * len(batches) + i) for i in (0, len(batches) - 1)] == [epoch] * 2
+
+
+@both
+def test_epochs_and_seeds_differ_and_batches_are_a_function_of_k(make_plan):
+    plan = make_plan(random_lengths(1), batch_size=2)
+    first, second = epoch_of(plan), epoch_of(plan, 1)
+    other = epoch_of(make_plan(random_lengths(1), batch_size=2, seed=1))
+    order = lambda batches: [batch["targets"].ravel().tolist() for batch in batches]
+    assert order(first) != order(second)
+    assert order(first) != order(other)
+    again = make_plan(random_lengths(1), batch_size=2)
+    for k in reversed(range(plan.batches_per_epoch)):  # a run that resumes at k
+        assert_equal(again.batch(plan.batches_per_epoch + k), second[k])
+        for part in (slice(0, 1), slice(1, 2)):  # the halves of two processes
+            half = again.batch(k, part)
+            assert_equal(half, {name: array[part] for name, array in first[k].items()})
+
+
+@packed
+def test_rows_are_cut_elsewhere_in_each_epoch(make_plan):
+    plan = make_plan([400] * 4)
+    cuts = [
+        {piece.start % 16 for row in range(plan.num_rows) for piece in plan.row_pieces(epoch, row)}
+        for epoch in range(4)
+    ]
+    assert len({frozenset(cut) for cut in cuts}) > 2
+
+
+@packed
+def test_segments_are_documents_from_left_to_right(make_plan):
+    plan = make_plan(random_lengths(4), batch_size=3)
+    for epoch in range(2):
+        for batch in epoch_of(plan, epoch):
+            for ids, positions in zip(batch["segment_ids"], batch["positions"], strict=True):
+                used = int((ids > 0).sum())
+                assert not ids[used:].any()
+                assert set(np.diff(ids[:used], prepend=0)) <= {0, 1}
+                starts = np.flatnonzero(np.diff(ids[:used], prepend=0))
+                assert (positions[starts] == 0).all()
+
+
+@bucketed
+def test_long_documents(make_plan):
+    lengths = [20, 31, 32, 3, 90, 7]
+    with pytest.raises(ValueError, match="has 33 tokens with its separator, and the largest") as e:
+        make_plan(lengths, too_long="error")
+    assert "add a larger bucket, or set too_long to 'truncate' or 'split'" in str(e.value)
+    assert "2 of 5 documents are too long" in str(e.value)
+    assert targets(epoch_of(make_plan(lengths, too_long="truncate"))) == targets(
+        epoch_of(make_plan(lengths, too_long="truncate", in_memory=True))
+    )
+
+
+@bucketed
+def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
+    wanted = epoch_of(make_plan())
+    entries = sorted((tmp_path / "cache" / "rows").rglob("index.rows"))
+    assert len(entries) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("zoo.data.prepared.rows._write", None)
+        for batch, other in zip(epoch_of(make_plan()), wanted, strict=True):
+            assert_equal(batch, other)
+    make_plan(too_long="truncate")
+    make_plan(LENGTHS[1:])
+    assert len(sorted((tmp_path / "cache" / "rows").rglob("index.rows"))) == 3
+    content = bytearray(entries[0].read_bytes())
+    content[17] ^= 1
+    entries[0].write_bytes(content)
+    with pytest.raises(ValueError, match=f"index.rows: block 0 .*remove {entries[0].parent}"):
+        epoch_of(make_plan())
+
+
+def test_mistakes(tmp_path):
+    (part, _), _ = make_parts(tmp_path / "framed")
+    with pytest.raises(ValueError, match="was prepared for 2 per document"):
+        plans.PreparedPackedPlan(part, (None, 7), 16, 4, 0)
+    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+        plans.PreparedPackedPlan(part, SEPARATOR, 0, 4, 0)
+    with pytest.raises(ValueError, match="too_long='drop': choose 'error', 'truncate'"):
+        rows.row_index(part, BUCKETS, "drop", tmp_path)
+    with pytest.raises(ValueError, match=r"buckets=\(8, 8\) must be different positive lengths"):
+        rows.row_index(part, (8, 8), "error", tmp_path)
+    (empty, _), _ = make_parts(tmp_path / "empty", [1, 1, 1, 5], frame=0)
+    with pytest.raises(ValueError, match="there is no target"):
+        plans.PreparedPackedPlan(empty, (None, None), 16, 4, 0)
+
+
+def test_left_over_rows_fill_larger_buckets():
+    assert plans.fill_batches([5, 0, 9], 4) == (
+        [1, 0, 3],
+        {2: [(2, 8), (0, 4), None, None]},
+    )
+    assert plans.fill_batches([7, 6], 4) == (
+        [2, 2],
+        {1: [(1, 4), (1, 5), None, None], 0: [(0, 4), (0, 5), (0, 6), None]},
+    )
+    assert plans.fill_batches([8, 4], 4) == ([2, 1], {})
+
+
+def test_a_folder_is_made_once_while_others_wait(tmp_path):
+    made = []
+
+    def make(folder):
+        made.append(folder)
+        time.sleep(0.05)
+        (folder / "file").write_text("whole")
+
+    (tmp_path / "entry.partial").mkdir()  # of a kill
+    (tmp_path / "entry.partial" / "file").write_text("half of")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(once.made_once, tmp_path / "entry", make) for _ in range(4)]
+        folders = {future.result() for future in futures}
+    assert folders == {tmp_path / "entry"}
+    assert len(made) == 1
+    assert (tmp_path / "entry" / "file").read_text() == "whole"
+    assert not (tmp_path / "entry.partial").exists()

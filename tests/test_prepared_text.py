@@ -1,0 +1,184 @@
+"""Text from a prepared folder: what it agrees on with flags, and when text is prepared."""
+
+import functools
+import gzip
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from prepared_parts import make_parts
+
+from zoo import text
+from zoo.data.documents import Document, compressed_size
+from zoo.data.prepared import agreement, choice, format
+from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
+from zoo.data.prepared.prepare import prepare
+from zoo.data.token_plans import PackedPlan
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
+
+DOCUMENTS = [f"a text of number {i}, of {'some ' * (i % 7)}words" for i in range(40)]
+DEFAULT = text.Config(tokenizer="bpe")
+
+
+def load(tmp_path, files, default=DEFAULT, label=None, **options):
+    def tokenizer_folder(make):
+        kept = tmp_path / "run" / "tokenizer"
+        if not kept.exists():
+            make(kept)
+        return kept
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    given = {"seq_len": 16, "batch_size": 4, "tokenizer": "bpe", "cache": tmp_path / "cache"}
+    config = text.Config(files=str(files), **(given | options))
+    return text.read_text(
+        config, seed=0, tokenizer_folder=tokenizer_folder, default=default, label=label
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    ids = [ByteTokenizer().encode(document) for document in DOCUMENTS]
+    make_parts(tmp_path / "corpus", ids, vocab_size=257)
+    return tmp_path / "corpus"
+
+
+def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
+    loaded = load(tmp_path, folder)
+    assert isinstance(loaded.train, PreparedPackedPlan)
+    assert isinstance(loaded.tokenizer, ByteTokenizer)
+    assert loaded.fingerprint == format.read_manifest(folder).fingerprint
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
+    held_out = [document for i, document in enumerate(DOCUMENTS) if i % 4 == 3]
+    assert [document.text for document in loaded.held_out_documents] == held_out
+    num_bytes = sum(map(len, held_out))
+    bits = 2.0 / math.log(2) * (num_bytes + len(held_out)) / num_bytes
+    assert loaded.bits_per_byte(2.0) == pytest.approx(bits)
+    documents = [Document("", document) for document in held_out]
+    assert loaded.compressors["gzip -9"] == 8 * compressed_size(documents, "gzip") / num_bytes
+    bucketed = load(tmp_path, folder, rows="bucketed", buckets=(32, 64)).train
+    assert isinstance(bucketed, PreparedBucketPlan)
+    assert bucketed.buckets == (32, 64)
+    assert load(tmp_path, folder, rows="bucketed", cache=None).train.batches_per_epoch > 1
+
+
+def test_compressors_read_a_bounded_sample(tmp_path, folder, monkeypatch):
+    part = load(tmp_path, folder).held_out.corpus
+    sample = agreement.Sample(part, ByteTokenizer(), 100)
+    assert 100 <= sum(len(document.text) for document in sample) < 160
+    assert len(sample) < len(part) == 10
+    assert len(agreement.Sample(part, ByteTokenizer(), 10)[0].text) == 10  # of a long document
+
+
+def test_flags_that_name_another_tokenizer(tmp_path, folder):
+    other = BPETokenizer.train(DOCUMENTS, 300)
+    other.save(tmp_path / "other")
+    ByteTokenizer().save(tmp_path / "same")
+    load(tmp_path, folder, tokenizer="bytes")
+    load(tmp_path, folder, tokenizer=str(tmp_path / "same"))
+    wrong = {
+        f"data.tokenizer='{tmp_path / 'other'}' has another tokenizer .{other.vocab_size} ids. than"
+        f" {folder} was prepared with .bytes, 257 ids.": {"tokenizer": str(tmp_path / "other")},
+        f"data.tokenizer='bpe': {folder} was prepared with another .bytes, 257 ids.; leave the": {
+            "default": None
+        },
+    }
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, folder, **options)
+    other.save(tmp_path / "run" / "tokenizer")
+    with pytest.raises(ValueError, match=r"run/tokenizer has another tokenizer .\d+ ids. than"):
+        load(tmp_path, folder)
+
+
+def test_fields_that_differ_from_those_it_was_prepared_with(tmp_path):
+    lines = "".join(json.dumps({"body": document}) + "\n" for document in DOCUMENTS)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    options = {"tokenizer": "bpe", "vocab_size": 300, "field": "body", "held_out": 0.2}
+    prepare(str(tmp_path / "lines.jsonl"), tmp_path / "corpus", workers=1, **options)
+    for named in ({}, {"vocab_size": 300}, {"field": "body", "held_out": 0.2}):
+        assert load(tmp_path, tmp_path / "corpus", **named).tokenizer.vocab_size == 300
+    wrong = {
+        "tokenizer='bytes': .* another .300 ids.": {"tokenizer": "bytes"},
+        "vocab_size=999: .* with 300; leave the flag out": {"vocab_size": 999},
+        "field='title': .* with 'body'": {"field": "title"},
+        "held_out=0.1: .* with 0.2": {"held_out": 0.1},
+    }
+    for message, named in wrong.items():
+        with pytest.raises(ValueError, match=f"data.{message}"):
+            load(tmp_path, tmp_path / "corpus", **named)
+
+
+def test_what_a_prepared_folder_has_not(tmp_path, folder):
+    with pytest.raises(ValueError, match="is prepared: it has whole documents without labels"):
+        load(tmp_path, folder, label="topic", rows="bucketed")
+    with pytest.raises(ValueError, match=r"is prepared: .* data.documents='functions'"):
+        load(tmp_path, folder, documents="functions")
+    (folder / format.MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"has shards and no manifest.json: .* run the same"):
+        load(tmp_path, folder)
+
+
+@pytest.fixture
+def pattern(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i, document in enumerate(DOCUMENTS):
+        (tmp_path / "texts" / f"{i}.txt").write_text(document)
+    return f"{tmp_path}/texts/*.txt"
+
+
+def test_small_text_is_read_into_memory_and_what_is_too_large_is_refused(
+    tmp_path, pattern, monkeypatch
+):
+    size = sum(map(len, DOCUMENTS))
+    monkeypatch.setattr(choice, "IN_MEMORY", size)
+    assert isinstance(load(tmp_path, pattern).train, PackedPlan)
+    monkeypatch.setattr(choice, "IN_MEMORY", 0)
+    assert isinstance(load(tmp_path, pattern, cache=None).train, PackedPlan)
+    monkeypatch.setattr(choice, "BY_ITSELF", size - 1)
+    with pytest.raises(ValueError, match=r"in 40 files: above 0 GiB a run does not") as error:
+        load(tmp_path, pattern)
+    assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
+    command = f"python -m zoo prepare '{pattern}' --tokenizer bpe --vocab-size 2048 --out FOLDER"
+    assert command in str(error.value)
+    assert isinstance(load(tmp_path, pattern, documents="functions").train, PackedPlan)
+
+
+def test_text_between_is_prepared_once(tmp_path, pattern, monkeypatch):
+    monkeypatch.setattr(choice, "IN_MEMORY", 1000)
+    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+    load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
+    loaded = load_it()
+    assert isinstance(loaded.train, PreparedPackedPlan)
+    assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
+    texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
+    assert texts < set(DOCUMENTS)
+    folders = lambda: sorted((tmp_path / "cache" / "prepared").iterdir())
+    assert len(folders()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "prepare", None)
+        assert load_it().fingerprint == loaded.fingerprint
+    assert load_it(held_out=0.3).fingerprint != loaded.fingerprint
+    path = tmp_path / "texts" / "3.txt"
+    path.write_text(path.read_text().replace("text", "test"))  # of the same size
+    os.utime(path, (1, 1))
+    assert load_it().fingerprint != loaded.fingerprint
+    assert len(folders()) == 3
+
+
+def test_compressed_text_is_prepared_however_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS)
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    loaded = load(tmp_path, tmp_path / "*.jsonl.gz", vocab_size=280)
+    assert len(loaded.train.corpus) + len(loaded.held_out.corpus) == 40
+    assert loaded.tokenizer.vocab_size == 280
+
+
+def test_batches_of_a_run_that_resumes(tmp_path, folder):
+    first, second = load(tmp_path, folder), load(tmp_path, folder)
+    for k in (7, 3, 100):
+        one, other = first.train.batch(k), second.train.batch(k)
+        for name, array in one.items():
+            np.testing.assert_array_equal(array, other[name])

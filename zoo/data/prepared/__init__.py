@@ -1,0 +1,1 @@
+"""Prepared corpora: the token ids of documents in shards on disk, behind a manifest."""

@@ -1,0 +1,70 @@
+"""The command `python -m zoo prepare`."""
+
+import tyro
+
+from zoo.data.prepared.engines import Engine
+from zoo.data.prepared.format import Manifest
+from zoo.data.prepared.prepare import prepare
+
+
+def main(
+    data: tyro.conf.Positional[tuple[str, ...]],
+    *,
+    out: str,
+    tokenizer: str = "bytes",
+    vocab_size: int = 2048,
+    field: str = "text",
+    held_out: float = 0.05,
+    workers: int | None = None,
+    shard_megabytes: float = 64.0,
+    engine: Engine = "processes",
+) -> None:
+    """Tokenize a corpus of any size once, into a folder that recipes read.
+
+    The same command again finishes what was interrupted. For example:
+    python -m zoo prepare 'corpus/*.jsonl' --tokenizer bpe --vocab-size 8192 --out prepared
+
+    Args:
+        data: Files, globs or addresses (s3://, gs://, hf://): text, .jsonl, .csv, .parquet,
+            .array_record, and of lines .gz and .zst.
+        out: Folder to write.
+        tokenizer: bytes, bpe (byte pairs, trained on a sample), or a path to tokenizer.json.
+        vocab_size: Number of ids that bpe trains.
+        field: Field of a JSON line, or column, that holds the text.
+        held_out: Share of the documents kept from training, to evaluate on.
+        workers: Processes side by side; by default one per core.
+        shard_megabytes: Size of the text of a shard.
+        engine: Processes of this machine, or tasks of Ray (RAY_ADDRESS names a cluster).
+    """
+    manifest = prepare(
+        data,
+        out,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        field=field,
+        held_out=held_out,
+        shard_megabytes=shard_megabytes,
+        workers=workers,
+        engine=engine,
+        show=True,
+    )
+    print(summary(manifest, out))
+
+
+def summary(manifest: Manifest, out: str) -> str:
+    """The content of a prepared corpus in words, and how to train on it."""
+    lines = [f"{len(manifest.shards):,} shards from {manifest.options['files']:,} files in {out}"]
+    for title, part in (("to train on", "train"), ("held out", "held_out")):
+        total = manifest.total(part)
+        lines.append(
+            f"{title + ':':12} {total.documents:,} documents, {total.tokens:,} tokens, "
+            f"{total.bytes:,} bytes of text ({total.bytes / total.tokens:.2f} bytes per token)"
+        )
+    lines.append(f"left out:    {manifest.duplicates:,} exact copies of other documents")
+    if manifest.empty:
+        lines.append(
+            f"             {manifest.empty:,} documents without a token, the first of them "
+            f"{manifest.first_empty}"
+        )
+    lines.append(f"to train:    python -m recipes.lm --data {out}")
+    return "\n".join(lines)

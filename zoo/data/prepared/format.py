@@ -1,0 +1,206 @@
+"""The format of a prepared corpus: its files, the records of its documents, and its manifest.
+
+A folder has `manifest.json`, which is written last, `tokenizer/`, and per shard in `shards/`:
+
+- `.tokens`: the ids of its documents end to end, without begin and end, in the order of the source;
+- `.train` and `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
+- `.sources.json`: the names of the files that the documents are from;
+- `.sums`: the xxh3_64 of each `BLOCK` bytes of the three above, one file after the other.
+
+The manifest has the xxh3_128 of each shard's `.sums` and of its `.sources.json`, and is sealed by
+its fingerprint: a block is verified by its sum, the sums by the manifest, and that by itself. All
+numbers are little-endian.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from zoo.base.addresses import Location
+
+MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
+TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES = ".tokens", ".train", ".held_out", ".sums", ".sources.json"
+SUMMED = (TOKENS, TRAIN, HELD_OUT)  # in the order of their sums
+BLOCK = 2**16  # bytes
+VERSION = 1
+WORK = "work"  # what a kill leaves, and the next start takes up
+
+RECORD = np.dtype(
+    [
+        ("start", "<u8"),  # the document's first id in .tokens
+        ("length", "<u4"),  # in ids
+        ("end", "<u8"),  # positions of the shard's part up to and with this document
+        ("hash", "V16"),  # the first bytes of the SHA-256 of the text
+        ("source", "<u4"),  # index of its file in .sources.json
+        ("record", "<u8"),  # line, row or record number; 0 for a text file
+    ]
+)
+
+
+class DamagedError(ValueError):
+    """A file of a prepared corpus that is not what was written."""
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What a shard has of one part, the documents to train on or those held out.
+
+    A document has length + frame - 1 `positions`. `bytes` are those of its text in UTF-8.
+    """
+
+    documents: int
+    tokens: int
+    positions: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Sizes and digests of one shard; `.tokens` also has the ids of documents that are left out."""
+
+    tokens_bytes: int
+    train: PartRecord
+    held_out: PartRecord
+    sums: str
+    sources: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files that have sums, by suffix, in the order of these."""
+        return {
+            TOKENS: self.tokens_bytes,
+            TRAIN: self.train.documents * RECORD.itemsize,
+            HELD_OUT: self.held_out.documents * RECORD.itemsize,
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a prepared corpus.
+
+    `options` are those that it was prepared with, `tokenizer` is the digest of its files, `frame`
+    how many of begin and end it has. Left out are the `duplicates` and the `empty` documents, which
+    have no token; `first_empty` names one.
+    """
+
+    options: dict[str, Any]
+    tokenizer: str
+    dtype: str
+    vocab_size: int
+    frame: int
+    shards: tuple[ShardRecord, ...]
+    duplicates: int = 0
+    empty: int = 0
+    first_empty: str | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of all of the content: equal ones mean equal batches."""
+        return _digest(_content(self))
+
+    def total(self, part: str) -> PartRecord:
+        """The sums of all shards' `train` or `held_out`."""
+        parts = [dataclasses.astuple(getattr(shard, part)) for shard in self.shards]
+        return PartRecord(*map(sum, zip((0, 0, 0, 0), *parts, strict=True)))
+
+
+def shard_file(folder: Location, number: int, suffix: str) -> Location:
+    """A file of a shard."""
+    return folder / SHARDS / f"{number:08}{suffix}"
+
+
+def work_file(folder: Path, number: int, suffix: str) -> Path:
+    """A file of a shard that is needed until the manifest is written."""
+    return folder / WORK / f"{number:08}{suffix}"
+
+
+def dtype_of(vocab_size: int) -> str:
+    """The dtype of the ids in `.tokens`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def block_sums(path: Path) -> bytes:
+    """The xxh3_64 of each block of a file."""
+    sums = bytearray()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            sums += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
+    return bytes(sums)
+
+
+def tokenizer_digest(folder: Location) -> str:
+    """The digest of the tokenizer's files in a folder, by which a manifest knows its tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for part in (path.name.encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def write_manifest(path: Location, manifest: Manifest) -> None:
+    """Write a manifest to a file."""
+    content = {**_content(manifest), "fingerprint": manifest.fingerprint}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Location) -> Manifest:
+    """The manifest of a prepared corpus.
+
+    Raises:
+        FileNotFoundError: the folder has none.
+        DamagedError: it is not what was written, or of a later version.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{folder} is no prepared corpus: it has no {MANIFEST}; `python -m zoo prepare` "
+            "writes it last, and resumes after a kill"
+        ) from None
+    try:
+        content = json.loads(text)
+        sealed = content.pop("fingerprint")
+        version = content["version"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise DamagedError(f"{path} is damaged: it is no manifest of a prepared corpus") from None
+    if sealed != _digest(content):
+        raise DamagedError(
+            f"{path} is damaged: its content is not what was written; put it back from a copy, or "
+            "remove it and run `python -m zoo prepare` again"
+        )
+    if version != VERSION:
+        raise DamagedError(f"{path} has version {version}, and this zoo reads version {VERSION}")
+    del content["version"]
+    content["shards"] = tuple(map(shard_record, content["shards"]))
+    return Manifest(**content)
+
+
+def shard_record(content: dict[str, Any]) -> ShardRecord:
+    """The record of a shard, from what `dataclasses.asdict` gave."""
+    parts = {part: PartRecord(**content[part]) for part in ("train", "held_out")}
+    return ShardRecord(**{**content, **parts})
+
+
+def check_tokenizer(folder: Location, manifest: Manifest) -> None:
+    """Raise a DamagedError where the folder's tokenizer is not the one of its token ids."""
+    if tokenizer_digest(folder / TOKENIZER) != manifest.tokenizer:
+        raise DamagedError(
+            f"{folder / TOKENIZER} is not the tokenizer that the manifest names, and its ids would "
+            "mean other text; put the folder back from a copy"
+        )
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    return {"version": VERSION, **dataclasses.asdict(manifest)}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,127 @@
+"""Records of documents in the order of their hashes, of which each occurs once."""
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from zoo.base import files
+from zoo.data.prepared.format import work_file
+
+RAW = np.dtype(
+    [
+        ("high", "<u8"),  # the halves of the hash as numbers, which sort as its bytes do
+        ("low", "<u8"),
+        ("start", "<u8"),
+        ("length", "<u4"),
+        ("source", "<u4"),
+        ("record", "<u8"),
+        ("bytes", "<u8"),
+    ]
+)
+DUPLICATE = np.dtype([("shard", "<u4"), ("index", "<u8")])
+
+RECORDS = ".records"
+SLICE = 2**20  # documents that are sorted at a time
+
+Records: TypeAlias = np.ndarray
+
+
+def hash_of(text: bytes) -> bytes:
+    """The hash of a document, 16 bytes."""
+    return hashlib.sha256(text).digest()[:16]
+
+
+def hash_limit(fraction: float) -> int:
+    """The number that a hash is below if it is below that fraction of all hashes."""
+    return -int(-Fraction(fraction) * 2**128 // 1)
+
+
+def number_of(record: Any) -> int:
+    """The hash of one record as a number."""
+    return (int(record["high"]) << 64) + int(record["low"])
+
+
+def below(records: Records, limit: int) -> int:
+    """How many of the records, which are in order, have a hash below the limit."""
+    return bisect.bisect_left(range(len(records)), limit, key=lambda i: number_of(records[i]))
+
+
+def is_first(high: Records, low: Records) -> tuple[Records, Records]:
+    """(the order of the hashes, whether each in that order is the first of its kind)."""
+    order = np.lexsort((low, high))  # stable
+    high, low = high[order], low[order]
+    first = np.ones(len(order), bool)
+    first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    return order, first
+
+
+def in_order(records: Records) -> Records:
+    """Records in the order of their hashes; of equal ones the first."""
+    order, first = is_first(records["high"], records["low"])
+    return records[order[first]]
+
+
+def merged(runs: Sequence[Records]) -> Iterator[Records]:
+    """The records of runs that are each in order, in order; of equal ones the first run's."""
+    for begin, end in slices(sum(map(len, runs))):
+        yield in_order(np.concatenate([run[below(run, begin) : below(run, end)] for run in runs]))
+
+
+def slices(documents: int) -> list[tuple[int, int]]:
+    """Ranges of hashes [begin, end), each of about `SLICE` of the documents."""
+    count = max(1, -(-documents // SLICE))
+    bounds = [(i << 128) // count for i in range(count + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def mapped(path: Path, dtype: np.dtype) -> Records:
+    """The content of a file, memory-mapped."""
+    if path.stat().st_size == 0:  # cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray)
+
+
+def find_duplicates(
+    number: int, begin: int, end: int, shards: int, folder: Path
+) -> tuple[int, int]:
+    """Write the documents of all shards with hashes in [begin, end) that are not the first.
+
+    Of equal ones that of the first shard stays. Returns the slice's number, and how many there are.
+    """
+    path = slice_file(folder, number)
+    if not path.exists():
+        high, low, where = [], [], []
+        for shard in range(shards):
+            records = mapped(work_file(folder, shard, RECORDS), RAW)
+            first, last = below(records, begin), below(records, end)
+            high.append(records["high"][first:last])
+            low.append(records["low"][first:last])
+            where.append(np.zeros(last - first, DUPLICATE))
+            where[-1]["shard"], where[-1]["index"] = shard, np.arange(first, last)
+        order, first_of = is_first(np.concatenate(high), np.concatenate(low))
+        again = np.sort(order[~first_of])  # in the order of shards, and within these of hashes
+        found = np.concatenate(where)[again]
+        files.replace(path, lambda temporary: found.tofile(temporary))
+    return number, path.stat().st_size // DUPLICATE.itemsize
+
+
+def duplicates_of(shard: int, slices: int, folder: Path) -> Iterator[Records]:
+    """The indices of a shard's records that are duplicates, rising, slice by slice."""
+    for number in range(slices):
+        found = mapped(slice_file(folder, number), DUPLICATE)
+        first, last = (
+            bisect.bisect_left(range(len(found)), bound, key=lambda i: int(found[i]["shard"]))
+            for bound in (shard, shard + 1)
+        )
+        yield found["index"][first:last].astype(np.int64)
+
+
+def slice_file(folder: Path, number: int) -> Path:
+    """The duplicates of a slice of the hashes."""
+    return work_file(folder, number, ".duplicates")

@@ -1,0 +1,219 @@
+"""A prepared corpus, opened: the manifest is read at once, shards are mapped when they are used."""
+
+import bisect
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from zoo.base.addresses import Location, explained, is_remote
+from zoo.data.packing import Piece
+from zoo.data.prepared.copies import Copies
+from zoo.data.prepared.format import (
+    RECORD,
+    SOURCES,
+    TOKENIZER,
+    TOKENS,
+    Manifest,
+    check_tokenizer,
+    read_manifest,
+    shard_file,
+)
+from zoo.data.prepared.shards import Shard, check_size
+from zoo.data.tokenizer import Tokenizer, load_tokenizer
+
+OPEN_SHARDS = 32
+_AHEAD = 128  # records read at a time: a fraction of a block
+
+
+class Place(NamedTuple):
+    """A position of a part: a document, and the position in it."""
+
+    document: int
+    offset: int
+
+
+class Part:
+    """The documents to train on, or those held out, in the order in which they are stored.
+
+    See `zoo.data.corpus.Tokenized`. A document has length + frame - 1 positions, or none, where
+    `frame` is how many of begin and end its tokenizer has. `opened(number)` is a shard; a document
+    is read from the shard's files when it is asked for, and nothing is kept.
+
+    Raises:
+        DamagedError: while reading, a file is not what was written.
+    """
+
+    counts = None
+    framed = False
+
+    num_positions: int
+    """Positions of all documents."""
+
+    def __init__(self, manifest: Manifest, part: str, opened: Callable[[int], Shard]):
+        self._opened, self._suffix = opened, f".{part}"
+        stored = [getattr(shard, part) for shard in manifest.shards]
+        self._documents = _rising([record.documents for record in stored])
+        self._positions = _rising([record.positions for record in stored])
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self.vocab_size, self.frame = manifest.vocab_size, manifest.frame
+        self.num_tokens = sum(record.tokens for record in stored)
+        self.num_bytes = sum(record.bytes for record in stored)
+        self.num_positions = int(self._positions[-1])
+        self.fingerprint = f"{manifest.fingerprint} {part}"
+
+    def __len__(self) -> int:
+        return int(self._documents[-1])
+
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
+        return self.ids(i, 0, 2**62)
+
+    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
+        """Ids [start, stop) of document i, or those of them that it has."""
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        first, stop = int(record["start"]), min(stop, int(record["length"]))
+        begin, end = (self._dtype.itemsize * (first + id) for id in (min(start, stop), stop))
+        return self._opened(shard).read(TOKENS, begin, end).view(self._dtype)
+
+    def counted(self, i: int) -> None:
+        """None: all tokens count."""
+
+    def name(self, i: int) -> str:
+        """The file of document i and, in a file of several, its line, row or record."""
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        name = json.loads(self._opened(shard).path(SOURCES).read_text())[record["source"]]
+        return repr(f"{name}:{record['record']}" if record["record"] else name)
+
+    def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
+        """The positions of each of the documents [begin, end), which are of one shard."""
+        shard, first = self._shard_of(begin)
+        before = self._end_before(shard, first)
+        ends = self._records(shard, first, first + end - begin)["end"].astype(np.int64)
+        return np.diff(ends, prepend=before)
+
+    def slices(self, size: int) -> Iterator[range]:
+        """All documents in ranges of at most `size`, each of one shard."""
+        for begin, end in itertools.pairwise(self._documents.tolist()):
+            for first in range(begin, end, size):
+                yield range(first, min(first + size, end))
+
+    def locate(self, position: int) -> Place:
+        """The document that a position is in, and where in it."""
+        if not 0 <= position < self.num_positions:
+            raise IndexError(f"position {position} of {self.num_positions}")
+        shard = int(np.searchsorted(self._positions, position, side="right")) - 1
+        inside = position - int(self._positions[shard])
+        count = int(self._documents[shard + 1] - self._documents[shard])
+        end_of = lambda i: self._end_before(shard, i + 1)  # noqa: E731
+        number = bisect.bisect_right(range(count), inside, key=end_of)
+        offset = inside - self._end_before(shard, number)
+        return Place(int(self._documents[shard]) + number, offset)
+
+    def pieces(self, begin: int, end: int) -> list[Piece]:
+        """What positions [begin, end) are of, piece by piece."""
+        document, start = self.locate(begin)
+        pieces, left = [], end - begin
+        while left:
+            last = int(self._documents[self._shard_of(document)[0] + 1])
+            for length in self.positions(document, min(document + _AHEAD, last)).tolist():
+                if taken := min(length - start, left):
+                    pieces.append(Piece(document, start, start + taken))
+                left, start, document = left - taken, 0, document + 1
+                if not left:
+                    break
+        return pieces
+
+    def _shard_of(self, i: int) -> tuple[int, int]:
+        """(the shard of document i, its number there)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        shard = int(np.searchsorted(self._documents, i, side="right")) - 1
+        return shard, i - int(self._documents[shard])
+
+    def _records(self, shard: int, begin: int, end: int) -> np.ndarray:
+        size = RECORD.itemsize
+        return self._opened(shard).read(self._suffix, begin * size, end * size).view(RECORD)
+
+    def _end_before(self, shard: int, number: int) -> int:
+        """Positions of the documents of a shard before that number."""
+        return int(self._records(shard, number - 1, number)["end"][0]) if number else 0
+
+
+def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Part, Part]:
+    """The documents to train on, and those held out; they share the open shards.
+
+    `stem_of(number)` is the path of a shard's files without their suffixes.
+    """
+    verified: dict[int, bytearray] = {}
+
+    @functools.lru_cache(maxsize=OPEN_SHARDS)
+    def opened(number: int) -> Shard:
+        record, stem = manifest.shards[number], stem_of(number)
+        shard = Shard(stem, record.sizes, record.sums, _remedy(stem), verified.get(number))
+        verified[number] = shard.verified
+        return shard
+
+    return Part(manifest, "train", opened), Part(manifest, "held_out", opened)
+
+
+def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def _stem(folder: Path, number: int) -> Path:
+    return Path(shard_file(folder, number, ""))
+
+
+def _remedy(stem: Path) -> str:
+    return (
+        f"put {stem.name}.* back from a copy, or remove them and run `python -m zoo prepare` again"
+    )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared corpus on disk."""
+
+    folder: Location
+    manifest: Manifest
+    tokenizer: Tokenizer
+    train: Part
+    held_out: Part
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of its content: equal ones mean equal batches."""
+        return self.manifest.fingerprint
+
+
+def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
+    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
+
+    Of a folder at an address, shards are copied into the folder `cache` when they are used.
+
+    Raises:
+        FileNotFoundError: a file of a shard is missing.
+        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
+            than the manifest says.
+    """
+    with explained(folder):
+        manifest = read_manifest(folder)
+        check_tokenizer(folder, manifest)
+    if is_remote(folder):
+        copies = Copies(folder, manifest.fingerprint, cache)
+        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
+    else:
+        tokenizer, stem_of = load_tokenizer(folder / TOKENIZER), partial(_stem, Path(folder))
+        for number, record in enumerate(manifest.shards):
+            for suffix, size in record.sizes.items():
+                check_size(Path(f"{stem_of(number)}{suffix}"), size, _remedy(stem_of(number)))
+    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))

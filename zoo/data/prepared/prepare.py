@@ -1,0 +1,280 @@
+"""From files of text to a prepared corpus: splits, a tokenizer, shards, parts, the manifest."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.base import files
+from zoo.base.addresses import Location, explained, is_remote, location
+from zoo.data.prepared import copying, engines, hashes
+from zoo.data.prepared.engines import Engine
+from zoo.data.prepared.format import (
+    MANIFEST,
+    SHARDS,
+    TOKENIZER,
+    WORK,
+    Manifest,
+    check_tokenizer,
+    dtype_of,
+    read_manifest,
+    tokenizer_digest,
+    write_manifest,
+)
+from zoo.data.prepared.parting import write_parts
+from zoo.data.prepared.progress import Bar
+from zoo.data.prepared.tokenizing import Spec, Tokenized, prepare_shard
+from zoo.data.sources.sample import sample_texts
+from zoo.data.sources.splits import Split, plan_splits
+from zoo.data.special_tokens import begin_id
+from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = "options.json"
+
+
+def prepare(
+    data: str | Sequence[str],
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: str = "bytes",
+    vocab_size: int = 2048,
+    field: str = "text",
+    held_out: float = 0.05,
+    shard_megabytes: float = 64.0,
+    workers: int | None = None,
+    engine: Engine = "processes",
+    show: bool = False,
+) -> Manifest:
+    """Prepare the corpus of the files `data` in `folder`, or finish what a kill left there.
+
+    `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
+    which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
+    first stays, and a document is held out if its hash says so. The result does not depend on the
+    `workers` (default: one per core) nor on kills; a process that comes while another one prepares
+    the same folder waits for it. `show` shows a progress bar. If `folder` is an address, the corpus
+    is written into a folder of the cache first, and its shards are copied up, the manifest last.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: as `plan_splits` and `read_split`; or the folder
+            holds something else, or less than two documents are to be divided into two parts.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out={held_out}: must lie between 0 and 1")
+    if not shard_megabytes > 0:
+        raise ValueError(f"shard_megabytes={shard_megabytes}: must be positive")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers}: must be positive")
+    out = location(folder, "out")
+    local = copying.working_folder(out) if is_remote(out) else out.absolute()
+    splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
+    given = None if tokenizer == "bpe" else get_tokenizer(tokenizer)
+    kind = tokenizer
+    if given is not None and tokenizer != "bytes":
+        kind = _digest_of(given)
+    options = {
+        **_described(splits),
+        "field": field,
+        "tokenizer": kind,
+        "vocab_size": vocab_size if given is None else given.vocab_size,
+        "held_out": held_out,
+        "shard_megabytes": float(shard_megabytes),
+    }
+    files.make_folder(local, "out")
+    with _locked(local):
+        if (manifest := _begin(out, local, options)) is not None:
+            return manifest
+        if not (local / TOKENIZER).exists():
+            limit = hashes.hash_limit(held_out)
+            _save(given or _train(splits, field, vocab_size, limit), local)
+        run = _Runner(workers or len(os.sched_getaffinity(0)), engine, local)
+        manifest = _passes(splits, options, run, str(out) if is_remote(out) else None, show=show)
+        if is_remote(out):
+            with explained(out):
+                write_manifest(out / MANIFEST, manifest)
+            files.remove(local)
+        else:
+            files.replace(local / MANIFEST, lambda path: write_manifest(path, manifest))
+            files.remove(local / WORK)
+    return manifest
+
+
+class _Runner:
+    """Workers of an engine, and the folder they write to."""
+
+    def __init__(self, workers: int, engine: Engine, folder: Path):
+        self.workers, self.engine, self.folder = workers, engine, folder
+
+    def __call__(self, function: Any, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        return engines.run(function, tasks, self.workers, self.engine)
+
+
+def _passes(
+    splits: Sequence[Split],
+    options: dict[str, Any],
+    run: _Runner,
+    address: str | None,
+    *,
+    show: bool,
+) -> Manifest:
+    """Write all shards, and copy them to the address if there is one; return their manifest."""
+    out = run.folder
+    tokenizer, digest = load_tokenizer(out / TOKENIZER), tokenizer_digest(out / TOKENIZER)
+    dtype = dtype_of(tokenizer.vocab_size)
+    frame = 1 if begin_id(tokenizer) is None else 2
+    spec = Spec(digest, options["field"])
+    with Bar(sum(s.num_bytes for s in splits), lambda: _unfinished(out, dtype), show=show) as bar:
+        shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
+        work = [(split, number, spec, out) for number, split in enumerate(splits)]
+        for number, done in run(prepare_shard, work):
+            shards[number] = done
+            bar.add(splits[number].num_bytes, done.tokens)
+        bar.say("deduplicating")
+        cuts = hashes.slices(sum(shard.documents for shard in shards))
+        ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
+        across = sum(found for _, found in run(hashes.find_duplicates, ranges))
+        limit = _limit(shards, across, options)
+        bar.say("dividing")
+        parts = [(i, limit, len(cuts), frame, out) for i in range(len(shards))]
+        records = dict(run(write_parts, parts))
+        if address is not None:
+            bar.say("copying")
+            copying.copy_tokenizer(out, address)
+            for _ in run(copying.copy_shard, [(i, out, address) for i in range(len(shards))]):
+                pass
+    return Manifest(
+        options=options,
+        tokenizer=digest,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        frame=frame,
+        shards=tuple(records[number] for number in range(len(shards))),
+        duplicates=across + sum(shard.duplicates for shard in shards),
+        empty=sum(shard.empty for shard in shards),
+        first_empty=next((s.first_empty for s in shards if s.first_empty is not None), None),
+    )
+
+
+def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]) -> int:
+    """The hash below which a document is held out; neither part is empty."""
+    documents = sum(shard.documents for shard in shards) - duplicates
+    if documents < 2:
+        raise ValueError(
+            f"the {options['files']} files have {documents} different documents with a token: two "
+            "are needed, to train on and to hold out; divide the text, for example into a JSON "
+            "line per paragraph"
+        )
+    lowest = min(int(shard.lowest, 16) for shard in shards if shard.lowest)
+    highest = max(int(shard.highest, 16) for shard in shards if shard.highest)
+    return min(max(hashes.hash_limit(options["held_out"]), lowest + 1), highest)
+
+
+def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | None:
+    """The manifest of a folder that is prepared; else make it ready for these options."""
+    known: dict[str, Any] | None = None
+    manifest = None
+    with explained(out):
+        if (out / MANIFEST).exists():
+            manifest = read_manifest(out)
+            check_tokenizer(out, manifest)
+            known = manifest.options
+        elif (local / WORK / OPTIONS).exists():
+            known = json.loads((local / WORK / OPTIONS).read_text(encoding="utf-8"))
+        elif left := _strange(out):
+            raise ValueError(
+                f"out='{out}' holds something else ({', '.join(left[:3])}): give a new folder"
+            )
+    if known is not None and known != options:
+        differ = [
+            f"{name} is {known.get(name)!r} there and {options.get(name)!r} here"
+            for name in dict.fromkeys([*options, *known])
+            if known.get(name) != options.get(name)
+        ]
+        raise ValueError(
+            f"out='{out}' holds a corpus of another configuration: {'; '.join(differ)}; give "
+            "another folder, or remove that one"
+        )
+    if manifest is not None:
+        files.remove(local / WORK)  # of a process that was killed at the very end
+        return manifest
+    for name in (WORK, SHARDS):
+        (local / name).mkdir(exist_ok=True)
+    for partial in (local / WORK).glob("*.partial"):
+        partial.unlink()
+    content = json.dumps(options)
+    files.replace(local / WORK / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
+    return None
+
+
+def _strange(out: Location) -> list[str]:
+    """What a folder holds that an unfinished preparation does not."""
+    # At an address it may be another machine's, whose working folder is there.
+    own = {SHARDS, TOKENIZER} if is_remote(out) else {WORK}
+    return sorted({path.name for path in out.iterdir()} - own) if out.is_dir() else []
+
+
+def _described(splits: Sequence[Split]) -> dict[str, Any]:
+    keys = hashlib.sha256(" ".join(split.key for split in splits).encode()).hexdigest()
+    paths = {piece.path for split in splits for piece in split.pieces}
+    return {
+        "files": len(paths),
+        "bytes": sum(split.num_bytes for split in splits),
+        "data": keys[:16],
+    }
+
+
+def _train(splits: Sequence[Split], field: str, vocab_size: int, limit: int) -> Tokenizer:
+    """Byte pairs of a sample of what is not held out."""
+
+    def wanted(text: str) -> bool:
+        return int.from_bytes(hashes.hash_of(text.encode()), "big") >= limit
+
+    return BPETokenizer.train(sample_texts(splits, field, wanted=wanted), vocab_size)
+
+
+def _save(tokenizer: Tokenizer, out: Path) -> None:
+    partial = out / WORK / TOKENIZER
+    files.remove(partial)
+    tokenizer.save(partial)
+    files.sync_all(partial)
+    partial.rename(out / TOKENIZER)
+    files.sync(out)
+
+
+def _digest_of(tokenizer: Tokenizer) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return tokenizer_digest(Path(folder))
+
+
+def _unfinished(out: Path, dtype: str) -> int:
+    """Tokens in shards that are being written."""
+    size = 0
+    for path in (out / WORK).glob("*.tokens.*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size // np.dtype(dtype).itemsize
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A context that one process is in at a time; its end, however it comes, frees it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process prepares %s: waiting for it", folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

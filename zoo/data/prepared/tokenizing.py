@@ -1,0 +1,202 @@
+"""The first pass over a corpus: a split of its text becomes the token ids of a shard."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from zoo.base import files
+from zoo.data.prepared import hashes
+from zoo.data.prepared.format import (
+    SOURCES,
+    SUMS,
+    TOKENIZER,
+    TOKENS,
+    block_sums,
+    dtype_of,
+    shard_file,
+    work_file,
+)
+from zoo.data.sources.reading import SourceDocument, read_split
+from zoo.data.sources.splits import Split
+from zoo.data.tokenizer import Tokenizer, load_tokenizer
+
+BATCH = 2**20  # characters that are tokenized at a time
+DONE = ".json"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What decides the content of a shard beside its split."""
+
+    tokenizer: str
+    """Digest of the files in `tokenizer/`."""
+    field: str
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What became of a split: written when its shard is whole, so that it is not done again.
+
+    `documents` have a token and are no `duplicates` of others of the shard; `tokens` are all in
+    the file, and `bytes` all of the text. `lowest` and `highest` are the ends of the hashes.
+    """
+
+    split: str
+    spec: Spec
+    documents: int
+    duplicates: int
+    empty: int
+    first_empty: str | None
+    tokens: int
+    bytes: int
+    lowest: str | None
+    highest: str | None
+
+
+def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[int, Tokenized]:
+    """Write the `.tokens` of a split in `folder`, and the records of its documents.
+
+    Returns the shard's number, and what became of the split. A pure function of its split: a shard
+    that is finished is left as it is, and one that is not is begun anew. Memory does not grow with
+    the split, but with its longest document.
+    """
+    if (done := finished(split, number, spec, folder)) is not None:
+        return number, done
+    tokenizer = _tokenizer(folder, spec.tokenizer)
+    tokens, runs, records = (_partial(folder, number, kind) for kind in (TOKENS, ".runs", ".raw"))
+    with files.named(tokens), open(tokens, "wb") as token_file, open(runs, "wb") as run_file:
+        writer = _Writer(split, tokenizer, token_file, run_file)
+        for batch in _batches(read_split(split, spec.field)):
+            writer.add(batch)
+        writer.end_run()
+    documents, lowest, highest = _merge(runs, writer.runs, records)
+    done = Tokenized(
+        split=split.key,
+        spec=spec,
+        documents=documents,
+        duplicates=writer.documents - documents,
+        empty=writer.empty,
+        first_empty=writer.first_empty,
+        tokens=writer.tokens,
+        bytes=writer.bytes,
+        lowest=lowest,
+        highest=highest,
+    )
+    sums, names = block_sums(tokens), json.dumps(split.names)
+    files.replace(work_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
+    files.replace(shard_file(folder, number, SOURCES), lambda path: path.write_text(names))
+    _finish(records, work_file(folder, number, hashes.RECORDS))
+    _finish(tokens, shard_file(folder, number, TOKENS))
+    content = json.dumps(dataclasses.asdict(done))
+    files.replace(work_file(folder, number, DONE), lambda path: path.write_text(content))
+    return number, done
+
+
+def finished(split: Split, number: int, spec: Spec, folder: Path) -> Tokenized | None:
+    """What became of a split if its shard is whole, else None."""
+    try:
+        content = json.loads(work_file(folder, number, DONE).read_text())
+        done = Tokenized(**{**content, "spec": Spec(**content["spec"])})
+        sizes = [
+            shard_file(folder, number, TOKENS).stat().st_size,
+            work_file(folder, number, hashes.RECORDS).stat().st_size,
+        ]
+    except (FileNotFoundError, ValueError, TypeError, LookupError):
+        return None
+    dtype = np.dtype(dtype_of(_tokenizer(folder, spec.tokenizer).vocab_size))
+    wanted = [done.tokens * dtype.itemsize, done.documents * hashes.RAW.itemsize]
+    return done if (done.split, done.spec, sizes) == (split.key, spec, wanted) else None
+
+
+class _Writer:
+    """Documents to the ids in one file, and to their records in runs in another."""
+
+    def __init__(self, split: Split, tokenizer: Tokenizer, tokens: BinaryIO, runs: BinaryIO):
+        self._names, self._tokenizer = split.names, tokenizer
+        self._token_file, self._run_file = tokens, runs
+        self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
+        self._pending: list[tuple[int, ...]] = []
+        self.runs: list[int] = []  # their lengths
+        self.documents = self.tokens = self.bytes = self.empty = 0
+        self.first_empty: str | None = None
+
+    def add(self, batch: list[SourceDocument]) -> None:
+        encoded = self._tokenizer.encode_batch([document.text for document in batch])
+        for (source, record, text), ids in zip(batch, encoded, strict=True):
+            if len(ids) == 0:
+                self.empty += 1
+                self.first_empty = self.first_empty or source_name(self._names[source], record)
+                continue
+            data = text.encode()
+            hashed = hashes.hash_of(data)
+            high, low = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
+            row = (high, low, self.tokens, len(ids), source, record, len(data))
+            self._pending.append(row)
+            self._token_file.write(ids.astype(self._dtype).tobytes())
+            self.documents += 1
+            self.tokens += len(ids)
+            self.bytes += len(data)
+        if len(self._pending) >= hashes.SLICE // 4:  # tuples are large
+            self.end_run()
+
+    def end_run(self) -> None:
+        run = hashes.in_order(np.array(self._pending, hashes.RAW))
+        self._run_file.write(run.tobytes())
+        self.runs.append(len(run))
+        self._pending.clear()
+
+
+def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, str | None]:
+    """Write the records of all runs in order; their number, their lowest and highest hash."""
+    content, ends = hashes.mapped(runs, hashes.RAW), np.cumsum([0, *lengths])
+    parts = [content[begin:end] for begin, end in itertools.pairwise(ends)]
+    with files.named(out), open(out, "wb") as file:
+        for records in hashes.merged(parts):
+            file.write(records.tobytes())
+    runs.unlink()
+    merged = hashes.mapped(out, hashes.RAW)
+    if len(merged) == 0:
+        return 0, None, None
+    lowest, highest = (f"{hashes.number_of(merged[i]):032x}" for i in (0, -1))
+    return len(merged), lowest, highest
+
+
+def _batches(documents: Iterable[SourceDocument]) -> Iterator[list[SourceDocument]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text) + 256  # of itself
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def source_name(file: str, record: int) -> str:
+    """The name of a document: its file and, in a file of several, its line, row or record."""
+    return f"{file}:{record}" if record else file
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(folder: Path, digest: str) -> Tokenizer:  # a digest has one tokenizer
+    return load_tokenizer(folder / TOKENIZER)
+
+
+def _partial(folder: Path, number: int, suffix: str) -> Path:
+    # With the process: one that is just being killed may still be writing.
+    return work_file(folder, number, f"{suffix}.{os.getpid()}.partial")
+
+
+def _finish(partial: Path, final: Path) -> None:
+    files.sync(partial)
+    os.replace(partial, final)
+    files.sync(final.parent)

@@ -1,0 +1,119 @@
+"""Files and addresses as streams of bytes, decompressed on the way."""
+
+import contextlib
+import gzip
+import importlib
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from zoo.base.addresses import explained, location
+from zoo.data.sources.pieces import Piece
+
+COMPRESSIONS = (".gz", ".zst")
+
+
+def compression_of(path: str) -> str:
+    """The suffix that says how a file is compressed, or ""."""
+    suffix = PurePosixPath(path).suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
+
+
+@contextlib.contextmanager
+def opened(piece: Piece) -> Iterator[io.BufferedIOBase]:
+    """The whole file of a piece, decompressed, as a stream that can be sought if it is not
+    compressed.
+
+    Raises:
+        ImportError: the compression needs an extra that is not installed.
+        ValueError: the file has changed since its splits were planned, or, while it is read, its
+            compression is broken.
+    """
+    compression = compression_of(piece.path)
+    with found(piece) as place, _buffered(place.open("rb")) as file:
+        if not compression:
+            yield file
+            return
+        try:
+            if not piece.size:
+                raise EOFError("it is empty")
+            with _decompressed(file, compression, piece.path) as stream:
+                yield stream
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{piece.path} is no whole {compression} file: {error}; copy or compress it again"
+            ) from error
+
+
+@contextlib.contextmanager
+def found(piece: Piece) -> Iterator[Any]:
+    """The location of a piece, in a context that explains a store's errors.
+
+    Raises:
+        ValueError: the file has changed since its splits were planned.
+    """
+    place = location(piece.path, "data")
+    with explained(place):
+        if (size := place.stat().st_size) != piece.size:
+            raise ValueError(
+                f"{piece.path} has {size} bytes, and had {piece.size} when its splits were "
+                "planned: files must not change while they are read; start again with those of now"
+            )
+        yield place
+
+
+def extra(module: str, name: str, path: str) -> ModuleType:
+    """A module of an extra; an ImportError names the file that needs it and the command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{path} needs an extra: pip install 'zoo[{name}]'") from error
+
+
+def _buffered(file: Any) -> Any:
+    # Files of fsspec have a slow readline of their own.
+    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, 2**20)
+
+
+def _decompressed(file: io.BufferedIOBase, compression: str, path: str) -> Any:
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(_Zstandard(file, path), 2**17)
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of zstd frames, one after the other.
+
+    The stream readers of zstandard end a truncated file without an error, so the frames are
+    followed here. Little is fed at a time: 4 bytes can give 128 KiB.
+    """
+
+    def __init__(self, file: io.BufferedIOBase, path: str):
+        self._zstandard: Any = extra("zstandard", "compressed", path)
+        self._file = file
+        self._frame: Any = None  # the one that is being decompressed
+        self._fed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            fed = self._fed or self._file.read(2048)
+            if not fed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(fed))
+            except self._zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            self._fed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
