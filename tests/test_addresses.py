@@ -93,6 +93,63 @@ def test_stores_are_read_and_written(kind: str, request: pytest.FixtureRequest):
     assert len(files_matching(f"{store.address}/b/*.txt", "data")) == 2
 
 
+def http_error(status: int) -> Exception:
+    return type("HttpError", (Exception,), {"code": status})(f"an answer, {status}")
+
+
+def boto_error(code: str, status: int) -> Exception:
+    return type(
+        "ClientError",
+        (Exception,),
+        {"response": {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}},
+    )(f"An error occurred ({code}) when calling the PutObject operation")
+
+
+def named(name: str, text: str = "") -> Exception:
+    return type(name, (Exception,), {})(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (named("NoCredentialsError", "Unable to locate credentials"), "no credentials"),
+        (named("DefaultCredentialsError"), "no credentials"),
+        (http_error(401), "refuses permission"),
+        (boto_error("AccessDenied", 403), "refuses permission"),
+        (PermissionError("Forbidden"), "refuses permission"),
+        (boto_error("NoSuchBucket", 404), "no such bucket"),
+        (FileNotFoundError("The specified bucket does not exist"), "no such bucket"),
+        (FileNotFoundError("b/nowhere/o"), "no such bucket"),
+        (FileNotFoundError("http://h/upload/storage/v1/b/nowhere/o?name=a"), "no such bucket"),
+        (FileNotFoundError("b/bucket/o/quota%2Fa.txt"), "no such file"),
+        (http_error(507), "is full"),
+        (boto_error("QuotaExceeded", 400), "is full"),
+        (ConnectionRefusedError("refused"), "cannot be reached"),
+        (named("ClientPayloadError"), "cannot be reached"),
+        (named("FSTimeoutError"), "cannot be reached"),
+        (http_error(429), "the store failed"),
+        (http_error(503), "the store failed"),
+        (OSError(28, "No space left on device", "/tmp/x"), None),
+        (PermissionError(13, "Permission denied", "/tmp/x"), None),
+        (FileNotFoundError(2, "No such file", "/tmp/x"), None),
+        (KeyError("x"), None),
+        (FileNotFoundError("http://h/upload/storage/v1/b/c/o?upload_id=1"), "the store failed"),
+    ],
+)
+def test_errors_of_libraries_become_sentences(error: Exception, message: str | None):
+    if message is None:
+        with pytest.raises(type(error)), explained("s3://bucket/a"):
+            raise error
+    else:
+        outer = FileNotFoundError("x") if message == "cannot be reached" else OSError("failed")
+        outer.__cause__ = error  # as the libraries raise them
+        wanted = pytest.raises(AddressError, match=f"^s3://bucket/a: .*{message}")
+        with wanted, explained("s3://bucket/a"):
+            raise outer
+        with pytest.raises(type(error)), explained("/local"):
+            raise error
+
+
 def reason(address: str, variables: dict[str, str]) -> str:
     with pytest.raises((AddressError, FileNotFoundError)) as caught, explained(address):
         location(address, "data").read_text()

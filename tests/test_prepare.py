@@ -339,6 +339,9 @@ def test_ray_gives_the_same_bytes(tmp_path: Path):
     prepare.prepare(data, tmp_path / "one", **SMALL)
     prepare.prepare(data, tmp_path / "ray", **SMALL, engine="ray")
     assert content(tmp_path / "one") == content(tmp_path / "ray")
+    with pytest.raises(ValueError, match="has no field 'x'") as error:
+        prepare.prepare(data, tmp_path / "x", **SMALL, field="x", engine="ray")
+    assert "Traceback" not in str(error.value)
 
 
 def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):

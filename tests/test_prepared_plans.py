@@ -1,13 +1,15 @@
 """Plans over prepared parts: the contract of those in memory, and memory that does not grow."""
 
+import concurrent.futures
 import itertools
+import time
 
 import numpy as np
 import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.data import token_plans
-from zoo.data.prepared import plans, rows
+from zoo.data.prepared import once, plans, rows
 
 BUCKETS = (8, 16, 32)
 
@@ -189,3 +191,22 @@ def test_left_over_rows_fill_larger_buckets():
         {1: [(1, 4), (1, 5), None, None], 0: [(0, 4), (0, 5), (0, 6), None]},
     )
     assert plans.fill_batches([8, 4], 4) == ([2, 1], {})
+
+
+def test_a_folder_is_made_once_while_others_wait(tmp_path):
+    made = []
+
+    def make(folder):
+        made.append(folder)
+        time.sleep(0.05)
+        (folder / "file").write_text("whole")
+
+    (tmp_path / "entry.partial").mkdir()  # of a kill
+    (tmp_path / "entry.partial" / "file").write_text("half of")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(once.made_once, tmp_path / "entry", make) for _ in range(4)]
+        folders = {future.result() for future in futures}
+    assert folders == {tmp_path / "entry"}
+    assert len(made) == 1
+    assert (tmp_path / "entry" / "file").read_text() == "whole"
+    assert not (tmp_path / "entry.partial").exists()

@@ -153,6 +153,8 @@ def explained(where: object) -> Iterator[None]:
 def reason_of(error: BaseException) -> str | None:
     """The reason for which a store failed, and what to do about it; None for other errors."""
     chain = list(_causes(error))
+    if str(getattr(error, "filename", None)).startswith("/"):
+        return None  # a file of this machine, which its own error names
     names = {type(e).__name__ for e in chain}
     text = " ".join(f"{type(e).__name__}: {e}" for e in chain)
     codes = {_status(e) for e in chain}
@@ -174,34 +176,37 @@ def reason_of(error: BaseException) -> str | None:
             "the store refuses permission to these credentials: give them the right to read, and "
             "to write where you save, or use others"
         )
-    if re.search(
-        r"NoSuchBucket|bucket does not exist|BucketNotFound|bucket.*not found", text, re.I
+    if re.search(r"NoSuchBucket|bucket does not exist|BucketNotFound", text, re.I) or any(
+        _GS_BUCKET.search(str(e)) for e in chain if isinstance(e, FileNotFoundError)
     ):
         return _NO_BUCKET
-    if re.search(r"QuotaExceeded|InsufficientStorage|quota|EntityTooLarge", text) or 507 in codes:
+    if re.search(r"quota ?exceeded|InsufficientStorage", text, re.I) or 507 in codes:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
         return None  # of this machine's disk: said where it is written
-    if names & {"FileNotFoundError", "NoSuchKey"} or 404 in codes:
-        return "there is no such file or folder"
     if names & _UNREACHED or re.search(
         r"Could not connect|Connect(ion)? ?(call )?(failed|refused)", text
     ):
         return (
-            "the store cannot be reached (connection refused, or no answer): check the network, "
-            "and AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST if they are set"
+            "the store cannot be reached (connection refused or cut, or no answer): check the "
+            "network, and AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST if they are set"
         )
-    if any(code is not None and code >= 500 for code in codes) or re.search(
-        r"InternalError|SlowDown|ServiceUnavailable|internal server error", text, re.I
+    if "upload_id=" not in text and (names & {"FileNotFoundError", "NoSuchKey"} or 404 in codes):
+        return "there is no such file or folder"
+    if any(code is not None and (code == 429 or code >= 500) for code in codes) or re.search(
+        r"upload_id=|InternalError|SlowDown|ServiceUnavailable|internal server error", text, re.I
     ):
         return f"the store failed, more often than its library tries again ({chain[0]})"
     return None
 
 
 _NO_BUCKET = "there is no such bucket: make it, or correct the address"
+# What gcsfs did not find: the objects of a bucket, or a bucket to write to.
+_GS_BUCKET = re.compile(r"^b/[^/]+/o$|/upload/storage/(?!.*upload_id=)")
 _UNREACHED = {
     "ClientConnectorError",
     "ClientOSError",
+    "ClientPayloadError",
     "ConnectError",
     "ConnectionClosedError",
     "ConnectionRefusedError",
@@ -222,7 +227,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while current is not None and current not in seen:
         seen.append(current)
         yield current
-        current = current.__cause__ or current.__context__
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
 
 
 def _status(error: BaseException) -> int | None:
@@ -237,5 +243,7 @@ def _status(error: BaseException) -> int | None:
 @functools.cache
 def _silence() -> None:
     """Keep what these libraries log of errors, which they also raise, from the terminal."""
+    # gcsfs asks for the kind of each bucket, by other credentials, and warns where it cannot.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     for name in ("gcsfs", "fsspec", "s3fs", "aiobotocore", "botocore", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -90,8 +90,10 @@ def _run_ray(
         raise ImportError("--engine ray needs an extra: pip install 'zoo[ray]'") from error
     started = not ray.is_initialized()
     if started:
-        local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
-        ray.init(**local, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not os.environ.get("RAY_ADDRESS"):
+            options |= {"num_cpus": workers, "include_dashboard": False}
+        ray.init(**options)
     try:
         environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
         remote = ray.remote(function).options(runtime_env=environment)

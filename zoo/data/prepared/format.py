@@ -144,7 +144,7 @@ def tokenizer_digest(folder: Location) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Location, manifest: Manifest) -> None:
     """Write a manifest to a file."""
     content = {**_content(manifest), "fingerprint": manifest.fingerprint}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -189,7 +189,7 @@ def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | No
             known = manifest.options
         elif (local / WORK / OPTIONS).exists():
             known = json.loads((local / WORK / OPTIONS).read_text(encoding="utf-8"))
-        elif left := sorted({path.name for path in out.iterdir()} - {WORK, ""}):
+        elif left := _strange(out):
             raise ValueError(
                 f"out='{out}' holds something else ({', '.join(left[:3])}): give a new folder"
             )
@@ -213,6 +213,13 @@ def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | No
     content = json.dumps(options)
     files.replace(local / WORK / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
     return None
+
+
+def _strange(out: Location) -> list[str]:
+    """What a folder holds that an unfinished preparation does not."""
+    # At an address it may be another machine's, whose working folder is there.
+    own = {SHARDS, TOKENIZER} if is_remote(out) else {WORK}
+    return sorted({path.name for path in out.iterdir()} - own) if out.is_dir() else []
 
 
 def _described(splits: Sequence[Split]) -> dict[str, Any]:
