@@ -88,7 +88,7 @@ def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iter
 
 def _begin(row_group: Any) -> int:
     column = row_group.column(0)
-    return min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0)
+    return min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
 
 
 def _length(value: Any) -> int:
