@@ -185,6 +185,7 @@ ROWS = 'text,n\r\n"say ""hi""\r\nagain",1\r\nö,2\r\n'.encode()
     [
         ("a.jsonl", b"\n" + lines(["x", TEXT]), [(2, "x"), (3, TEXT)]),
         ("a.ndjson", lines(["x"] * 99), [(number, "x") for number in range(1, 100)]),
+        ("bom.jsonl", b"\xef\xbb\xbf" + lines(["x"]), [(1, "x")]),
         ("a.csv", ROWS, [(3, 'say "hi"\r\nagain'), (4, "ö")]),
         ("a.txt", TEXT.encode(), [(0, TEXT)]),
         ("README", TEXT.encode(), [(0, TEXT)]),
@@ -239,9 +240,19 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ("a.jsonl", b"1" * 5000, "{}, line 1 is not JSON: Exceeds the limit (4300 digits)"),
         ("a.jsonl", b" \n" + lines("x") + b"[1]", "{}, line 3 is a JSON list, not an object"),
         ("a.jsonl", b'\n [\n{"text": "x"},\n', "{} is a JSON array, and needs an object per line"),
-        ("a.jsonl", b'[{"text": "x"}]', "per line instead: jq -c '.[]' {} > lines.jsonl"),
+        ("a.jsonl", b'[{"text": "x"}]', "per line instead: cat {} | jq -c '.[]' > lines.jsonl"),
+        (
+            "a.jsonl",
+            b'{\n  "text": "x"\n}\n',
+            "{} is JSON with values over several lines, and needs",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{\n"),
+            "an object per line instead: zcat {} | jq -c . > lin",
+        ),
         ("a.csv", b"text,n\nx", "{}, line 2 does not have as many columns as the first line"),
-        ("a.csv", b"text,n\nx,1\n\xff,2", "{} is not UTF-8: byte 0xff"),
+        ("a.csv", b"text,n\nx,1\ny\xff,2", "{}, line 3 is not UTF-8: byte 0xff at offset 1"),
         ("a.csv", b"body\nx", "{}, line 2 has no field 'text': its fields are ['body']"),
         ("a.txt", b"good\xffbad", "{} is not UTF-8: byte 0xff at offset 4"),
         ("a.gz", b"good", "{} is no whole .gz file: Not a gzipped file (b'go'); copy or compress"),
@@ -287,7 +298,7 @@ def test_sources_of_nothing_are_refused(tmp_path):
     write(tmp_path / "empty/b.jsonl", "")
     write(tmp_path / "full.txt", "x")
     empty, full, none = f"{tmp_path}/empty/*", f"{tmp_path}/full.txt", f"{tmp_path}/none/*.txt"
-    assert f"{empty!r} matches 2 files, all of them empty" in error_of(f"{full},{empty}")
+    assert f"{empty!r}: all matching files (2) are empty" in error_of(f"{full},{empty}")
     assert f"no file matches {none!r}" in error_of(f"{full},{none}", FileNotFoundError)
     assert "is a folder: add '/**/*.txt'" in error_of(f"{tmp_path}/empty", FileNotFoundError)
     assert "no file matches ''" in error_of(f"{full},", FileNotFoundError)
@@ -307,7 +318,9 @@ def test_damaged_tables_are_refused(tmp_path):
     assert f"{path}, row 0: field 'n' is a int, not a string" in error_of(path, field="n")
     whole = path.read_bytes()
     write(path, whole[:-50])
-    assert f"{path} is no Parquet file, or damaged from row 0: Parquet magic" in error_of(path)
+    assert f"{path} is no Parquet file, or damaged from row 0; copy it again: Parquet" in error_of(
+        path
+    )
     middle = whole.index(b"text 1200")
     write(path, whole[: middle - 5000] + bytes(4000) + whole[middle - 1000 :])
     assert f"{path} is no Parquet file, or damaged from row" in error_of(path)

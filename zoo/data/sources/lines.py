@@ -1,5 +1,6 @@
 """Lines and text: JSON objects, one per line, and files that are one document each."""
 
+import codecs
 import io
 import json
 import math
@@ -17,14 +18,16 @@ def read_jsonl(
     after = f" after byte {piece.begin}" if piece.begin else ""
     with opened(piece) as stream:
         for number, line in enumerate(_lines(stream, piece, limit), start=1):
-            if line.isspace():
+            if number == 1 and not piece.begin:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
                 continue
             where = f"{piece.path}, line {number}{after}"
             try:
                 check_length(len(line), limit, where)
                 record = _parse(line, where)
             except ValueError:
-                _refuse_array(piece)
+                _refuse_other_json(piece)
                 raise
             yield number, where, record
 
@@ -61,17 +64,24 @@ def _parse(line: bytes, where: str) -> dict:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
     return record
 
 
-def _refuse_array(piece: Piece) -> None:
+def _refuse_other_json(piece: Piece) -> None:
+    """Raise a ValueError if a file's beginning shows that its lines are no values of their own."""
     with opened(piece) as stream:
-        if not stream.read(2**16).lstrip().startswith(b"["):
-            return
+        head = stream.read(2**16).lstrip()
+    if head.startswith(b"["):
+        found, selected = "a JSON array", "'.[]'"
+    elif head.partition(b"\n")[0].strip() == b"{":
+        found, selected = "JSON with values over several lines", "."
+    else:
+        return
+    read = {".gz": "zcat", ".zst": "zstdcat"}.get(compression_of(piece.path), "cat")
     raise ValueError(
-        f"{piece.path} is a JSON array, and needs an object per line instead: "
-        f"jq -c '.[]' {piece.path} > lines.jsonl"
+        f"{piece.path} is {found}, and needs an object per line instead: "
+        f"{read} {piece.path} | jq -c {selected} > lines.jsonl"
     )

@@ -66,7 +66,7 @@ def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Spli
     for pattern in patterns.split(",") if isinstance(patterns, str) else patterns:
         found = list(_files(pattern.strip()))
         if not any(file.size for file in found):
-            raise ValueError(f"{pattern.strip()!r} matches {len(found)} files, all of them empty")
+            raise ValueError(f"{pattern.strip()!r}: all matching files ({len(found)}) are empty")
         for file in found:
             files.setdefault(file.path, file)
     return divide(files.values(), shard_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.base.addresses import is_remote
 from zoo.data.sources.pieces import Piece
-from zoo.data.sources.records import MAX_DOCUMENT, Fields, Record, check_length
+from zoo.data.sources.records import MAX_DOCUMENT, Fields, Record, check_length, decode
 from zoo.data.sources.streams import extra, found, opened
 
 
@@ -31,21 +31,16 @@ def read_csv(
             raise ValueError(
                 f"{piece.path} is not CSV after line {rows.line_num}: {error}"
             ) from error
+        except UnicodeDecodeError:  # in some line of a block
+            with opened(piece) as again:
+                for number, line in enumerate(again, start=1):
+                    decode(line, f"{piece.path}, line {number}")
+            raise
 
 
 def _text_lines(text: io.TextIOWrapper, path: str, limit: int | None) -> Iterator[str]:
-    number, size = 0, -1 if limit is None else limit + 1
-    while True:
-        try:
-            line = text.readline(size)
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise ValueError(
-                f"{path} is not UTF-8: byte {byte:#04x} after line {number}"
-            ) from error
-        if not line:
-            return
-        number += 1
+    size = -1 if limit is None else limit + 1
+    for number, line in enumerate(iter(lambda: text.readline(size), ""), start=1):
         if len(line) == size:
             check_length(size, limit, f"{path}, line {number}")
         yield line
@@ -86,14 +81,14 @@ def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iter
             if isinstance(error, OSError) and type(error) is not OSError:
                 raise  # of a disk or a store; Arrow's own have no subclass
             raise ValueError(
-                f"{piece.path} is no Parquet file, or damaged from row {row}: {error}; "
-                "copy it again"
+                f"{piece.path} is no Parquet file, or damaged from row {row}; copy it again: "
+                f"{error}"
             ) from error
 
 
 def _begin(row_group: Any) -> int:
     column = row_group.column(0)
-    return min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0)
+    return min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
 
 
 def _length(value: Any) -> int:
