@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stores import Store, s3, s3_port  # noqa: F401
 
 from zoo.__main__ import main
-from zoo.base.addresses import location
+from zoo.base.addresses import AddressError, location
 from zoo.data.prepared import copying, engines, hashes, prepare, tokenizing, verifying
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -387,3 +388,18 @@ def test_the_path_of_a_tokenizer(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
         prepare.prepare(data, tmp_path / "none", tokenizer=str(tmp_path / "missing"), **SMALL)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_workers_copy_to_a_store(tmp_path: Path, monkeypatch, s3: Store):  # noqa: F811
+    write_corpus(tmp_path / "text")
+    data = str(tmp_path / "text" / "*.jsonl")
+    monkeypatch.setattr(copying, "CACHE", tmp_path / "cache")
+    main(["prepare", data, "--out", f"{s3.address}/out", "--shard-megabytes", "0.0007"])
+    manifest = prepare.prepare(data, tmp_path / "out", **SMALL)
+    address = location(f"{s3.address}/out", "out")
+    assert read_manifest(address) == manifest
+    for name, wanted in content(tmp_path / "out").items():
+        assert (address / name).read_bytes() == wanted
+    with pytest.raises(AddressError, match="no-such-bucket"):
+        prepare.prepare(data, "s3://no-such-bucket/out", **SMALL)
