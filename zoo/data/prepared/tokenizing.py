@@ -140,7 +140,7 @@ class _Writer:
             high, low = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
             row = (high, low, self.tokens, len(ids), source, record, len(data))
             self._pending.append(row)
-            self._token_file.write(ids.astype(self._dtype).tobytes())
+            self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
             self.documents += 1
             self.tokens += len(ids)
             self.bytes += len(data)
