@@ -97,7 +97,7 @@ def test_damage_is_named(tmp_path, suffix, damage):
         wanted = " is not what was written"
     message = str(error.value)
     assert f"{path}{wanted}" in message
-    assert "put 00000001.* back from a copy, or remove them and run `python -m zoo" in message
+    assert f"put 00000001.* back from a copy, or remove {tmp_path} and run `python -m" in message
 
 
 def test_what_is_not_read_is_not_verified_and_each_block_is_once(tmp_path, monkeypatch):
@@ -236,3 +236,7 @@ def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
         np.testing.assert_array_equal(prepared.train[i], here.train[i])
     assert len(copied()) == 4
     np.testing.assert_array_equal(parts.open_prepared(there).train[3], here.train[3])
+    [damaged] = tmp_path.glob("cache/**/00000002.tokens")
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    with pytest.raises(DamagedError, match=f"block 0 .* remove {damaged.parent}, which is copied"):
+        touched(parts.open_prepared(there, tmp_path / "cache").train)

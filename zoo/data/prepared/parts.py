@@ -18,6 +18,7 @@ from zoo.data.packing import Piece
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import (
     RECORD,
+    SHARDS,
     SOURCES,
     TOKENIZER,
     TOKENS,
@@ -174,8 +175,11 @@ def _stem(folder: Path, number: int) -> Path:
 
 
 def _remedy(stem: Path) -> str:
+    if stem.parent.name != SHARDS:
+        return f"remove {stem.parent}, which is copied again"
     return (
-        f"put {stem.name}.* back from a copy, or remove them and run `python -m zoo prepare` again"
+        f"put {stem.name}.* back from a copy, or remove {stem.parent.parent} and run `python -m "
+        "zoo prepare` again"
     )
 
 
