@@ -23,6 +23,7 @@ from zoo.data.documents import (
     read_documents,
     standard_library,
 )
+from zoo.data.mixtures.spec import is_mixture
 from zoo.data.prepared.agreement import Sample, check_named_tokenizer, check_tokenizer
 from zoo.data.prepared.choice import is_for_memory, prepared_folder
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
@@ -38,7 +39,8 @@ class Source:
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
-    with commas. Empty: text that comes with Python (source code; for fine-tuning, help texts)."""
+    with commas. Sources by name, with weights, are mixed: code=src/*.py:0.7,help=docs/*.txt:0.3, or
+    a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning, help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
@@ -237,6 +239,12 @@ def read_documents_of(config: Source, label: str | None = None) -> list[Document
     """The documents that a configuration names."""
     if not config.files:
         return standard_library()
+    if is_mixture(config.files):
+        raise ValueError(
+            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
+            "language models on plain text take: give one source's files (./a=b.txt, if they are "
+            "named so)"
+        )
     return read_documents(config.files, field=config.field, label=label)
 
 
