@@ -1,7 +1,11 @@
 """Mixtures: which source gives a row, how they are written, and what a run does with them."""
 
 import collections
+import dataclasses
+import io
+import json
 import re
+import types
 from decimal import Decimal
 from fractions import Fraction
 
@@ -9,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import Recipe
+from rich.console import Console
 
 from zoo import text
 from zoo.data.corpus import Corpus
@@ -25,6 +31,11 @@ from zoo.data.mixtures.schedule import (
 from zoo.data.mixtures.text import check_epochs, read_mixture
 from zoo.data.token_plans import TOKEN_BATCH, BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer
+from zoo.runs import monitor
+from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
+from zoo.runs.run import Run
+from zoo.tasks import language, mixtures
 from zoo.tasks.mixtures import first_difference
 
 SHARES = st.lists(
@@ -322,3 +333,83 @@ def test_the_first_step_that_differs():
     assert first_difference(old, record((0, [1, 1]))) == 30
     assert first_difference(old, record((0, [1, 1]), (30, [1, 2]), (40, [1, 1]))) == 40
     assert first_difference(old, record((0, [2, 1]), (30, [1, 2]))) == 0
+
+
+def test_a_change_behind_a_run_is_refused_and_one_before_it_recorded(tmp_path):
+    data = load(tmp_path, write_sources(tmp_path))
+    said = []
+    config = text.Config(files="mixture.toml")
+    run = Run(language.Config(run_dir=tmp_path / "run", steps=40, data=config))
+    run.say = said.append
+    run.checkpointer = types.SimpleNamespace(good_steps=lambda: [20])
+    (tmp_path / "run").mkdir()
+
+    def record(*stages):
+        plan = MixturePlan(data.train.plans, [Stage(0, (7, 3)), *stages])
+        mixtures.record(run, dataclasses.replace(data, train=plan))
+        return json.loads((run.folder / "mixture.json").read_text())
+
+    with pytest.raises(RunError, match=r"mixture\.json is missing, and the run has 20 steps"):
+        record(Stage(10, (1, 1)))
+    run.checkpointer.good_steps = list
+    assert record(Stage(10, (1, 1)))["changes"] == []
+    run.checkpointer.good_steps = lambda: [20]
+    assert record(Stage(10, (1, 1)))["changes"] == said == []
+    before = (run.folder / "mixture.json").read_bytes()
+    with pytest.raises(
+        RunError, match=r"differ from step 10 on .*0\.5, 'docs': 0\.5.*from step 20"
+    ):
+        record(Stage(10, (1, 2)))
+    with pytest.raises(RunError, match="differ from step 10 on"):
+        record()
+    assert (run.folder / "mixture.json").read_bytes() == before
+    found = record(Stage(10, (1, 1)), Stage(20, (1, 9)))
+    assert found["changes"] == [
+        {"step": 20, "from": 20, "stages_before": json.loads(before)["stages"]}
+    ]
+    assert "change from step 20 on" in said[0]
+    again = record(Stage(10, (1, 1)), Stage(20, (1, 9)))
+    assert again == found
+
+
+def test_finetuning_says_that_it_takes_no_mixture():
+    with pytest.raises(ValueError, match="is a mixture of sources, which only"):
+        text.read_documents_of(text.Config(files="a=x.txt:1,b=y.txt:2"))
+
+
+def test_the_progress_line_has_epochs_per_source():
+    stream = io.StringIO()
+    bar = monitor.ProgressBar(2, console=Console(file=stream, width=200))
+    bar.update(1, **{"code/epoch": 0.25, "docs/epoch": 1.5})
+    assert "epochs code 0.25, docs 1.50" in stream.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_resumes_bit_for_bit_across_a_changed_stage(tmp_path, devices):
+    """The stage at 6 is added once 4 steps are done; the whole run has it from the beginning."""
+    files = write_sources(tmp_path)
+    code, docs = (part.partition("=")[2].rpartition(":")[0] for part in files.split(","))
+    table = (
+        f'[sources.code]\nfiles="{code}"\nweight=0.7\n[sources.docs]\nfiles="{docs}"\nweight=0.3\n'
+    )
+    staged = table + "[[stages]]\nstart=6\nweights={code=1,docs=4}\n"
+    path = tmp_path / "mixture.toml"
+    recipe = Recipe("lm", tmp_path)
+    path.write_text(staged)
+    flags = [f"--data={path}", "--steps=10", "--data.batch-size=8", "--data.seq-len=32"]
+    flags += ["--mesh=fsdp=2"] if devices == 2 else []
+    recipe.run(tmp_path / "whole", *flags, devices=devices)
+    path.write_text(table)
+    recipe.run(tmp_path / "parts", *flags, "--steps=4", devices=devices)
+    path.write_text(staged)
+    output = recipe.run(tmp_path / "parts", *flags, devices=devices)
+    assert "the weights of the sources change from step 6 on" in output
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    epochs = [
+        [{n: x for n, x in line.items() if n.endswith("/epoch")} for line in lines]
+        for lines in (whole, parts)
+    ]
+    assert [e for e in epochs[0] if e] == [e for e in epochs[1] if e] != []
+    last = [next(x for x in reversed(lines) if "code/eval_loss" in x) for lines in (whole, parts)]
+    assert last[0].keys() == last[1].keys() > {"docs/eval_loss", "docs/bits_per_byte"}

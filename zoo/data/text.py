@@ -39,8 +39,9 @@ class Source:
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
-    with commas. Sources by name, with weights, are mixed: code=src/*.py:0.7,help=docs/*.txt:0.3, or
-    a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning, help texts)."""
+    with commas. Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3,
+    or in a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning,
+    help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
