@@ -1,176 +1,121 @@
-"""zoo.data.mixtures: counts within one of the weights, the same batches anywhere, what is refused."""
+"""Mixtures: which source gives a row, how they are written, and what a run does with them."""
 
+import collections
+import dataclasses
+import io
+import json
+import re
+import types
+from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import Recipe
+from rich.console import Console
 
+from zoo import text
 from zoo.data.corpus import Corpus
-from zoo.data.mixtures.plan import MixedSource, MixturePlan
-from zoo.data.mixtures.schedule import Schedule, Stage, rounded, shares_of
-from zoo.data.mixtures.spec import parse
-from zoo.data.plans import Plan
-from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.mixtures import spec
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.schedule import (
+    MAX_PERIOD,
+    Schedule,
+    Stage,
+    lay_out,
+    rounded,
+    shares_of,
+)
+from zoo.data.mixtures.text import check_epochs, read_mixture
+from zoo.data.token_plans import TOKEN_BATCH, BucketPlan, PackedPlan
+from zoo.data.tokenizer import BPETokenizer
+from zoo.runs import monitor
+from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
+from zoo.runs.run import Run
+from zoo.tasks import language, mixtures
+from zoo.tasks.mixtures import first_difference
 
-weight = st.integers(0, 300).map(lambda share: Fraction(share, 100))
-weights = st.lists(weight, min_size=2, max_size=8).filter(any)
-
-
-def check_stage(
-    schedule: Schedule, stage: int, begin: int, rows: int, before: list[int]
-) -> list[int]:
-    """Every count of a stage, and the numbers of its rows; the counts after it."""
-    shares = [x / sum(schedule.stages[stage].weights) for x in schedule.stages[stage].weights]
-    counts = [0] * len(shares)
-    for row in range(rows):
-        source, number = schedule.place(begin + row)
-        assert number == before[source] + counts[source]  # without a gap
-        counts[source] += 1
-        for count, share in zip(counts, shares, strict=True):
-            assert abs(count - share * (row + 1)) <= 1
-        assert schedule.counts(begin + row + 1) == [a + b for a, b in zip(before, counts)]
-    return [a + b for a, b in zip(before, counts, strict=True)]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(weights.filter(lambda x: len(x) == 3), min_size=1, max_size=3), st.integers(1, 7))
-def test_counts_are_within_one_of_the_weights(stages: list[list[Fraction]], per_batch: int):
-    starts = [0, 11, 40][: len(stages)]
-    chosen = [Stage(start, tuple(x)) for start, x in zip(starts, stages, strict=True)]
-    schedule = Schedule(chosen, per_batch)
-    before, ends = [0, 0, 0], [*starts[1:], starts[-1] + 30]
-    for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        rows = (end - start) * per_batch
-        before = check_stage(schedule, stage, start * per_batch, rows, before)
+SHARES = st.lists(
+    st.one_of(st.integers(1, 3), st.integers(0, 300)), min_size=2, max_size=12
+).filter(any)
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights, st.integers(0, 10**12))
-def test_a_row_far_away_is_where_it_belongs(chosen: list[Fraction], row: int):
-    schedule = Schedule([Stage(0, tuple(chosen))], 1)
-    source, number = schedule.place(row)
-    assert number == schedule.counts(row)[source]
-    for count, x in zip(schedule.counts(row), chosen, strict=True):
-        assert abs(count - x / sum(chosen) * row) <= 1
+@given(SHARES, st.integers(0, 2**40))
+def test_each_source_is_within_one_of_its_weight_at_every_grain(shares, periods):
+    order = lay_out(shares)
+    counts = np.cumsum(order[:, None] == np.arange(len(shares)), axis=0)
+    expected = np.arange(1, len(order) + 1)[:, None] * np.asarray(shares) / sum(shares)
+    assert len(order) == sum(shares)
+    assert np.abs(counts - expected).max() <= 1
+    schedule = Schedule([Stage(0, tuple(shares))])
+    begin = periods * sum(shares)
+    assert schedule.counts(begin).tolist() == [periods * share for share in shares]
+    assert schedule.source_of(begin) == order[0]
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(st.lists(st.integers(0, 20_000), min_size=2, max_size=12).filter(any))
-def test_periods_of_very_different_weights(shares: list[int]):
-    total = sum(shares)
-    if total > 60_000:
-        shares = [share // 4 for share in shares]
-    if not any(shares):
-        return
-    schedule = Schedule([Stage(0, tuple(map(Fraction, shares)))], 1)
-    check_stage(schedule, 0, 0, min(total, 3000), [0] * len(shares))
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(2, 6), st.integers(1, 5))
+def test_stages_continue_each_sources_numbers_without_a_gap(data, sources, per_batch):
+    some = st.lists(st.integers(0, 9), min_size=sources, max_size=sources).filter(any)
+    starts = [0, *sorted(data.draw(st.sets(st.integers(1, 40), max_size=3)))]
+    stages = [Stage(start, tuple(data.draw(some))) for start in starts]
+    schedule = Schedule(stages, per_batch)
+    seen = collections.Counter()
+    for grain in range(60 * per_batch):
+        stage = max(i for i, one in enumerate(stages) if one.start * per_batch <= grain)
+        if grain == stages[stage].start * per_batch:
+            began, weights = dict(seen), np.asarray(stages[stage].shares)
+        source = schedule.source_of(grain)
+        assert schedule.rank(grain) == seen[source]
+        seen[source] += 1
+        within = np.array([seen[s] - began.get(s, 0) for s in range(sources)])
+        length = grain + 1 - stages[stage].start * per_batch
+        assert np.abs(within - length * weights / weights.sum()).max() <= 1
+    assert schedule.counts(60).tolist() == [seen[s] for s in range(sources)]
+    fresh = Schedule(stages, per_batch)
+    grains = np.random.default_rng(0).permutation(60 * per_batch)[:20]
+    assert [fresh.locate(int(g)) for g in grains] == [schedule.locate(int(g)) for g in grains]
 
 
-def test_shares_and_what_they_cannot_be():
-    assert shares_of([Fraction("0.7"), Fraction("0.3")]) == (7, 3)
-    assert shares_of([Fraction(2), Fraction(0), Fraction(4)]) == (1, 0, 2)
-    with pytest.raises(ValueError, match="are all zero"):
-        shares_of([Fraction(0)] * 2)
-    with pytest.raises(ValueError, match="must not be negative"):
-        shares_of([Fraction(1), Fraction(-1)])
-    with pytest.raises(ValueError, match="fewer digits"):
-        shares_of([Fraction("0.1234567"), Fraction("0.3")])
-    assert sum(rounded([1e-9, 5.0, 7.0])) == 1
-    assert min(rounded([1e-9, 5.0, 7.0])) > 0
-    with pytest.raises(ValueError, match=r"stages start at \[0, 5, 5\]"):
-        Schedule([Stage(start, (Fraction(1),)) for start in (0, 5, 5)], 1)
+def test_very_small_weights():
+    shares = shares_of([Fraction("0.0001"), Fraction("0.9999")])
+    assert shares == (1, 9999)
+    order = lay_out(shares)
+    assert np.count_nonzero(order == 0) == 1
+    with pytest.raises(ValueError, match=r"repeat after 1,000,000 rows.*fewer digits"):
+        shares_of([Fraction("0.000001"), Fraction("0.999999")])
+    temperature = rounded([1e-12, 1.0, 1.0])
+    assert min(temperature) == 1
+    assert sum(temperature) <= MAX_PERIOD
 
 
-def corpus(lengths: list[int], first: int) -> Corpus:
-    documents = [np.full(n, first + i, np.int32) for i, n in enumerate(lengths)]
-    return Corpus.from_arrays(documents, 60, sum(lengths))
+@pytest.mark.parametrize(
+    "files",
+    ["a/*.txt", "a/*.txt,b/*.txt", "a/x=1/*.parquet", "s3://bucket/a=b/*.txt", "./a=b.txt", ""],
+)
+def test_globs_are_no_mixtures(files):
+    assert not spec.is_mixture(files)
 
 
-def plan_of(stages: list[tuple[int, list[int]]], by_batch: bool = False, **options) -> MixturePlan:
-    rng = np.random.default_rng(0)
-    corpora = [corpus(rng.integers(3, 30, 20).tolist(), first) for first in (1, 30)]
-    if by_batch:
-        plans = [BucketPlan(c, 0, (16, 32), 4, seed=3) for c in corpora]
-    else:
-        plans = [PackedPlan(c, 0, 16, 4, seed=3) for c in corpora]
-    chosen = [Stage(start, tuple(map(Fraction, x))) for start, x in stages]
-    sources = [
-        MixedSource("low", plans[0], **options),
-        MixedSource("high", plans[1]),
+def test_the_grammar_of_the_flag():
+    written = (
+        "code=src/**/*.py,more/*.py:0.7,help=s3://bucket/a:b/*.txt:.2,web=hf://x@v:1/y.txt:1e-1"
+    )
+    assert spec.is_mixture(written)
+    mixture = spec.parse(written)
+    assert [(s.name, s.files, s.weight) for s in mixture.sources] == [
+        ("code", "src/**/*.py,more/*.py", Decimal("0.7")),
+        ("help", "s3://bucket/a:b/*.txt", Decimal("0.2")),
+        ("web", "hf://x@v:1/y.txt", Decimal("0.1")),
     ]
-    return MixturePlan(sources, Schedule(chosen, 1 if by_batch else 4), by_batch)
-
-
-def source_of(row: np.ndarray) -> int:
-    return int(row[row > 0].max() >= 30)
-
-
-@pytest.mark.parametrize("by_batch", [False, True], ids=["packed", "bucketed"])
-def test_batches_are_functions_of_their_number(by_batch: bool):
-    plan = plan_of([(0, [3, 1]), (9, [1, 4])], by_batch)
-    assert isinstance(plan, Plan)
-    batches = [plan.batch(k) for k in range(30)]
-    again = plan_of([(0, [3, 1]), (9, [1, 4])], by_batch)
-    for k in reversed(range(30)):
-        for name, array in batches[k].items():
-            np.testing.assert_array_equal(again.batch(k)[name], array)
-            parts = [again.batch(k, slice(i, i + 1))[name] for i in range(4)]
-            np.testing.assert_array_equal(np.concatenate(parts), array)
-    rows = [row for batch in batches for row in batch["tokens"] if row.any()]
-    assert 0.2 < np.mean([source_of(row) for row in rows[:36]]) < 0.3
-    assert 0.7 < np.mean([source_of(row) for row in rows[36:]]) < 0.9
-
-
-def test_each_epoch_of_a_source_has_all_of_it():
-    plan = plan_of([(0, [3, 1])])
-    low = plan.sources[0]
-    rows = [
-        row.tolist()
-        for k in range(40)
-        for row in plan.batch(k)["tokens"]
-        if not row.any() or source_of(row) == 0
-    ]
-    epochs = [rows[i * low.num_rows : (i + 1) * low.num_rows] for i in range(3)]
-    wanted = sorted(low.plan.corpus.tokens.tolist())
-    for epoch in epochs:
-        assert sorted(token for row in epoch for token in row if token) == wanted
-    assert epochs[0] != epochs[1]
-    assert plan.epochs(40)["low"] == pytest.approx(120 / low.num_rows)
-    assert plan.progress(40)["low/epoch"] == pytest.approx(120 / low.num_rows, abs=1e-4)
-
-
-def test_a_limit_takes_the_same_rows_in_each_epoch():
-    plan = plan_of([(0, [1, 0])], limit=48)
-    assert plan.sources[0].num_rows == 3
-    rows = [tuple(row.tolist()) for k in range(30) for row in plan.batch(k)["tokens"]]
-    epochs = [rows[i : i + 3] for i in range(0, 120, 3)]
-    assert {frozenset(epoch) for epoch in epochs} == {frozenset(epochs[0])}
-    assert len(set(epochs[0])) == 3
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_more_epochs_than_allowed_are_refused_in_advance():
-    plan = plan_of([(0, [3, 1])], max_epochs=2)
-    plan.check_epochs(8)
-    with pytest.raises(
-        ValueError, match=r"40 steps read the source 'low' 5\.\d\d times, and its max_epochs=2"
-    ):
-        plan.check_epochs(40)
-
-
-def test_descriptions_on_the_command_line():
-    spec = parse("code=src/**/*.py,more/*.py:0.7,help=s3://bucket/x:0.3")
-    assert spec is not None
-    assert [(s.name, s.files, s.weight) for s in spec.sources] == [
-        ("code", "src/**/*.py,more/*.py", Fraction("0.7")),
-        ("help", "s3://bucket/x", Fraction("0.3")),
-    ]
-    for plain in ("a/*.txt,b/*.txt", "s3://bucket/a=b/*.txt", "./a=b/*.txt", ""):
-        assert parse(plain) is None
+    assert mixture.resolve(10, [1, 1, 1]) == (Stage(0, (7, 2, 1)),)
+    no_weight = spec.parse("a=gs://bucket/*.txt,b=y.txt")
+    assert no_weight.sources[0].files == "gs://bucket/*.txt"
+    assert no_weight.resolve(10, [100, 100])[0].shares == (1, 1)
 
 
 TABLE = """
@@ -178,74 +123,293 @@ TABLE = """
 files = "src/*.py"
 weight = 0.7
 max_epochs = 4
-[sources.help]
+[sources.docs]
 files = "docs/*.md"
 weight = 0.3
-limit = 1000
 [[stages]]
 start = 40
-weights = {code = 1, help = 1}
+weights = {code = 1, docs = 1}
 [[stages]]
 last = 10
-weights = {help = 1}
+weights = {docs = 1}
 """
 
 
-def test_descriptions_in_a_table(tmp_path: Path):
+def parse_table(tmp_path, table):
     path = tmp_path / "mixture.toml"
-    path.write_text(TABLE)
-    spec = parse(str(path))
-    assert spec is not None
-    assert spec.sources[1].limit == 1000
-    stages = spec.resolved([1, 1], 100)
-    assert [stage.start for stage in stages] == [0, 40, 90]
-    assert stages[2].weights == (0, 1)
-    with pytest.raises(ValueError, match=r"a stage with last=10 \(start=35\) comes after one that"):
-        spec.resolved([1, 1], 45)
-    path.write_text(TABLE.replace("weight = 0.7", "").replace("weight = 0.3", "").split("[[")[0])
-    with pytest.raises(ValueError, match=r"\[sources.code\]: give each source a weight"):
-        parse(str(path))
-    path.write_text(
-        f"temperature = 2\n{TABLE}".replace("weight = 0.7", "").replace("weight = 0.3", "")
+    path.write_text(table)
+    assert spec.is_mixture(str(path))
+    return spec.parse(str(path))
+
+
+def test_a_table_with_stages_and_temperature(tmp_path):
+    mixture = parse_table(tmp_path, TABLE)
+    stages = mixture.resolve(100, [5, 5])
+    assert stages == (Stage(0, (7, 3)), Stage(40, (1, 1)), Stage(90, (0, 1)))
+    assert mixture.sources[0].max_epochs == 4
+    with pytest.raises(
+        ValueError, match=r"stages\[1\] begins at step 40, and the one before at 40"
+    ):
+        mixture.resolve(50, [5, 5])
+    hot = "temperature = 2\n" + re.sub("weight = .*", "", TABLE)
+    shares = parse_table(tmp_path, hot).resolve(100, [10_000, 100])[0].shares
+    assert shares[0] / shares[1] == pytest.approx(10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("weight = 0.7", "weight = -1"), "the weight -1 of 'code' is negative"),
+        (("weight = 0.7", "weight = nan"), "of 'code' must be a finite number"),
+        (("weight = 0.7", "weight = inf"), "of 'code' must be a finite number"),
+        (("weight = 0.7", "weight = 'a'"), "sources.code.weight=a: must be a number"),
+        (("weight = 0.7\n", ""), r"\['docs'\] have a weight and other sources none"),
+        (("max_epochs", "epochs"), r"sources.code has the unknown key \['epochs'\]; known are"),
+        (("{docs = 1}", "{help = 1}"), r"stages\[1\] has the unknown source \['help'\]"),
+        (("{docs = 1}", "{docs = 0}"), r"stages\[1\]: the weights are all zero"),
+        (("last = 10", "when = 10"), r"stages\[1\] has the unknown key \['when'\]"),
+        (("last = 10\n", ""), r"stages\[1\]: needs either `start` or `last`"),
+        (("sources.docs", "sources.average"), "no source can be named"),
+        (("max_epochs = 4", "max_epochs = 0"), "code.max_epochs=0: above 0"),
+        (("[sources.code]", "temperature = 2\n[sources.code]"), "leave out either"),
+        (("[sources.docs]", "[sources.code]"), "is no table in TOML"),
+    ],
+)
+def test_tables_that_are_refused(tmp_path, change, message):
+    assert change[0] in TABLE
+    with pytest.raises(ValueError, match=message):
+        parse_table(tmp_path, TABLE.replace(*change))
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("a=x.txt:0,b=y.txt:0", "the weights are all zero"),
+        ("a=x.txt:1,a=y.txt:1", r"the source \['a'\] is there twice"),
+        ("a=:1,b=y.txt:1", "the source 'a' has no files"),
+        ("a=x.txt:-1,b=y.txt:1", "is negative"),
+    ],
+)
+def test_flags_that_are_refused(flag, message):
+    with pytest.raises(ValueError, match=message):
+        spec.parse(flag)
+
+
+STAGES = (Stage(0, (3, 1)), Stage(5, (1, 2)))
+
+
+def make_plan(rows="packed", stages=STAGES):
+    plans = {}
+    for source, name in enumerate(("code", "docs")):
+        lengths = np.random.default_rng(source).integers(3, 20, 17)
+        first = 1 + 100 * source
+        arrays = [np.arange(first, first + n, dtype=np.int32) for n in lengths]
+        corpus = Corpus.from_arrays(arrays, 256, num_bytes=1000)
+        plans[name] = (
+            PackedPlan(corpus, 0, 16, 8, 3)
+            if rows == "packed"
+            else BucketPlan(corpus, 0, (16, 32), 8, 3)
+        )
+    return MixturePlan(plans, stages)
+
+
+@pytest.mark.parametrize("rows", ["packed", "bucketed"])
+def test_batches_are_functions_of_k_in_any_parts(rows):
+    plan = make_plan(rows)
+    taken = collections.Counter()
+    for k in range(12):
+        batch = plan.batch(k)
+        assert batch.keys() == TOKEN_BATCH.keys()
+        assert batch["tokens"].shape == (8, plan.bucket(k))
+        fresh = make_plan(rows)  # after a kill
+        for parts in (2, 4):
+            held = [slice(i * 8 // parts, (i + 1) * 8 // parts) for i in range(parts)]
+            pieces = [fresh.batch(k, part) for part in held]
+            for name in batch:
+                joined = np.concatenate([piece[name] for piece in pieces])
+                np.testing.assert_array_equal(joined, batch[name])
+        # The rows are those of the sources' own plans, one after the other.
+        for row in range(8):
+            one = plan.schedule.source_of(8 * k + row if rows == "packed" else k)
+            name = list(plan.plans)[one]
+            own, place = divmod(taken[name], 8)
+            expected = plan.plans[name].batch(own)
+            if rows == "packed":
+                source = plan.plans[name]
+                epoch, number = divmod(taken[name], source.num_rows)
+                own, place = divmod(number, 8)
+                expected = source.batch(epoch * source.batches_per_epoch + own)
+            np.testing.assert_array_equal(batch["tokens"][row], expected["tokens"][place])
+            assert (batch["tokens"][row].max() > 100) == (name == "docs") or not batch["weights"][
+                row
+            ].any()
+            taken[name] += 1
+    epochs = plan.epochs(12)
+    for name, count in taken.items():
+        assert count > 8
+        assert epochs[name] == count / plan.plans[name].num_rows
+
+
+def test_batches_before_a_changed_stage_stay():
+    before = make_plan()
+    after = make_plan(stages=(Stage(0, (3, 1)), Stage(7, (1, 9))))
+    same = [np.array_equal(before.batch(k)["tokens"], after.batch(k)["tokens"]) for k in range(10)]
+    assert same[:5] == [True] * 5
+    assert not all(same[5:])
+
+
+def test_too_many_epochs_say_how_many():
+    mixture = spec.Mixture(
+        (
+            spec.SourceSpec("code", "a", Decimal(3)),
+            spec.SourceSpec("docs", "b", Decimal(1), max_epochs=2),
+        )
     )
-    spec = parse(str(path))
-    assert spec is not None
-    [first, *_] = spec.resolved([400, 100], 100)
-    assert [float(x) for x in first.weights] == pytest.approx([2 / 3, 1 / 3], abs=1e-4)
+    plan = make_plan(stages=(Stage(0, (3, 1)),))
+    fits = int(2 * plan.plans["docs"].num_rows * 4 / 8)
+    check_epochs(mixture, plan, fits)
+    with pytest.raises(ValueError, match=r"'docs' would be read 4\..* times in --steps .*lower"):
+        check_epochs(mixture, plan, 2 * fits + 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a=x:0,b=y:0", "are all zero"),
-        ("a=x:-1,b=y:1", "must not be negative"),
-        ("a=x:nan,b=y:1", "weight='nan' must be a finite number"),
-        ("a=x,b=y:1", "the source 'a' has no weight"),
-        ("a=x:1,a=y:1", "names the source 'a' twice"),
-        ("a=:1,b=y:1", "the source 'a' has no files"),
-    ],
-)
-def test_impossible_mixtures_are_refused(text: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        parse(text)
+def write_sources(folder):
+    for name, word in (("code", "def f(x): return x\n"), ("docs", "The text is plain. ")):
+        (folder / name).mkdir(parents=True)
+        for i in range(12):
+            (folder / name / f"{i}.txt").write_text(f"{i} " + word * (10 + i))
+    return f"code={folder}/code/*.txt:0.7,docs={folder}/docs/*.txt:0.3"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("limit = 1000", "limit = 0", r"\[sources.help\] limit=0: must be positive"),
-        ("limit", "limits", r"has the key 'limits': known are"),
-        ('files = "src/*.py"', "", r"\[sources.code\] has no files"),
-        ("help = 1}\n[[", "hel = 1}\n[[", r"a stage has weights of \['hel'\]: the sources are"),
-        ("start = 40", "", "a stage needs weights, and start or last"),
-        ("start = 40", "start = 0", "start or last=0: give a positive number"),
-        ("[sources.code]", "[sources.code", "is no TOML"),
-        ("weight = 0.7", 'weight = "x"', "weight='x' is no number"),
-    ],
-)
-def test_impossible_tables_are_refused(tmp_path: Path, old: str, new: str, message: str):
-    assert old in TABLE
+def load(tmp_path, files, steps=10, **options):
+    given = {"tokenizer": "bytes", "seq_len": 32, "batch_size": 4, "cache": None} | options
+    config = text.Config(files=files, **given)
+
+    def tokenizer_folder(make):
+        make(tmp_path / "tokenizer")
+        return tmp_path / "tokenizer"
+
+    return read_mixture(config, steps=steps, seed=0, tokenizer_folder=tokenizer_folder)
+
+
+def test_the_text_of_all_sources(tmp_path):
+    data = load(tmp_path, write_sources(tmp_path), tokenizer="bpe", vocab_size=300)
+    assert isinstance(data.tokenizer, BPETokenizer)
+    assert "return" in data.tokenizer.decode(data.tokenizer.encode("return"))
+    held_out = [source.held_out.corpus for source in data.sources.values()]
+    assert data.held_out.corpus.num_bytes == sum(corpus.num_bytes for corpus in held_out)
+    for name, source in data.sources.items():
+        plan = source.held_out
+        weights = [plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch)]
+        assert data.targets[name] == sum(weights) > 0
+    assert len(data.held_out_documents) == sum(map(len, held_out))
+    assert 0 < data.compressors["xz -9"] < 8
+
+
+def test_a_source_with_a_limit_or_without_text(tmp_path):
+    written = write_sources(tmp_path)
+    whole = load(tmp_path / "a", written).sources["code"]
+    limited = []
+    for limit in ("limit_documents = 3", "limit_tokens = 700"):
+        table = f'[sources.code]\nfiles = "{tmp_path}/code/*.txt"\n{limit}\n'
+        (tmp_path / "limited.toml").write_text(table)
+        folder = tmp_path / limit.split()[0]
+        limited.append(load(folder, str(tmp_path / "limited.toml")).sources["code"])
+    assert len(limited[0].train.corpus) == 3
+    assert 0 < limited[1].train.corpus.num_tokens <= 700 < whole.train.corpus.num_tokens
+    assert limited[0].held_out.corpus.num_tokens == whole.held_out.corpus.num_tokens
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"none\.txt"):
+        load(tmp_path / "b", f"{written},empty={tmp_path}/none.txt:1")
+
+
+def test_the_first_step_that_differs():
+    def record(*stages):
+        return {"sources": ["a", "b"], "stages": [{"start": s, "shares": w} for s, w in stages]}
+
+    old = record((0, [1, 1]), (30, [1, 2]))
+    assert first_difference(old, record((0, [1, 1]), (30, [1, 2]))) is None
+    assert first_difference(old, record((0, [1, 1]), (30, [1, 3]))) == 30
+    assert first_difference(old, record((0, [1, 1]), (20, [1, 2]))) == 20
+    assert first_difference(old, record((0, [1, 1]))) == 30
+    assert first_difference(old, record((0, [1, 1]), (30, [1, 2]), (40, [1, 1]))) == 40
+    assert first_difference(old, record((0, [2, 1]), (30, [1, 2]))) == 0
+
+
+def test_a_change_behind_a_run_is_refused_and_one_before_it_recorded(tmp_path):
+    data = load(tmp_path, write_sources(tmp_path))
+    said = []
+    config = text.Config(files="mixture.toml")
+    run = Run(language.Config(run_dir=tmp_path / "run", steps=40, data=config))
+    run.say = said.append
+    run.checkpointer = types.SimpleNamespace(good_steps=lambda: [20])
+    (tmp_path / "run").mkdir()
+
+    def record(*stages):
+        plan = MixturePlan(data.train.plans, [Stage(0, (7, 3)), *stages])
+        mixtures.record(run, dataclasses.replace(data, train=plan))
+        return json.loads((run.folder / "mixture.json").read_text())
+
+    with pytest.raises(RunError, match=r"mixture\.json is missing, and the run has 20 steps"):
+        record(Stage(10, (1, 1)))
+    run.checkpointer.good_steps = list
+    assert record(Stage(10, (1, 1)))["changes"] == []
+    run.checkpointer.good_steps = lambda: [20]
+    assert record(Stage(10, (1, 1)))["changes"] == said == []
+    before = (run.folder / "mixture.json").read_bytes()
+    with pytest.raises(
+        RunError, match=r"differ from step 10 on .*0\.5, 'docs': 0\.5.*from step 20"
+    ):
+        record(Stage(10, (1, 2)))
+    with pytest.raises(RunError, match="differ from step 10 on"):
+        record()
+    assert (run.folder / "mixture.json").read_bytes() == before
+    found = record(Stage(10, (1, 1)), Stage(20, (1, 9)))
+    assert found["changes"] == [
+        {"step": 20, "from": 20, "stages_before": json.loads(before)["stages"]}
+    ]
+    assert "change from step 20 on" in said[0]
+    again = record(Stage(10, (1, 1)), Stage(20, (1, 9)))
+    assert again == found
+
+
+def test_finetuning_says_that_it_takes_no_mixture():
+    with pytest.raises(ValueError, match="is a mixture of sources, which only"):
+        text.read_documents_of(text.Config(files="a=x.txt:1,b=y.txt:2"))
+
+
+def test_the_progress_line_has_epochs_per_source():
+    stream = io.StringIO()
+    bar = monitor.ProgressBar(2, console=Console(file=stream, width=200))
+    bar.update(1, **{"code/epoch": 0.25, "docs/epoch": 1.5})
+    assert "epochs code 0.25, docs 1.50" in stream.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_resumes_bit_for_bit_across_a_changed_stage(tmp_path, devices):
+    """The stage at 6 is added once 4 steps are done; the whole run has it from the beginning."""
+    files = write_sources(tmp_path)
+    code, docs = (part.partition("=")[2].rpartition(":")[0] for part in files.split(","))
+    table = (
+        f'[sources.code]\nfiles="{code}"\nweight=0.7\n[sources.docs]\nfiles="{docs}"\nweight=0.3\n'
+    )
+    staged = table + "[[stages]]\nstart=6\nweights={code=1,docs=4}\n"
     path = tmp_path / "mixture.toml"
-    path.write_text(TABLE.replace(old, new, 1))
-    with pytest.raises(ValueError, match=message):
-        parse(str(path))
+    recipe = Recipe("lm", tmp_path)
+    path.write_text(staged)
+    flags = [f"--data={path}", "--steps=10", "--data.batch-size=8", "--data.seq-len=32"]
+    flags += ["--mesh=fsdp=2"] if devices == 2 else []
+    recipe.run(tmp_path / "whole", *flags, devices=devices)
+    path.write_text(table)
+    recipe.run(tmp_path / "parts", *flags, "--steps=4", devices=devices)
+    path.write_text(staged)
+    output = recipe.run(tmp_path / "parts", *flags, devices=devices)
+    assert "the weights of the sources change from step 6 on" in output
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    epochs = [
+        [{n: x for n, x in line.items() if n.endswith("/epoch")} for line in lines]
+        for lines in (whole, parts)
+    ]
+    assert [e for e in epochs[0] if e] == [e for e in epochs[1] if e] != []
+    last = [next(x for x in reversed(lines) if "code/eval_loss" in x) for lines in (whole, parts)]
+    assert last[0].keys() == last[1].keys() > {"docs/eval_loss", "docs/bits_per_byte"}

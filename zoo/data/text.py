@@ -25,6 +25,9 @@ from zoo.data.documents import (
 )
 from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
 from zoo.data.prepared.choice import Wanted, prepared_by_itself, prepared_folder
+from zoo.data.mixtures.spec import is_mixture
+from zoo.data.prepared.agreement import Sample, check_named_tokenizer, check_tokenizer
+from zoo.data.prepared.choice import is_for_memory, prepared_folder
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id
@@ -38,7 +41,9 @@ class Source:
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
-    with commas. Empty: text that comes with Python (source code; for fine-tuning, help texts)."""
+    with commas. Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3,
+    or in a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning,
+    help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
@@ -241,6 +246,12 @@ def read_documents_of(config: Source, label: str | None = None) -> list[Document
     """The documents that a configuration names."""
     if not config.files:
         return standard_library()
+    if is_mixture(config.files):
+        raise ValueError(
+            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
+            "language models on plain text take: give one source's files (./a=b.txt, if they are "
+            "named so)"
+        )
     return read_documents(config.files, field=config.field, label=label)
 
 

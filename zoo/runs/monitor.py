@@ -94,9 +94,13 @@ class ProgressBar:
     def _status(self, step: int, now: float) -> str:
         shown = [(form, self._metrics.get(name)) for name, form in _SHOWN.items()]
         parts = [form.format(value) for form, value in shown if value is not None]
-        if epochs := {n: x for n, x in self._metrics.items() if n.endswith("/epoch")}:
-            each = (f"{name.removesuffix('/epoch')} {x:.2f}" for name, x in epochs.items())
-            parts.append(f"epochs {', '.join(each)}")
+        numbers = {n: x for n, x in self._metrics.items() if isinstance(x, float)}
+        epochs = [
+            f"{name.removesuffix('/epoch')} {x:.2f}"
+            for name, x in numbers.items()
+            if name.endswith("/epoch")
+        ]
+        parts += [f"epochs {', '.join(epochs)}"] if epochs else []
         first_time, first_step = self._first or (now, step)
         if step >= self._total:
             parts.append(f"took {timedelta(seconds=int(now - self._began))}")

@@ -3,6 +3,7 @@
 import bisect
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import Array, PyTree
@@ -76,13 +77,15 @@ def record(run: Run[Config], data: MixedText) -> None:
     if run.is_main:
         path = run.folder / RECORD
         new = {"sources": list(data.sources), "stages": stages_as_json(data.train.schedule.stages)}
-        try:
-            old = json.loads(path.read_text())
-        except FileNotFoundError:
-            old = None
+        old = _read_record(path)
         good = run.checkpointer.good_steps()
         step = good[-1] if good else 0
         changes: list[Any] = []
+        if step and old is None:
+            raise RunError(
+                f"{path} is missing, and the run has {step} steps behind it: put it back, as it "
+                "has the weights of those steps; or give the --data that they had"
+            )
         if old is not None and step:
             changes = old["changes"]
             first = first_difference(old, new)
@@ -104,6 +107,15 @@ def record(run: Run[Config], data: MixedText) -> None:
         text = json.dumps(new, indent=2) + "\n"
         files.replace(path, lambda temporary: temporary.write_text(text))
     processes.barrier("mixture")
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); put it back from a copy") from error
 
 
 def describe(plan: MixturePlan, steps: int) -> str:

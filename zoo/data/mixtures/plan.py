@@ -29,6 +29,10 @@ class JoinedCorpus:
     def __len__(self) -> int:
         return self.begins[-1]
 
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
+        corpus, i = self._locate(i)
+        return corpus[i]
+
     def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
         """Ids [start, stop) of document i, or those of them that it has."""
         corpus, i = self._locate(i)

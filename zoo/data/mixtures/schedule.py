@@ -34,7 +34,7 @@ def shares_of(weights: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def rounded(weights: Sequence[float]) -> tuple[int, ...]:
+def rounded(weights: Sequence[float | int]) -> tuple[int, ...]:
     """Positive weights as integers whose sum is at most `MAX_PERIOD`, each of them 1 at least."""
     room = MAX_PERIOD - len(weights)
     shares = [1 + math.floor(room * weight / sum(weights)) for weight in weights]

@@ -31,8 +31,8 @@ class SourceSpec:
 
     name: str
     files: str
-    weight: Decimal | None = None
-    max_epochs: float | None = None
+    weight: Decimal | int | None = None
+    max_epochs: Decimal | int | None = None
     limit_documents: int | None = None
     limit_tokens: int | None = None
 
@@ -41,7 +41,7 @@ class SourceSpec:
 class StageSpec:
     """Weights from a step on, or in the last steps of the run."""
 
-    weights: Mapping[str, Decimal]
+    weights: Mapping[str, Any]
     start: int | None = None
     last: int | None = None
 
@@ -181,8 +181,8 @@ def _from_table(table: dict[str, Any]) -> Mixture:
         require(re.fullmatch(_NAME, name) is not None, f"sources.{name}: {name!r} is no name")
         _check_keys(f"sources.{name}", source, _KEYS)
         require(isinstance(source.get("files"), str), f"sources.{name}: `files` is a text")
-        for key in _KEYS[2:]:
-            kinds = (int, Decimal) if key == "max_epochs" else (int,)
+        for key in _KEYS[1:]:
+            kinds = (int,) if key.startswith("limit") else (int, Decimal)
             value = source.get(key, 1)
             require(type(value) in kinds, f"sources.{name}.{key}={value}: must be a number")
     for i, stage in enumerate(stages):
