@@ -20,6 +20,7 @@ from recipe_cases import Recipe, shared
 import zoo
 from zoo import finetuning, language, rnn, transformer
 from zoo.data.documents import help_topics
+from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.nn.parameters import cast
@@ -451,6 +452,23 @@ def chat_run(tmp_path, shared):
             return finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
 
     return chat_run
+
+
+def test_a_prepared_folder_has_the_tokenizer_of_the_model(tmp_path, shared):
+    lines = [{"text": f"a text of number {i}"} for i in range(20)]
+    path = write_lines(tmp_path / "lines.jsonl", *lines)
+    prepare(str(path), tmp_path / "corpus", workers=1)
+    data = finetuning.Data(files=str(tmp_path / "corpus"), seq_len=16, batch_size=2)
+    config = finetuning.Config(
+        run_dir=tmp_path / "run", steps=1, model=str(shared / "base"), data=data
+    )
+    with zoo.Run(config) as run:
+        text = finetuning.read_text(run, ByteTokenizer())
+        assert text.fingerprint == text.prepared.fingerprint
+        assert len(text.train.corpus) + len(text.held_out.corpus) == 20
+        write_tokenizer(tmp_path / "tokenizer", template="")
+        with pytest.raises(ValueError, match="the model to fine-tune has another tokenizer"):
+            finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
