@@ -386,7 +386,7 @@ def test_the_progress_line_has_epochs_per_source():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_run_resumes_bit_for_bit_across_a_changed_stage(tmp_path, devices):
+def test_a_run_resumes_across_a_stage_that_was_added(tmp_path, devices):
     """The stage at 6 is added once 4 steps are done; the whole run has it from the beginning."""
     files = write_sources(tmp_path)
     code, docs = (part.partition("=")[2].rpartition(":")[0] for part in files.split(","))
