@@ -704,3 +704,33 @@ def test_a_model_is_saved_in_the_dtypes_of_another(tmp_path):
     dtypes = tensors.stored_dtypes(ours, half, jnp.dtype("bfloat16"))
     assert (dtypes["scale"], dtypes["blocks.0.w"]) == ("float16", "bfloat16")
     assert dtypes["counts"] == ours.counts.dtype  # integers stay
+
+
+def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
+    def mapped() -> int:  # bytes of the file that count as memory of this process
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        at = [i for i, line in enumerate(lines) if line.endswith("model.safetensors")]
+        return sum(
+            1024 * int(lines[i + j].split()[1])
+            for i in at
+            for j in (1, 2, 3, 4)
+            if lines[i + j].startswith("Rss:")
+        )
+
+    zoo.save(
+        tmp_path / "m", mlp.MLP(mlp.Config(256, 256, 512, num_layers=5), key=jax.random.key(0))
+    )
+    monkeypatch.setattr("zoo.publishing.slices._MAPPED_BYTES", 1)
+    seen, make = [], jax.make_array_from_callback
+
+    def watched(*args):
+        array = make(*args)
+        seen.append(mapped())
+        return array
+
+    monkeypatch.setattr(jax, "make_array_from_callback", watched)
+    largest = max(
+        x.nbytes for x in jax.tree.leaves(eqx.filter(zoo.load(tmp_path / "m"), eqx.is_array))
+    )
+    assert 0 < max(seen) < largest + 2**18
+    assert largest + 2**18 < (tmp_path / "m" / "model.safetensors").stat().st_size

@@ -34,9 +34,9 @@ from zoo.publishing.folder import (
     verify,
     version,
 )
+from zoo.publishing.slices import open_file
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import (
-    open_file,
     parse_dtype,
     read_dtypes,
     read_tensors,

@@ -23,7 +23,8 @@ from zoo.publishing.hf import names as hf_names
 from zoo.publishing.hf.linears import Linear, linears
 from zoo.publishing.hf.names import Layout
 from zoo.publishing.hf.weights import DTYPES, place
-from zoo.publishing.tensors import check_tensors, fill, open_file
+from zoo.publishing.slices import open_file
+from zoo.publishing.tensors import check_tensors, fill
 from zoo.wrappers import lora
 
 WEIGHTS = "adapter_model.safetensors"

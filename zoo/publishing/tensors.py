@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
@@ -23,6 +22,7 @@ from zoo.nn.precision import DTYPES
 from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.quantizing import Read, quantize_parts, quantized_skeleton
+from zoo.publishing.slices import open_file, slice_reader
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.kinds import is_stack
 from zoo.sharding.placement import on_host
@@ -91,12 +91,10 @@ def read_tensors(
     With a kind to `quantize` in, matrices are quantised as they are read.
     """
     skeleton = read_dtypes(path, skeleton, dtype, quantize)
-    with open_file(path) as file:
+    with slice_reader() as read_slice:
 
         def read(name: str, index: Any) -> np.ndarray:
-            part = file.get_slice(name)
-            # get_slice refuses an empty array.
-            found = file.get_tensor(name) if 0 in part.get_shape() else part[index]
+            found = read_slice(path, name, index)
             floating = jnp.issubdtype(found.dtype, jnp.floating)
             return found.astype(dtype) if dtype is not None and floating else found
 
@@ -161,20 +159,6 @@ def fill(
         return read is not None and is_quantized(x) and is_parameter(x.codes)
 
     return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_made)
-
-
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, open for reading; a PublishError if it is missing or damaged."""
-    try:
-        with safetensors.safe_open(path, "numpy") as opened:
-            yield opened
-    except FileNotFoundError:
-        raise PublishError(f"{path} is missing") from None
-    except (OSError, safetensors.SafetensorError) as error:
-        raise PublishError(
-            f"{path} is damaged, or no safetensors file: {error}. Get it again from its source"
-        ) from error
 
 
 class Tensor(NamedTuple):

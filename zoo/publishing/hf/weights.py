@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from zoo.publishing.errors import PublishError
-from zoo.publishing.tensors import Tensor, open_file, write_file
+from zoo.publishing.slices import open_file, slice_reader
+from zoo.publishing.tensors import Tensor, write_file
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
@@ -64,17 +65,8 @@ class Weights:
     @contextlib.contextmanager
     def reader(self) -> Iterator[Any]:
         """A context with `read(name, slices)`, which returns a slice of a tensor as numpy."""
-        handles: dict[str, Any] = {}
-
-        def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
-            file = self.tensors[name].file
-            if file not in handles:
-                handles[file] = opened.enter_context(open_file(self.folder / file))
-            return handles[file].get_slice(name)[slices]
-
-        # Pages of a file that were read stay in memory until it is closed.
-        with contextlib.ExitStack() as opened:
-            yield read
+        with slice_reader() as read:
+            yield lambda name, slices: read(self.folder / self.tensors[name].file, name, slices)
 
     def dtype(self, name: str) -> Any:
         """The dtype of a tensor; a PublishError if the model is quantized."""
