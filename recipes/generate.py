@@ -101,8 +101,8 @@ class Config:
     @property
     def sampling(self) -> dict[str, Any]:
         """The options of `zoo.stream` but for the key."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "draft_tokens")
-        names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        names = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "draft_tokens"]
+        names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
         return {name: getattr(self, name) for name in names}
 
 

@@ -23,11 +23,9 @@ from zoo.data.documents import (
     read_documents,
     standard_library,
 )
+from zoo.data.mixtures.spec import is_mixture
 from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
 from zoo.data.prepared.choice import Wanted, prepared_by_itself, prepared_folder
-from zoo.data.mixtures.spec import is_mixture
-from zoo.data.prepared.agreement import Sample, check_named_tokenizer, check_tokenizer
-from zoo.data.prepared.choice import is_for_memory, prepared_folder
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id

@@ -13,7 +13,7 @@ from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage, rounded
 from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
 from zoo.data.prepared.agreement import check_tokenizer
-from zoo.data.prepared.choice import is_for_memory, prepared_folder
+from zoo.data.prepared.choice import Wanted, is_for_memory, prepared_folder
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.sources.sample import sample_texts
 from zoo.data.sources.splits import plan_splits
@@ -75,7 +75,10 @@ def read_mixture(
     """
     mixture = parse(config.files)
     configs = {s.name: dataclasses.replace(config, files=s.files) for s in mixture.sources}
-    prepared = {name: open_prepared(folder) for name, folder in _prepared_folders(mixture).items()}
+    prepared = {
+        name: open_prepared(folder, config.cache)
+        for name, folder in _prepared_folders(mixture).items()
+    }
     read = {
         spec.name: _read(configs[spec.name], spec)
         for spec in mixture.sources
@@ -130,7 +133,8 @@ def _check_no_limit(source: SourceSpec, why: str) -> None:
 
 def _read(config: text.Config, spec: SourceSpec) -> Parts | None:
     """The documents of a source for memory, to train on and held out; None: it is too large."""
-    if config.cache is not None and config.documents == "files" and not is_for_memory(spec.files):
+    wanted = Wanted(spec.files, config.field, config.held_out, config.tokenizer, config.vocab_size)
+    if config.documents == "files" and not is_for_memory(wanted, config.cache):
         _check_no_limit(spec, "is larger than what is held in memory")
         return None
     try:
@@ -185,7 +189,7 @@ def _text(
 ) -> text.Text:
     parts, corpus = read.get(spec.name), prepared.get(spec.name)
     if parts is None and corpus is None:
-        corpus = text.find_prepared(config, None, tokenizer)
+        corpus = text.find_prepared(config, config, None, tokenizer)
     try:
         if corpus is not None:
             check_tokenizer(corpus, tokenizer, "the mixture")

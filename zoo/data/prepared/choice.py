@@ -50,12 +50,29 @@ def prepared_folder(files: str) -> Location | None:
 def prepared_by_itself(wanted: Wanted, cache: Path | None) -> Prepared | None:
     """The text, prepared in the folder `cache` by one process while the others wait.
 
-    None: its files are few enough to be held in memory, or there is no cache.
+    None: `is_for_memory`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `is_for_memory`.
+    """
+    contents = _contents(wanted, cache)
+    if cache is None or contents is None:
+        return None
+    return _prepared(wanted, contents, local_path(cache, "data.cache"))
+
+
+def is_for_memory(wanted: Wanted, cache: Path | None) -> bool:
+    """Whether the text's files are few enough to be held in memory, or there is no cache.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
         ValueError: they are too many to be prepared at the start of a run.
     """
+    return _contents(wanted, cache) is None
+
+
+def _contents(wanted: Wanted, cache: Path | None) -> list[tuple[str, int, float]] | None:
+    """The paths, sizes and times of files that are to be prepared; None: for memory."""
     found: dict[Location, str] = {}
     for pattern in _patterns(wanted):
         found |= files_matching(pattern, "data.files")
@@ -70,8 +87,7 @@ def prepared_by_itself(wanted: Wanted, cache: Path | None) -> Prepared | None:
     plain = not any(is_remote(path) or path.endswith(COMPRESSED) for path in stats)
     if cache is None or (size <= IN_MEMORY and plain):
         return None
-    contents = [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
-    return _prepared(wanted, contents, local_path(cache, "data.cache"))
+    return [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
 
 
 def _prepared(wanted: Wanted, contents: list[tuple[str, int, float]], cache: Path) -> Prepared:
