@@ -57,11 +57,11 @@ def main(config: Config) -> None:
         folder = Path(name)
         for size in sorted(config.gigabytes):
             table.rows.append(_measure(config, folder, size))
+            table.print()
             if size == min(config.gigabytes):
                 same.rows += _compare(config, folder, size)
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            table.print()
     same.print()
     command = " ".join(["python -m benchmarks.corpus", *sys.argv[1:]])
     source = {"date": date.today().isoformat(), "command": command, **provenance()}

@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zoo.base import checksums, files
-from zoo.runs.checkpoint import Checkpointer, CheckpointError
+from zoo.runs import stored_arrays
+from zoo.runs.checkpoint import Checkpointer, CheckpointError, problems
 from zoo.sharding import make_mesh
 
 
@@ -268,7 +269,7 @@ def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypat
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return open(path, *arguments, **options)
 
-    monkeypatch.setattr(checksums, "open", open_, raising=False)
+    monkeypatch.setattr(Path, "open", open_)
     with pytest.raises(PermissionError, match=str(refused)):
         opened(folder).restore(make_state(0))
     assert refused.exists()
@@ -541,8 +542,6 @@ def test_one_flipped_bit_is_found_on_every_mesh(two_large_steps, tmp_path, spec,
 
 def test_arrays_without_checksums_are_refused(opened, monkeypatch):
     """A version of Orbax that does not ask for them any more."""
-    from zoo.runs import stored_arrays
-
     checkpointer = opened()
     build = stored_arrays.tensorstore_utils._build_zarr3_metadata
 
@@ -573,6 +572,31 @@ def test_each_byte_is_read_once(two_large_steps, monkeypatch):
     checkpointer.close()
     assert step == 2
     assert size / 2 < read_so_far() - before < 1.2 * size
+
+
+def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
+    assert problems(two_large_steps / "2") == []
+    assert len(list((two_large_steps / "2").rglob("*"))) > 5
+    shutil.copytree(two_large_steps / "2", tmp_path / "2")
+    large = max((tmp_path / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(large.read_bytes())
+    content[len(content) // 3] ^= 1
+    large.write_bytes(content)
+    [line] = problems(tmp_path / "2")
+    assert "cannot be read" in line
+    assert "Digest mismatch" in line
+
+
+def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_large_steps, folder)
+    refuse = PermissionError("PERMISSION_DENIED")
+    monkeypatch.setattr(stored_arrays, "read", lambda *_: (_ for _ in ()).throw(refuse))
+    checkpointer = Checkpointer(folder)
+    with pytest.raises(PermissionError, match="PERMISSION_DENIED"):
+        checkpointer.restore(make_state(0, size=2**17))
+    checkpointer.close()
+    assert checkpointer.good_steps() == [1, 2]
 
 
 def test_committed_steps_are_announced(opened):

@@ -405,3 +405,17 @@ def test_workers_copy_to_a_store(tmp_path: Path, monkeypatch, s3: Store):  # noq
         assert (address / name).read_bytes() == wanted
     with pytest.raises(AddressError, match="no-such-bucket"):
         prepare.prepare(data, "s3://no-such-bucket/out", **SMALL)
+
+
+def test_long_documents_are_tokenized_in_pieces():
+    text = "".join(f"line {i} of a long text\n" for i in range(40)) + "no break" * 30
+    tokenizer = ByteTokenizer()
+    [short, ids] = tokenizing.encode(tokenizer, ["short", text], longest=100)
+    assert tokenizer.decode(short) == "short"
+    assert ids.tolist() == tokenizer.encode(text).tolist()
+    pieces: list[str] = []
+    tokenizer.encode = lambda piece: pieces.append(piece) or np.zeros(0, np.int32)
+    list(tokenizing.encode(tokenizer, [text], longest=100))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 100
+    assert sum(piece.endswith("\n") for piece in pieces) >= 8

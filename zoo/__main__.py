@@ -22,7 +22,7 @@ from zoo.publishing.families import body_of
 from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
-from zoo.runs import environment
+from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors
 from zoo.wrappers import lora
 
@@ -69,8 +69,8 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     """Verify the checksums of every file.
 
     Args:
-        models: Names on the shelf, folders or addresses of models, folders of prepared corpora;
-            without any, the whole shelf.
+        models: Names on the shelf, folders or addresses of models, folders of prepared corpora or
+            of a checkpoint's step; without any, the whole shelf.
     """
     damaged = []
     for name in models or published():
@@ -86,6 +86,8 @@ def verified(name: str) -> tuple[int, list[str]]:
     if not is_remote(name) and verifying.is_prepared(local_path(name, "models")):
         return verifying.verify(local_path(name, "models"))
     folder = model_at(name) if is_remote(name) else find(name)
+    if not is_remote(name) and checkpoint.is_checkpoint(folder):
+        return len(checksums.listed(folder)), checkpoint.problems(folder)
     with explained(folder):
         return len(checksums.listed(folder)), checksums.problems(folder)
 

@@ -62,7 +62,7 @@ class Source:
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
-    """Folder that keeps tokenized corpora."""
+    """Folder that keeps tokenized corpora, and copies of those at addresses."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "data.")

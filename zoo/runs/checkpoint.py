@@ -119,10 +119,7 @@ class Checkpointer:
             folder = self.folder / str(step)
             record = json.loads((folder / "meta.json").read_text())
             _check_same(folder, record["arrays"], _describe(_arrays(like)))
-            try:
-                state, problem = _read(folder, like), ""
-            except stored_arrays.ArraysError as error:
-                state, problem = like, str(error)
+            state, problem = _read_or_problem(folder, like)
             if not _anywhere(bool(problem)):
                 break
             failures[step] = f"step {step}: {problem or 'another process cannot read its arrays'}"
@@ -146,13 +143,13 @@ class Checkpointer:
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
-        try:
-            return _read(folder, like) if wanted else like
-        except stored_arrays.ArraysError as error:
+        state, problem = _read_or_problem(folder, like) if wanted else (like, "")
+        if _anywhere(bool(problem)):
             raise CheckpointError(
-                f"{error}. Put back the files of this step from a copy, or move {folder} away to "
-                "resume from the step before."
-            ) from error
+                f"{problem or 'another process cannot read its arrays'}. Put back the files of "
+                f"this step from a copy, or move {folder} away to resume from the step before."
+            )
+        return state
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""
@@ -249,9 +246,37 @@ def _has_checksums(name: str, size: int) -> bool:
     return name.startswith("arrays/") and size > _SMALL
 
 
-def _read(folder: Path, like: PyTree) -> PyTree:
+def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
+    """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
+
+    All processes call it. Files that may be whole, and that one of them may not read, are an error
+    in all.
+    """
     targets = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
-    return _replace_arrays(like, stored_arrays.read(folder / "arrays", targets))
+    refused: Exception | None = None
+    state, problem = like, ""
+    try:
+        state = _replace_arrays(like, stored_arrays.read(folder / "arrays", targets))
+    except stored_arrays.ArraysError as error:
+        problem = str(error)
+    except OSError as error:
+        refused = error
+    if _anywhere(refused is not None):
+        other = CheckpointError(f"{folder} cannot be read by another process, which says why")
+        raise refused or other
+    return state, problem
+
+
+def problems(folder: Path) -> list[str]:
+    """A line per damaged or missing file of a step's folder; every byte is read."""
+    if not (found := checksums.problems(folder)):
+        found = stored_arrays.problems(folder / "arrays")
+    return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is that of a step."""
+    return (folder / "arrays").is_dir() and (folder / "meta.json").is_file()
 
 
 def read_meta(folder: Path) -> dict | None:

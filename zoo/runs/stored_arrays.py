@@ -54,7 +54,9 @@ def _give_chunks_checksums() -> None:
     A reader finds what a chunk consists of in the metadata of its array. `check_written` finds out
     whether Orbax has listened.
     """
-    build = tensorstore_utils._build_zarr3_metadata
+    build = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
+    if build is None:
+        raise ArraysError(_OTHER_ORBAX)
 
     def with_checksums(*args: Any, **named: Any) -> Any:
         metadata = build(*args, **named)
@@ -66,17 +68,39 @@ def _give_chunks_checksums() -> None:
     tensorstore_utils._build_zarr3_metadata = with_checksums
 
 
+_OTHER_ORBAX = (
+    f"orbax-checkpoint {ocp.__version__} writes chunks without checksums: install the version that "
+    "pyproject.toml names, and report it"
+)
+
+
 def check_written(folder: Path) -> None:
     """Raise an ArraysError where the chunks in a folder carry no checksums."""
-    tree = json.loads((folder / METADATA).read_text())["tree_metadata"].values()
-    names = [".".join(str(part["key"]) for part in one["key_metadata"]) for one in tree]
-    for name in names[:1]:
+    names, _ = _stored(folder)
+    for name in names[:1]:  # all are written alike
         metadata = _open(folder, name, zarr3=True).result().spec().to_json()["metadata"]
         if "crc32c" not in json.dumps(metadata["codecs"][0]["configuration"]["codecs"]):
-            raise ArraysError(
-                f"orbax-checkpoint {ocp.__version__} writes chunks without checksums: install the "
-                "version that pyproject.toml names, and report it"
-            )
+            raise ArraysError(_OTHER_ORBAX)
+
+
+def problems(folder: Path) -> list[str]:
+    """A line per array that is not what was written; reads all of them."""
+    found = []
+    names, zarr3 = _stored(folder)
+    for name in names:
+        try:
+            _result(folder, name, _result(folder, name, _open(folder, name, zarr3)).read())
+        except ArraysError as error:
+            found.append(str(error))
+    return found
+
+
+def _stored(folder: Path) -> tuple[list[str], bool]:
+    """(the names of the arrays in a folder, whether they are of zarr3)."""
+    content = json.loads((folder / METADATA).read_text())
+    tree = content["tree_metadata"].values()
+    names = [".".join(str(part["key"]) for part in one["key_metadata"]) for one in tree]
+    return names, bool(content.get("use_zarr3", False))
 
 
 def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -87,7 +111,7 @@ def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
     Raises:
         ArraysError: something of it is not what was written; the message names the array.
     """
-    zarr3 = json.loads((folder / METADATA).read_text()).get("use_zarr3", False)
+    _, zarr3 = _stored(folder)
     found: dict[str, jax.Array] = {}
     batch: list[str] = []
     size = 0

@@ -29,6 +29,7 @@ from zoo.data.sources.splits import Split
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 
 BATCH = 2**20  # characters that are tokenized at a time
+PIECE = 2**22  # of one document
 DONE = ".json"
 
 
@@ -129,7 +130,7 @@ class _Writer:
         self.first_empty: str | None = None
 
     def add(self, batch: list[SourceDocument]) -> None:
-        encoded = self._tokenizer.encode_batch([document.text for document in batch])
+        encoded = encode(self._tokenizer, [document.text for document in batch])
         for (source, record, text), ids in zip(batch, encoded, strict=True):
             if len(ids) == 0:
                 self.empty += 1
@@ -152,6 +153,25 @@ class _Writer:
         self._run_file.write(run.tobytes())
         self.runs.append(len(run))
         self._pending.clear()
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iterator[np.ndarray]:
+    """The ids of each text; one of more than `longest` characters in pieces that end its lines.
+
+    What a tokenizer holds while it works is a hundred times a text's size.
+    """
+    if all(len(text) <= longest for text in texts):
+        yield from tokenizer.encode_batch(texts)
+        return
+    for text in texts:
+        begin, ids = 0, [np.zeros(0, np.int32)]
+        while begin < len(text):
+            end = begin + longest
+            if end < len(text):
+                end = text.rfind("\n", begin, end) + 1 or end
+            ids.append(tokenizer.encode(text[begin:end]))
+            begin = end
+        yield np.concatenate(ids)
 
 
 def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, str | None]:
