@@ -66,7 +66,7 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
 
 
 # By default one recipe, on one device. For hundreds: `python -m benchmarks.soak`.
-KILLS = [("lm", "one device", 2)]
+KILLS = [("mlp", "one device", 2)]
 SLOW_KILLS = [(name, mesh, 2) for name in CASES for mesh in MESHES if (name, mesh, 2) not in KILLS]
 
 

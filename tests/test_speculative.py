@@ -68,7 +68,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
 
 
 @pytest.mark.parametrize("names", [("transformer", "lstm"), ("lstm", "transformer")], ids=str)
-@pytest.mark.parametrize("drafted", [1, 3])
+@pytest.mark.parametrize("drafted", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str], drafted: int):
     model = model_of(names[0])
     options: dict = {"max_new_tokens": 21, "temperature": 0.0}
