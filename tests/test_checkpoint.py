@@ -558,7 +558,7 @@ def test_arrays_without_checksums_are_refused(opened, monkeypatch):
     assert checkpointer.good_steps() == []
 
 
-def test_each_byte_is_read_once(two_large_steps, monkeypatch):
+def test_each_byte_is_read_once(two_large_steps):
     """By a mesh whose devices hold parts of several chunks each."""
 
     def read_so_far() -> int:
@@ -566,12 +566,15 @@ def test_each_byte_is_read_once(two_large_steps, monkeypatch):
         return int(line.split()[1])
 
     size = sum(path.stat().st_size for path in (two_large_steps / "2").rglob("*") if path.is_file())
-    checkpointer = Checkpointer(two_large_steps)
-    before = read_so_far()
-    _, step, _ = checkpointer.restore(skeleton(make_state(0, size=2**17), make_mesh("tensor=4")))
-    checkpointer.close()
-    assert step == 2
-    assert size / 2 < read_so_far() - before < 1.2 * size
+    like = skeleton(make_state(0, size=2**17), make_mesh("tensor=4"))
+    read = []
+    for _ in range(3):  # of the whole process: what else it reads meanwhile counts too
+        checkpointer = Checkpointer(two_large_steps)
+        before = read_so_far()
+        assert checkpointer.restore(like)[1] == 2
+        read.append(read_so_far() - before)
+        checkpointer.close()
+    assert size / 2 < min(read) < 1.2 * size
 
 
 def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):

@@ -65,15 +65,12 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
     return saving(run_dir)
 
 
-# By default one recipe, on one device. For hundreds: `python -m benchmarks.soak`.
-KILLS = [("mlp", "one device", 2)]
-SLOW_KILLS = [(name, mesh, 2) for name in CASES for mesh in MESHES if (name, mesh, 2) not in KILLS]
+# For hundreds: `python -m benchmarks.soak`.
+KILLS = [(name, mesh, 2) for name in CASES for mesh in MESHES]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "kills"),
-    [*KILLS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_KILLS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "kills"), KILLS)
 def test_repeatedly_killed_runs_match_straight_runs(name, mesh, kills, shared, tmp_path):
     straight = straight_run(name, shared, mesh)
     flags, devices = MESHES[mesh]

@@ -277,6 +277,7 @@ def test_a_pause_costs_no_throughput():
 # Traces
 
 
+@pytest.mark.slow
 def test_profile_reports_its_trace_path(tmp_path: Path):
     said: list[str] = []
     f = jax.jit(lambda x: x * 2.0)

@@ -147,7 +147,7 @@ def trained_on(mesh: str, precision: Any) -> tuple[list[float], Any]:
     return values, state
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_mesh_does_not_change_the_states(mesh: str, precision: Any):
     (values, state), (expected, one) = trained_on(mesh, precision), trained_on("", precision)
@@ -331,7 +331,7 @@ def test_norms_of_equinox_train_in_low_precision(norm: str, precision: Any):
     assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {np.dtype("float32")}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_mesh_does_not_change_batch_norm(mesh: str, precision: Any):
     """Statistics are of the whole batch, not of a device's rows; bf16 rounds sums over devices."""
