@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tyro
@@ -103,6 +104,7 @@ def _measure(config: Config, folder: Path, size: float) -> dict[str, float]:
         "shards kept": done,
         "all of it, s": whole,
         "MB/s": size * GIGABYTE / 1e6 / whole,
+        "processor, s/GB": (first["processor"] + second["processor"]) / size,
         "peak, MB": max(first["megabytes"], second["megabytes"]),
         "prepared, MB": bytes_on_disk / 1e6,
         **{f"{name} start, s": start["first"] for name, start in zip(("cold", "warm"), starts)},  # noqa: B905
@@ -152,13 +154,19 @@ def _start(folder: Path, data: Path, name: str) -> dict[str, float]:
 def _watched(
     command: list[str], *, kill_after: float | None = None, until: Path | None = None
 ) -> dict[str, float]:
-    """Seconds and peak memory of a command and its children; until a file has a line."""
+    """Seconds, peak memory and processor seconds of a command and its children.
+
+    `until` is the seconds after which that file has a line.
+    """
     began, peak, reached = time.monotonic(), 0.0, 0.0
+    ticks: dict[int, int] = {}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     while process.poll() is None:
-        peak = max(peak, _resident(process.pid))
+        found = list(_processes(process.pid))
+        peak = max(peak, sum(use.resident for use in found))
+        ticks.update({use.process: use.ticks for use in found})
         now = time.monotonic() - began
         if until is not None and not reached and until.exists() and until.stat().st_size:
             reached = now
@@ -169,21 +177,34 @@ def _watched(
     errors = process.stderr.read().decode()
     if process.returncode not in (0, -signal.SIGKILL):
         raise RuntimeError(f"{' '.join(command)}: {errors}")
-    return {"seconds": time.monotonic() - began, "megabytes": peak / 1e6, "until": reached}
+    return {
+        "seconds": time.monotonic() - began,
+        "processor": sum(ticks.values()) / os.sysconf("SC_CLK_TCK"),
+        "megabytes": peak / 1e6,
+        "until": reached,
+    }
 
 
-def _resident(session: int) -> float:
-    """Bytes of memory that the processes of a session have, and share with no file."""
-    total = 0
+class _Use(NamedTuple):
+    """A process, its processor time, and the bytes of memory that it shares with no file."""
+
+    process: int
+    ticks: int
+    resident: int
+
+
+def _processes(session: int) -> Iterator[_Use]:
+    """The processes of a session, by Linux' /proc."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
                 lines = (path / "status").read_text().splitlines()
-                total += sum(int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+                kilobytes = sum(int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+                ticks = int(fields[11]) + int(fields[12])
+                yield _Use(int(path.name), ticks, kilobytes * 1024)
         except (OSError, ValueError, IndexError):  # it has just ended
             continue
-    return total * 1024
 
 
 def _equal(one: Path, other: Path) -> bool:
