@@ -26,9 +26,9 @@ __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
 # The recipe, with a lease of a few seconds.
 DRIVER = """
-import runpy, sys
+import os, runpy, sys
 from zoo.runs.remote.lease import Lease
-Lease.__init__.__kwdefaults__["seconds"] = 4.0
+Lease.__init__.__kwdefaults__["seconds"] = float(os.environ.get("LEASE", "4"))
 sys.argv = ["lm", *sys.argv[1:]]
 runpy.run_module("recipes.lm", run_name="__main__")
 """
@@ -195,7 +195,8 @@ def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     winner.kill()
     winner.wait()
     again = f"--steps={STEPS}"
-    output = finish(start(address, tmp_path / "other", shared, again))  # after the lease's time
+    patient = start(address, tmp_path / "other", shared, again, LEASE="30")  # starts within that
+    output = finish(patient)
     assert "another process is at work, or was killed there; waiting for up to" in output
     began = time.monotonic()
     output = finish(start(address, work, shared, again, "--seed=1"), 1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from zoo import sharding
 from zoo.base import checksums, files
 from zoo.base.configuration import may_differ
 from zoo.nn.precision import native_precision
+from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.command_line import cli
 from zoo.runs.processes import RunError
@@ -224,6 +226,35 @@ def test_lock_ends_with_its_process(tmp_path):
     other.communicate()
     with Run(config(tmp_path)):
         pass
+
+
+BEGUN = """
+import sys
+from jax._src import xla_bridge
+from zoo.runs import processes
+from zoo.runs.run import Config, Run
+
+processes.keep_freed_memory = lambda: print(xla_bridge.backends_are_initialized())
+with Run(Config(run_dir=sys.argv[1], steps=1)):
+    print(xla_bridge.backends_are_initialized())
+"""
+
+
+def test_freed_memory_is_kept_before_jax_starts_its_threads(tmp_path):
+    command = [sys.executable, "-c", BEGUN, tmp_path / "run"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.split() == ["False", "True"], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("platforms", "found", "on_cpu"),
+    [("", (), True), ("cpu", ("libtpu",), True), ("cuda,cpu", (), False), ("", ("libtpu",), False)],
+)
+def test_cpu_is_known_before_jax_starts(platforms, found, on_cpu, monkeypatch):
+    monkeypatch.setattr(processes, "find_spec", lambda name: name if name in found else None)
+    monkeypatch.setattr(processes, "entry_points", lambda group: ())
+    monkeypatch.setattr(processes.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    assert processes.is_on_cpu() is on_cpu
 
 
 @pytest.mark.parametrize("place", ["run", "", "run/checkpoints"])

@@ -5,6 +5,8 @@ import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -20,12 +22,22 @@ class RunError(RuntimeError):
 def keep_freed_memory() -> None:
     """Keep freed memory in this process, as XLA for CPU allocates all temporaries in each step.
 
-    Given back and faulted in again, they cost a small step over a quarter of its time.
+    Given back and faulted in again, they cost a small step over a quarter of its time. To be
+    called before JAX starts its threads: a thread that has an arena of its own by then maps what
+    does not fit into one, 64 MiB, again at each step, whatever is set later.
     """
     # mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX; other C libraries have none.
     with contextlib.suppress(AttributeError, OSError):
         for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):
             ctypes.CDLL(None).mallopt(option, value)
+
+
+def is_on_cpu() -> bool:
+    """Whether JAX computes on this machine's CPU, as far as that is known before it starts."""
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms.split(",")[0] == "cpu"
+    plugins = entry_points(group="jax_plugins")
+    return not plugins and not any(map(find_spec, ("jax_plugins", "libtpu")))
 
 
 def join_processes() -> None:

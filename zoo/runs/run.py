@@ -198,6 +198,8 @@ class Run(Generic[ConfigT]):
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         logging.getLogger("absl").addFilter(_has_no_traceback)
+        if processes.is_on_cpu():
+            processes.keep_freed_memory()
         if config.distributed:
             processes.join_processes()
         # For a plan JAX computes on this machine's CPU alone from here on.
@@ -223,8 +225,6 @@ class Run(Generic[ConfigT]):
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
         if config.batch_size is not None:  # now, as the data may take long to read
             check_batch_size(config.batch_size, self.mesh, config.accumulate)
-        if jax.default_backend() == "cpu":
-            processes.keep_freed_memory()
         if config.plan:
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         if self.is_main:
