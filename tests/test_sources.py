@@ -248,7 +248,7 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ),
         (
             "a.jsonl.gz",
-            gzip.compress(b"{\n"),
+            gzip.compress(b"{\n", mtime=0),
             "an object per line instead: zcat {} | jq -c . > lin",
         ),
         ("a.csv", b"text,n\nx", "{}, line 2 does not have as many columns as the first line"),
@@ -256,7 +256,11 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ("a.csv", b"body\nx", "{}, line 2 has no field 'text': its fields are ['body']"),
         ("a.txt", b"good\xffbad", "{} is not UTF-8: byte 0xff at offset 4"),
         ("a.gz", b"good", "{} is no whole .gz file: Not a gzipped file (b'go'); copy or compress"),
-        ("a.gz", gzip.compress(bytes(99))[:-9], "{} is no whole .gz file: Compressed file ended"),
+        (
+            "a.gz",
+            gzip.compress(bytes(99), mtime=0)[:-9],
+            "{} is no whole .gz file: Compressed file ended",
+        ),
         (
             "a.zst",
             b"not at all",
