@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 import tyro
-from helpers import VOCAB, drawn_rnn, drawn_transformer, pad_tokens, token_batch
+from helpers import VOCAB, drawn_rnn, drawn_transformer, pad_tokens, small_config, token_batch
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Array
 from recipe_cases import Recipe, assert_same_result, finish, metrics, shared, wait_for
@@ -448,6 +448,11 @@ def test_comparison_and_another_teacher(distil, shared, tmp_path, capsys):
         found = [x for x in metrics(folder) if "bits_per_byte" in x][-1]["bits_per_byte"]
         assert row.endswith(f"{found:.4f}")
         assert zoo.load(folder)(jnp.zeros((1, 3), jnp.int32)).shape == (1, 3, 320)
+    # Both begin with the same weights, on the same batch.
+    [[one, *_], [other, *_]] = (
+        [x for x in metrics(folder) if "loss" in x] for folder in (run_dir, tmp_path / "run-alone")
+    )
+    assert one["next_token"] == pytest.approx(other["loss"], rel=1e-5)
     names = [x for x in saved_names(run_dir) if "teacher" in x]
     assert not names  # a checkpoint holds its checksum alone
     model = transformer.Transformer(zoo.load(teacher).config, key=jax.random.key(5))

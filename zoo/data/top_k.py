@@ -73,11 +73,11 @@ class StoredTopK:
             files.replace(
                 about, lambda new: new.write_text(json.dumps(self._about, indent=1) + "\n")
             )
-        rows = _digests(self._plan.batch(k)["tokens"])
+        arrays: Any = {**entries, _ROWS: _digests(self._plan.batch(k)["tokens"])}
 
         def save(temporary: Path) -> None:
             with temporary.open("wb") as file:
-                np.savez(file, **{_ROWS: rows}, **entries)
+                np.savez(file, **arrays)
 
         files.replace(self._path(k), save)
 
