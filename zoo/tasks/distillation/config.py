@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zoo.base.addresses import is_remote
 from zoo.base.configuration import may_differ, require
@@ -80,7 +80,7 @@ class Config(language.Config):
         """The loss that the flags ask for."""
         return Distillation(self.temperature, self.weight)
 
-    def alone(self) -> Self:
+    def alone(self) -> Any:
         """The configuration of the same student without its teacher."""
         folder = f"{str(self.run_dir).rstrip('/')}-alone"
         run_dir = folder if is_remote(self.run_dir) else Path(folder)
