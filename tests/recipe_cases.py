@@ -63,6 +63,17 @@ CASES = {
         "--data.seq-len=32",
         "--data.batch-size=8",
     ),
+    "distill": (
+        *TEXT,
+        "--teacher={shared}/base",
+        "--weight=0.3",
+        "--no-compare",
+        "--data.seq-len=32",
+        "--data.batch-size=8",
+        "--model.num-layers=1",
+        "--model.d-model=16",
+        "--model.dropout=0.1",
+    ),
     "mlp": (
         "--data.file={shared}/rows.csv",
         "--data.batch-size=8",

@@ -92,6 +92,7 @@ EVALUATION = {
     "lm": {"eval_loss", "perplexity", "bits_per_byte"},
     "rnn": {"eval_loss", "perplexity", "bits_per_byte"},
     "finetune": {"eval_loss", "perplexity", "bits_per_byte"},
+    "distill": {"eval_loss", "perplexity", "bits_per_byte"},
     "mlp": {"eval_loss", "eval_accuracy", "calibration_error"}
     | {"member_loss", "member_accuracy", "member_calibration_error"},
 }
@@ -139,7 +140,7 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
     assert {f"recipes.{name} --{flag}" for flag in flatten(stored)} == set(flag_names(name))
     assert list(losses(run_dir)) == list(range(1, STEPS + 1))
     evaluations = [line for line in metrics(run_dir) if "eval_loss" in line]
-    first = [0] if name == "finetune" else []
+    first = [0] if name in ("finetune", "distill") else []
     assert [line["step"] for line in evaluations] == [*first, 20, 40]
     assert all(set(line) == EVALUATION[name] | {"step"} for line in evaluations)
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
@@ -151,6 +152,7 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
     model = zoo.load(run_dir / "model")
     inputs = POINTS if name == "mlp" else TOKENS
     trained = jax.tree.map(jnp.asarray, jax.device_get(states[0].model))  # off its mesh
+    trained = trained.student if name == "distill" else trained
     merged = 1e-5 if name == "finetune" else 0  # the adapters, and only there
     np.testing.assert_allclose(model(inputs), trained(inputs), rtol=0, atol=merged)
     assert json.loads((run_dir / "model" / "metrics.json").read_text())["steps"] == STEPS

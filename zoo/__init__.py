@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.runs.run import Run as Run
     from zoo.sharding import make_mesh as make_mesh
     from zoo.tasks import classification as classification
+    from zoo.tasks import distillation as distillation
     from zoo.tasks import finetuning as finetuning
     from zoo.tasks import language as language
     from zoo.training import losses as losses

@@ -31,8 +31,9 @@ def as_begun(run: Run[Config], training: Training) -> Training:
         return dataclasses.replace(training, pretrained=whole)
     if meta[BASE] != training.base:
         given = f"checksum {training.base[:12]}" if training.base else "no checksum"
+        flag = training.pretrained.flag if training.base else "--model"
         raise RunError(
-            f"--model is not the base this run began with: its weights have {given}, and the "
+            f"{flag} is not the base this run began with: its weights have {given}, and the "
             f"checkpoints of {run.address} were begun with {meta[BASE][:12]}. Put that model back, "
             "or start anew with another --run-dir."
         )

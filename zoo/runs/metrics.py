@@ -95,16 +95,18 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 def plot_curves(metrics_path: Path, png_path: Path) -> None:
     """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, speed.
 
-    Draws whichever of `loss`, `eval_loss`, `learning_rate`, `grad_norm`, `tokens_per_second` and
-    `examples_per_second` the file holds, the `eval_loss` of further evaluations by their names
-    (`average/eval_loss`), and no picture when it holds none of them.
+    Draws whichever of `loss`, `next_token` (its part, where it has others), `eval_loss`,
+    `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second` the file holds, the
+    `eval_loss` of further evaluations by their names (`average/eval_loss`), and no picture when it
+    holds none of them.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     records = read_metrics(metrics_path)
     named = dict.fromkeys(n for r in records for n in r if n.endswith("/eval_loss"))
-    losses, speeds = ("loss", "eval_loss", *named), ("tokens_per_second", "examples_per_second")
+    losses = ("loss", "next_token", "eval_loss", *named)
+    speeds = ("tokens_per_second", "examples_per_second")
     panels = ("learning_rate", "grad_norm", *speeds)
     series = {name: _series(records, name) for name in losses + panels}
     series = {name: xy for name, xy in series.items() if np.isfinite(xy[1]).any()}
@@ -141,6 +143,9 @@ def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) ->
         steps, values = series["loss"]
         axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label="training, raw")
         axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label="training, smoothed")
+    if "next_token" in series:  # of a loss that has other parts: as the held-out loss
+        steps, values = series["next_token"]
+        axes.plot(steps, _smooth(values), "C0--", linewidth=1.2, label="training, next token")
     evaluations = [name for name in series if name.endswith("eval_loss")]
     for index, name in enumerate(evaluations, start=1):
         steps, values = series[name]

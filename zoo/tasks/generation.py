@@ -78,13 +78,18 @@ def check_stop_tokens(tokenizer: Tokenizer, stops: Stops) -> None:
 
 def check_draft(tokenizer: Tokenizer, other: Tokenizer) -> None:
     """Raise a ValueError where a draft's tokenizer gives other ids than the model's."""
-    vocabularies = [getattr(t, "tokenizer", None) for t in (tokenizer, other)]
-    known = [None if v is None else v.get_vocab(with_added_tokens=True) for v in vocabularies]
-    if known[0] != known[1] or tokenizer.vocab_size != other.vocab_size:
+    if not have_same_tokens(tokenizer, other):
         raise ValueError(
             f"the draft's tokenizer, of {other.vocab_size} ids, has other tokens than the model's, "
             f"of {tokenizer.vocab_size}: give a draft that was trained with the same one"
         )
+
+
+def have_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have the same vocabulary."""
+    vocabularies = [getattr(t, "tokenizer", None) for t in (tokenizer, other)]
+    known = [None if v is None else v.get_vocab(with_added_tokens=True) for v in vocabularies]
+    return known[0] == known[1] and tokenizer.vocab_size == other.vocab_size
 
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int | None:

@@ -1,5 +1,6 @@
 """Language models of any family, from text to a published model, for all of their recipes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from zoo.tasks import mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import skeleton_of
+
+Published = Callable[[PyTree], PyTree]  # from a model in training to the one that is for use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +72,24 @@ def check_sample_every(steps: int | None, *, label: str | None = None) -> None:
     )
 
 
-def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
-    """The run's text, with a tokenizer that the run keeps; says how much text there is."""
+def read_text(
+    run: Run[Config], *, label: str | None = None, source: text.Config | None = None
+) -> text.Text:
+    """The run's text, with a tokenizer that the run keeps; says how much text there is.
+
+    Given a `source`, that is read in the place of the configuration's.
+    """
     config = run.config
     check_sample_every(config.sample_every, label=label)
-    if is_mixture(config.data.files):
+    default = type(config).data
+    if source is None:
+        source = config.data
+    else:
+        default = dataclasses.replace(text.Config(), tokenizer=source.tokenizer)
+    if is_mixture(source.files):
         require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
         mixed = read_mixture(
-            config.data,
+            source,
             steps=config.steps,
             seed=config.seed,
             tokenizer_folder=lambda make: run.once("tokenizer", make),
@@ -85,11 +98,11 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
         say_what_there_is(run, mixed)
         return mixed
     data = text.read_text(
-        config.data,
+        source,
         seed=config.seed,
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
-        default=type(config).data,
+        default=default,
     )
     say_what_there_is(run, data)
     return data
@@ -147,13 +160,24 @@ def training(
     )
 
 
-def train(run: Run[Config], data: text.Text, training: Training) -> None:
-    """Train a language model, compare it with compressors, save it, and show a sample of it."""
-    config = run.config
-    check(training, data, sample_tokens=config.sample_tokens)
-    chosen = Chosen(run, save=saver(data))
+def train(
+    run: Run[Config],
+    data: text.Text,
+    training: Training,
+    *,
+    published: Published = lambda model: model,
+) -> dict[str, Any]:
+    """Train a language model, compare it with compressors, save it, and show a sample of it.
+
+    `published` is from the model in training to the one that is for use. Returns its metrics.
+    """
+    config, save = run.config, saver(data)
+    check(training, data, sample_tokens=config.sample_tokens, published=published)
+    chosen = Chosen(
+        run, save=lambda folder, model, metrics: save(folder, published(model), metrics)
+    )
     sample_of = lambda model: sample(  # noqa: E731
-        model, data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
+        published(model), data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
     )
     more: list[Callback] = (
         [] if config.sample_every is None else [Samples(sample_of, every=config.sample_every)]
@@ -164,9 +188,10 @@ def train(run: Run[Config], data: text.Text, training: Training) -> None:
     model, result = chosen.published(state), chosen.metrics(result)
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
     run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    saver(data)(run.folder / "model", model, {**result, "steps": int(state.step)})
+    save(run.folder / "model", published(model), {**result, "steps": int(state.step)})
     run.say(f"the model is in {run.address}/model; a sample of it:\n")
     run.say(sample_of(model))
+    return result
 
 
 def saver(data: text.Text) -> Save:
@@ -179,7 +204,14 @@ def saver(data: text.Text) -> Save:
     return save
 
 
-def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: int = 1) -> None:
+def check(
+    training: Training,
+    data: text.Text,
+    *,
+    sample_tokens: int,
+    prompt: int = 1,
+    published: Published = lambda model: model,
+) -> None:
     """Refuse a model before any compute that could not be trained on the text, or sampled from.
 
     Raises:
@@ -188,7 +220,7 @@ def check(training: Training, data: text.Text, *, sample_tokens: int, prompt: in
     """
     given = () if training.pretrained is None else (skeleton_of(training.pretrained),)
     skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)
-    decoder = decoder_of(skeleton)
+    decoder = decoder_of(published(skeleton))
     decoder.check_decoder(0)
     lengths = {
         "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),

@@ -16,13 +16,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
 from zoo.nn.derivatives import custom_vjp
 from zoo.sharding.axes import map_parameters
 
-Loss = Callable[[Array, Array, Array], tuple[Array, Array]]
+# From a readout, its inputs, targets and weights to a total, and further sums, without gradients.
+Loss = Callable[[PyTree, Array, PyTree, Array], tuple[Array, PyTree]]
 
 
 def chunked(
@@ -30,10 +31,13 @@ def chunked(
     count: int,
     readout: PyTree,
     x_BTE: Float[Array, "batch seq embed"],
-    targets_BT: Int[Array, "batch seq"],
+    targets: PyTree[Array],
     weights_BT: Float[Array, "batch seq"],
-) -> Float[Array, ""]:
-    """The total of `loss(readout(x), targets, weights)` over `count` equal chunks of time."""
+) -> tuple[Float[Array, ""], PyTree]:
+    """The total and the sums of `loss(readout, x, targets, weights)` over equal chunks of time.
+
+    There are `count` chunks. The arrays of `targets`, [batch, seq, …], have no gradient.
+    """
     parts = sharding.num_parts("batch")
 
     def cut(x: Array) -> Array:
@@ -41,24 +45,32 @@ def chunked(
         x = x.reshape(parts, rows, count, time, *x.shape[2:])
         return jnp.moveaxis(x, 2, 0)
 
-    return _total(loss, readout, cut(x_BTE), cut(targets_BT), cut(weights_BT))
+    targets = jax.tree.map(cut, targets)
+    total, sums = _total(loss, readout, cut(x_BTE), targets, cut(weights_BT))
+    return total, jax.lax.stop_gradient(sums)
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))
-def _total(loss: Loss, readout: PyTree, x_CPRTE: Array, targets: Array, weights: Array) -> Array:
-    def one(readout: PyTree, x: Array, targets: Array, weights: Array) -> Array:
-        return loss(readout(x), targets, weights)[0]
+def _total(
+    loss: Loss, readout: PyTree, x_CPRTE: Array, targets: PyTree, weights: Array
+) -> tuple[Array, PyTree]:
+    def add(total: Array, chunk: tuple) -> tuple[Array, PyTree]:
+        totals, sums = _each_part(loss)(readout, *chunk)
+        return total + totals.sum(), sums
 
-    def add(total: Array, chunk: tuple) -> tuple[Array, None]:
-        return total + _each_part(one)(readout, *chunk).sum(), None
+    total, sums = jax.lax.scan(add, jnp.float32(0), (x_CPRTE, targets, weights))
+    return total, _added(sums)
 
-    return jax.lax.scan(add, jnp.float32(0), (x_CPRTE, targets, weights))[0]
+
+def _added(sums: PyTree) -> PyTree:
+    """The sums of all chunks, of those of each."""
+    return jax.tree.map(lambda x: x.sum(), sums)
 
 
 def _each_part(function: Callable) -> Callable:
     """The function, for each part of a batch where that part is."""
 
-    def mapped(readout: PyTree, *chunk: Array) -> Any:
+    def mapped(readout: PyTree, *chunk: PyTree) -> Any:
         with sharding.mapped("batch") as axes:
             over = jax.vmap(function, in_axes=(None, 0, 0, 0), spmd_axis_name=axes)
             return over(readout, *chunk)
@@ -67,51 +79,52 @@ def _each_part(function: Callable) -> Callable:
 
 
 def _gradients(
-    loss: Loss, inputs: tuple[PyTree, PyTree, Array, Array, Array], factor: Float[Array, ""]
-) -> tuple[Array, tuple]:
-    """The total, and the gradients of `factor` times it; the readout's for each part by itself.
+    loss: Loss, inputs: tuple[PyTree, PyTree, Array, PyTree, Array], factor: Float[Array, ""]
+) -> tuple[tuple[Array, PyTree], tuple]:
+    """The total and the sums, and the gradients of `factor` times the total.
 
+    Those of the readout are for each part by itself.
     `inputs` begin with the readout's trained parameters and its frozen ones, which have none.
     """
     trained, frozen, x_CPRTE, targets, weights = inputs
 
-    def one(readout: tuple[PyTree, PyTree], x: Array, targets: Array, weights: Array) -> tuple:
+    def one(readout: tuple[PyTree, PyTree], x: Array, targets: PyTree, weights: Array) -> tuple:
         trained, frozen = readout
 
-        def total_of(trained: PyTree, x: Array, weights: Array) -> Array:
-            return loss(eqx.combine(trained, frozen)(x), targets, weights)[0]
+        def total_of(trained: PyTree, x: Array, weights: Array) -> tuple[Array, PyTree]:
+            return loss(eqx.combine(trained, frozen), x, targets, weights)
 
-        total, gradient = jax.vjp(total_of, trained, x, weights)
-        return total, *gradient(factor.astype(total.dtype))
+        total, gradient, sums = jax.vjp(total_of, trained, x, weights, has_aux=True)
+        return total, sums, *gradient(factor.astype(total.dtype))
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         total, of_readout = carry
-        totals, new, *rest = _each_part(one)((trained, frozen), *chunk)
+        totals, sums, new, *rest = _each_part(one)((trained, frozen), *chunk)
         # Each part's own, or every chunk would reduce a matrix over the network.
         of_readout = jax.tree.map(lambda old, new: old + new.astype(old.dtype), of_readout, new)
-        return (total + totals.sum(), of_readout), tuple(rest)
+        return (total + totals.sum(), of_readout), (sums, *rest)
 
     def zeros(path: tuple, names: tuple, x: Array) -> Array:
         empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
         return sharding.constrain(empty, "batch", *names)
 
     start = (jnp.float32(0), map_parameters(zeros, trained))
-    (total, of_readout), (of_x, of_weights) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
+    (total, of_readout), (sums, *rest) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
     of_readout = jax.tree.map(lambda d, x: d.astype(x.dtype), of_readout, trained)
-    return total, (of_readout, of_x, of_weights)
+    return (total, _added(sums)), (of_readout, *rest)
 
 
-def _forward(loss: Loss, readout: PyTree, *others: Array, needed: Any) -> tuple[Array, tuple]:
-    """The total, and those of the inputs and their gradients that the backward pass takes."""
+def _forward(loss: Loss, readout: PyTree, *others: Any, needed: Any) -> tuple[tuple, tuple]:
+    """The total and sums, and those of the inputs and their gradients that `_backward` takes."""
     inputs = (*eqx.partition(readout, needed[0]), *others)
     if others[0].dtype == jnp.float16:
         return _total(loss, readout, *others), (inputs, None)
-    total, gradients = _gradients(loss, inputs, jnp.float32(1))
-    return total, (None, gradients)
+    found, gradients = _gradients(loss, inputs, jnp.float32(1))
+    return found, (None, gradients)
 
 
-def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
-    inputs, gradients = residuals
+def _backward(loss: Loss, residuals: tuple, gs: tuple[Array, PyTree]) -> tuple:
+    (inputs, gradients), (g, _) = residuals, gs
     if gradients is None:
         _, gradients = _gradients(loss, inputs, g)
         g = jnp.float32(1)

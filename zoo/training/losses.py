@@ -93,16 +93,26 @@ def readout_cross_entropy(
     at no additional product; in fp16 in the backward pass, at one more. `readout` is a
     `zoo.nn.readout.Readout`, or a module like it.
     """
-    batch, seq, _ = x_BTE.shape
-    vocab = jax.eval_shape(readout, x_BTE).shape[-1]
-    held = 4 * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
-    count = next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
-    )
+    count = num_chunks(jax.eval_shape(readout, x_BTE))
     if count == 1:
         return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
-    total = chunked(cross_entropy, count, readout, x_BTE, targets_BT, weights_BT)
+    total, _ = chunked(_of_readout, count, readout, x_BTE, targets_BT, weights_BT)
     return total, weights_BT.sum()
+
+
+def _of_readout(
+    readout: Callable[[Array], Array], x: Array, targets: Array, weights: Array
+) -> tuple[Array, None]:
+    return cross_entropy(readout(x), targets, weights)[0], None
+
+
+def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
+    """The chunks of time in which `copies` of logits [batch, seq, vocab] are in `LOGITS_BYTES`."""
+    batch, seq, vocab = logits.shape
+    held = 4 * copies * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
+    return next(
+        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+    )
 
 
 def next_token(
@@ -114,7 +124,7 @@ def next_token(
     for packed rows also `segment_ids` and `positions`, int32[batch, seq]. A model with `hidden` and
     `readout` never has all its logits in memory where they are large; any other is called for them.
     """
-    _check_tokens(batch)
+    check_tokens(batch)
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
     if isinstance(model, HasReadout):
         x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
@@ -133,7 +143,8 @@ def _check_names(batch: Mapping[str, Array], *names: str) -> None:
         )
 
 
-def _check_tokens(batch: Mapping[str, Array]) -> None:
+def check_tokens(batch: Mapping[str, Array]) -> None:
+    """Raise a ValueError for a batch that is none of tokens, with targets and weights."""
     names = ("tokens", "targets", "weights")
     _check_names(batch, *names)
     shapes = {name: batch[name].shape for name in names}
@@ -150,7 +161,7 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
     def loss(
         model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Array]]:
-        _check_tokens(batch)
+        check_tokens(batch)
         if not isinstance(model, HasBalance):
             raise ValueError(f"balanced_next_token: a {type(model).__name__} has no experts")
         x_BTE, balance_B = model.hidden_and_balance(

@@ -19,6 +19,8 @@ class Pretrained:
     """Its arrays, on the run's mesh. The caller owns what it returns, and may donate it."""
     checksum: str = ""
     """Checksum of the files. With one, a checkpoint holds what is trained, and this checksum."""
+    flag: str = "--model"
+    """The flag that names it, for messages."""
 
 
 def skeleton_of(pretrained: PyTree) -> PyTree:
