@@ -37,7 +37,8 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
 
 
 @custom_vjp
-def _token_losses(logits: Array, targets: Array) -> Array:
+def token_losses(logits: Array, targets: Array) -> Array:
+    """The cross-entropy of each target in nats, float32 of the targets' shape."""
     return _token_losses_forward(logits, targets)[0]
 
 
@@ -63,7 +64,7 @@ def _token_losses_backward(residuals: tuple, g: Array) -> tuple[Array, None]:
     return gradient.astype(logits.dtype), None
 
 
-_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def cross_entropy(
@@ -76,7 +77,7 @@ def cross_entropy(
     With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
     A position of weight 0 counts nothing, whatever its logits and target are.
     """
-    losses = jnp.where(weights > 0, _token_losses(logits, targets), 0.0)
+    losses = jnp.where(weights != 0, token_losses(logits, targets), 0.0)
     return (losses * weights).sum(), weights.sum()
 
 
@@ -93,16 +94,21 @@ def readout_cross_entropy(
     at no additional product; in fp16 in the backward pass, at one more. `readout` is a
     `zoo.nn.readout.Readout`, or a module like it.
     """
-    batch, seq, _ = x_BTE.shape
-    vocab = jax.eval_shape(readout, x_BTE).shape[-1]
-    held = 4 * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
-    count = next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
-    )
+    count = num_chunks(readout, x_BTE)
     if count == 1:
         return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
     total = chunked(cross_entropy, count, readout, x_BTE, targets_BT, weights_BT)
     return total, weights_BT.sum()
+
+
+def num_chunks(readout: Callable[[Array], Array], x_BTE: Float[Array, "batch seq embed"]) -> int:
+    """Into how many stretches of time logits are cut, so that `LOGITS_BYTES` hold one of them."""
+    batch, seq, _ = x_BTE.shape
+    vocab = jax.eval_shape(readout, x_BTE).shape[-1]
+    held = 4 * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
+    return next(
+        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+    )
 
 
 def next_token(
