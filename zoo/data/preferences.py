@@ -8,9 +8,8 @@ import copy
 import itertools
 import json
 import logging
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,11 +84,17 @@ def _texts(record: dict[str, Any], field: str) -> list[list[Part]]:
 
 def _common_words(one: str, other: str) -> str:
     """The words that two texts begin with, without the space after them."""
-    same = os.path.commonprefix([one, other])
+    same = one[: _count_same(one, other)]
     following = (one[len(same) :], other[len(same) :])
     if any(text and not text[0].isspace() for text in following):
         same = re.sub(r"\S+\Z", "", same)
     return same.rstrip()
+
+
+def _count_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the common beginning of two sequences."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _chats(record: dict[str, Any], field: str, template: ChatTemplate) -> list[list[Part]]:
@@ -99,8 +104,7 @@ def _chats(record: dict[str, Any], field: str, template: ChatTemplate) -> list[l
     if isinstance(prompt, list):
         prompt = completions.messages_of(record, field)
     else:
-        pairs = zip(*sides, strict=False)
-        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        count = _count_same(*sides)
         prompt, sides = sides[0][:count], [side[count:] for side in sides]
         _check_prompt(record, field, prompt)
     for name, side in zip(SIDES, sides, strict=True):
