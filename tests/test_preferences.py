@@ -14,7 +14,6 @@ import zoo
 from zoo import lora, losses, preferences, transformer
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.corpus import Corpus
 from zoo.data.preferences import PairPlan, read_preferences
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -62,8 +61,8 @@ def model_of(seed=0):
 
 def adapted(seed=0):
     model = lora.adapt(model_of(seed), lora.Config(rank=2), key=jax.random.key(1))
-    draw = lambda x: 0.1 * jax.random.normal(jax.random.key(2), x.shape)  # noqa: E731
-    ups = lambda m: [  # noqa: E731
+    draw = lambda x: 0.1 * jax.random.normal(jax.random.key(2), x.shape)
+    ups = lambda m: [
         x.up for x in jax.tree.leaves(m, is_leaf=lora.is_adapted) if lora.is_adapted(x)
     ]
     return eqx.tree_at(ups, model, [draw(x) for x in ups(model)])
@@ -71,14 +70,16 @@ def adapted(seed=0):
 
 def test_a_pair_is_one_row_of_two_segments(plan):
     batch = plan.batch(0)
-    assert plan.buckets == (16,) and plan.batches_per_epoch == 1
+    assert plan.buckets == (16,)
+    assert plan.batches_per_epoch == 1
     rows = {}
     for i, pair in enumerate(plan.pairs(0)):
         prompt, *sides = PAIRS[pair]
         for segment, side in enumerate(sides, start=1):
             here = batch["segment_ids"][i] == segment
             text = bytes(batch["targets"][i][here][:-1].tolist()).decode()
-            assert text == prompt + side and batch["targets"][i][here][-1] == 256
+            assert text == prompt + side
+            assert batch["targets"][i][here][-1] == 256
             assert batch["weights"][i][here].sum() == len(side) + 1  # and its end
             assert batch["positions"][i][here].tolist() == list(range(len(text) + 1))
         rows[pair] = i
@@ -90,7 +91,7 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
     corpus = pair_corpus(
         tmp_path, ("ab", "c", "defghijk"), ("abcdefg", "hi", "jk"), ("a", "b", "c")
     )
-    make = lambda too_long: PairPlan(corpus, 256, (12,), 2, 0, too_long)  # noqa: E731
+    make = lambda too_long: PairPlan(corpus, 256, (12,), 2, 0, too_long)
     with pytest.raises(ValueError, match=r"the pair 'pairs.jsonl:1' has 15 tokens in both.*2 of 3"):
         make("error")
     with pytest.raises(ValueError, match=r"too_long='split': a pair is in one row"):
@@ -108,7 +109,7 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
 
 
 def test_prompts_are_given_or_common_beginnings(tmp_path):
-    read = lambda record: json.loads(  # noqa: E731
+    read = lambda record: json.loads(
         read_preferences(lines(tmp_path, record), no_template)[0][0].text
     )
     expected = [[["to be", False], [" or not", True]], [["to be", False], [" on", True]]]
@@ -232,7 +233,7 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
     else:
         reference = lora.base(model) if kind == "base" else model_of(7)
         options = {"beta": 0.5, "label_smoothing": 0.2}
-        plain = lambda model: plain_dpo(model, reference, 0.5, 0.2)  # noqa: E731
+        plain = lambda model: plain_dpo(model, reference, 0.5, 0.2)
         loss = preferences.dpo(**options, reference="base" if kind == "base" else "batch")
         if kind == "dpo":
             table = np.asarray([[x for x, _ in plain_log_probs(reference, i)] for i in range(4)])
@@ -243,7 +244,7 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
     chosen = lora.trainable(model) if kind == "base" else True
     params, rest = eqx.partition(model, chosen if kind == "base" else eqx.is_inexact_array)
     with jax.default_matmul_precision("highest"):
-        value_of = lambda f: jax.jit(  # noqa: E731
+        value_of = lambda f: jax.jit(
             jax.value_and_grad(lambda params: f(eqx.combine(params, rest)))
         )(params)
         total, gradient = value_of(lambda model: loss(model, batch, None)[0])
@@ -252,7 +253,8 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
     np.testing.assert_allclose(total, expected, rtol=2e-6)
     assert float(weight) == 4
     leaves = jax.tree.leaves(gradient)
-    assert len(leaves) > 3 and max(float(jnp.abs(x).max()) for x in leaves) > 1e-2
+    assert len(leaves) > 3
+    assert max(float(jnp.abs(x).max()) for x in leaves) > 1e-2
     for x, y in zip(leaves, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6 * max(1.0, float(jnp.abs(y).max())))
     log_probs = [[float(x) for x, _ in plain_log_probs(model, pair)] for pair in range(4)]
@@ -294,9 +296,88 @@ def test_a_table_reaches_the_closed_form_optimum(beta):
     state = zoo.init_state(lambda key: Table(reference), optimizer, key=jax.random.key(0))
     step = zoo.make_train_step(preferences.dpo(beta=beta), optimizer, precision="fp32")
     for _ in range(400):
-        state, metrics = step(state, batch)
+        state, _ = step(state, batch)
     optimum = jnp.exp(reference) * jnp.asarray(strengths, jnp.float32) ** (1 / beta)
     optimum /= optimum.sum(1, keepdims=True)
     found = jax.nn.softmax(state.model.logits)
     np.testing.assert_allclose(found, optimum, atol=2e-4)
     assert float(jnp.abs(found - jnp.exp(reference)).max()) > 0.1
+
+
+def one_step(loss, batch, *, model=None, mesh=None, accumulate=1):
+    """The loss and the trained parameters after a step of SGD."""
+    model, optimizer = model or adapted(), optax.sgd(0.5)
+    options = {"mesh": mesh, "trainable": lora.trainable}
+    state = zoo.init_state(lambda key: model, optimizer, key=jax.random.key(0), **options)
+    step = zoo.make_train_step(
+        loss, optimizer, precision="fp32", accumulate=accumulate, clip_norm=None, **options
+    )
+    state, metrics = step(state, batch)
+    trained = eqx.filter(state.model, lora.trainable(state.model))
+    return {k: float(v) for k, v in metrics.items()}, jax.device_get(jax.tree.leaves(trained))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+@pytest.mark.parametrize("limit", [2**29, 4 * 4 * 320], ids=["whole", "chunks"])
+def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
+    corpus = pair_corpus(tmp_path, *PAIRS, ("x", "yz", "w"))
+    make = lambda buckets, rows: PairPlan(corpus, 256, buckets, rows, 0)
+    loss = preferences.orpo() if kind == "orpo" else preferences.dpo(reference="base")
+    batch = make((16,), 8).batch(0)
+    assert (batch["segment_ids"] == 2).any(1).sum() == 5
+    expected, parameters = one_step(loss, batch)
+    assert expected["tokens"] == 5
+    assert expected["grad_norm"] > 1e-3
+    for other, options in (
+        (batch, {"mesh": zoo.make_mesh("data=2,fsdp=2,tensor=2")}),
+        (batch, {"mesh": zoo.make_mesh("fsdp=4"), "accumulate": 2}),
+        (batch, {"accumulate": 4}),
+        (make((32,), 8).batch(0), {}),
+        (make((16,), 5).batch(0), {}),
+    ):
+        found, theirs = one_step(loss, other, **options)
+        for name in expected.keys() - {"skipped"}:
+            assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+        for x, y in zip(theirs, parameters, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+class Both(eqx.Module):
+    """A policy with a second whole model as its reference."""
+
+    policy: transformer.Transformer
+    reference: transformer.Transformer
+
+
+@pytest.mark.slow
+def test_adapters_need_one_base(plan):
+    config = transformer.Config(320, d_model=256, num_layers=2, num_heads=4)
+    make_base = lambda key: transformer.Transformer(config, key=key)
+    make_policy = lambda key: lora.adapt(make_base(key), lora.Config(rank=2), key=key)
+
+    def with_second(model, batch, key):
+        batch = {**batch, "reference": preferences.log_probabilities(model.reference, batch)}
+        return preferences.dpo()(model.policy, batch, key)
+
+    def policy_of(model):
+        frozen = jax.tree.map(lambda _: False, model.reference)
+        return Both(lora.trainable(model.policy), frozen)
+
+    def needed(loss, make_model, trainable):
+        optimizer = optax.sgd(0.1)
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), trainable=trainable)
+        step = zoo.make_train_step(loss, optimizer, precision="fp32", trainable=trainable)
+        stats = step.lower(state, plan.batch(0)).compiled.memory_analysis()
+        return stats.argument_size_in_bytes, stats.temp_size_in_bytes
+
+    base = sum(
+        x.nbytes for x in jax.tree.leaves(eqx.filter(make_base(jax.random.key(0)), eqx.is_array))
+    )
+    one, temp = needed(preferences.dpo(reference="base"), make_policy, lora.trainable)
+    two, _ = needed(with_second, lambda key: Both(make_policy(key), make_base(key)), policy_of)
+    print(f"base {base:,}; one base: arguments {one:,}, temporary {temp:,}; two: {two:,}")
+    assert base < one < 1.2 * base
+    assert two - one == pytest.approx(base, rel=0.01)
+    assert temp < 0.75 * base  # no copy of it is made either
