@@ -19,6 +19,7 @@ from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, language, rnn, transformer
+from zoo.base import checksums
 from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
@@ -705,3 +706,29 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
     assert planned_bytes > 3e6
     assert min(live) >= 0.95 * planned_bytes
     assert max(live) <= 1.05 * planned_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_preferences_resume_bit_for_bit(method, tune, tmp_path, shared):
+    pairs = [{"prompt": f"{i} ", "chosen": f"is {i}", "rejected": "no"} for i in range(40)]
+    path = write_lines(tmp_path / "pairs.jsonl", *pairs)
+    flags = (f"--data.files={path}", "--data.format=preferences", f"--method={method}")
+    flags += ("--optimizer.schedule=constant", "--data.buckets", "32")
+    whole = tune(*flags, run_dir=tmp_path / "whole")
+    tune(*flags, "--steps=4", run_dir=tmp_path / "halves")
+    halves = tune(*flags, run_dir=tmp_path / "halves")
+    first, last = arrays(zoo.load(whole)), arrays(zoo.load(halves))
+    for name, array in first.items():
+        assert np.array_equal(array, last[name]), name
+    evaluated = [x for x in read_metrics(halves / "metrics.jsonl") if "eval_loss" in x]
+    assert evaluated[0]["eval_loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert (halves / "reference").exists() == (method == "full")
+    if method == "full":  # another model's values are refused
+        made_of = tmp_path / "other" / "reference"
+        shutil.copytree(halves, made_of.parent)
+        (made_of / "made_of.json").write_text('{"fingerprint": "another"}')
+        checksums.write(made_of)
+        with pytest.raises(RunError, match="of another model than"):
+            tune(*flags, "--steps=9", run_dir=made_of.parent)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.data import tokenizer as tokenizer
     from zoo.data.plans import ArrayPlan as ArrayPlan
     from zoo.data.plans import Plan as Plan
+    from zoo.data.preferences import PairPlan as PairPlan
     from zoo.data.token_plans import BucketPlan as BucketPlan
     from zoo.data.token_plans import LabelledPlan as LabelledPlan
     from zoo.data.token_plans import PackedPlan as PackedPlan
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.tasks import language as language
     from zoo.training import losses as losses
     from zoo.training import optimizers as optimizers
+    from zoo.training import preferences as preferences
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
     from zoo.training.mixed_products import PrecisionWarning as PrecisionWarning

@@ -31,7 +31,7 @@ def read_completions(
     """
 
     def examples(record: dict[str, Any]) -> list[list[Part]]:
-        texts = [_text(record, field) for field in (prompt, completion)]
+        texts = [text_of(record, field) for field in (prompt, completion)]
         return [[(texts[0], False), (texts[1], True)]]
 
     return _read(pattern, examples)
@@ -51,13 +51,17 @@ def read_chats(pattern: str, template: ChatTemplate, *, field: str) -> list[Docu
     """
 
     def examples(record: dict[str, Any]) -> list[list[Part]]:
-        messages = _messages(record, field)
-        found = _marked(messages, template) if template.has_marks else _turns(messages, template)
+        found = parts_of(messages_of(record, field), template)
         if not found:
             raise ValueError(f"no message of the assistant in {field!r}")
         return found
 
     return _read(pattern, examples)
+
+
+def parts_of(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
+    """The examples of a conversation, in parts of which the assistant's answers count."""
+    return _marked(messages, template) if template.has_marks else _turns(messages, template)
 
 
 def _marked(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
@@ -99,7 +103,8 @@ def _turns(messages: list[Message], template: ChatTemplate) -> list[list[Part]]:
     return examples
 
 
-def _messages(record: dict[str, Any], field: str) -> list[Message]:
+def messages_of(record: dict[str, Any], field: str) -> list[Message]:
+    """The messages in a field of a record; a ValueError unless they are some."""
     messages = record.get(field)
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"no list of messages in {field!r}; its fields are {sorted(record)}")
@@ -129,7 +134,8 @@ def _read(pattern: str, examples: Callable[[dict[str, Any]], list[list[Part]]]) 
     return documents
 
 
-def _text(record: dict[str, Any], field: str) -> str:
+def text_of(record: dict[str, Any], field: str) -> str:
+    """The text in a field of a record; a ValueError unless it is one."""
     value = record.get(field)
     if not isinstance(value, str):
         raise ValueError(f"no text in field {field!r}; its fields are {sorted(record)}")

@@ -16,7 +16,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
 from zoo.nn.derivatives import custom_vjp
@@ -38,16 +38,33 @@ def chunked(
 
     There are `count` chunks. The arrays of `targets`, [batch, seq, …], have no gradient.
     """
-    parts = sharding.num_parts("batch")
-
-    def cut(x: Array) -> Array:
-        rows, time = x.shape[0] // parts, x.shape[1] // count
-        x = x.reshape(parts, rows, count, time, *x.shape[2:])
-        return jnp.moveaxis(x, 2, 0)
-
-    targets = jax.tree.map(cut, targets)
-    total, sums = _total(loss, readout, cut(x_BTE), targets, cut(weights_BT))
+    targets = jax.tree.map(lambda x: _cut(x, count), targets)
+    total, sums = _total(loss, readout, _cut(x_BTE, count), targets, _cut(weights_BT, count))
     return total, jax.lax.stop_gradient(sums)
+
+
+def _cut(x: Array, count: int) -> Array:
+    """[chunks, parts, rows, time, …] of [batch, seq, …]."""
+    parts = sharding.num_parts("batch")
+    rows, time = x.shape[0] // parts, x.shape[1] // count
+    return jnp.moveaxis(x.reshape(parts, rows, count, time, *x.shape[2:]), 2, 0)
+
+
+def chunked_values(
+    function: Callable[[Array, Array], Array],
+    count: int,
+    readout: PyTree,
+    x_BTE: Float[Array, "batch seq embed"],
+    targets_BT: Int[Array, "batch seq"],
+) -> Float[Array, "batch seq"]:
+    """`function(readout(x), targets)` over `count` equal chunks of time; it has no gradient."""
+    readout, x_BTE = jax.lax.stop_gradient((readout, x_BTE))
+
+    def one(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
+        return None, _each_part(lambda readout, x, y: function(readout(x), y))(readout, *chunk)
+
+    _, values_CPRT = jax.lax.scan(one, None, (_cut(x_BTE, count), _cut(targets_BT, count)))
+    return jnp.moveaxis(values_CPRT, 0, 2).reshape(targets_BT.shape)
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))
@@ -72,7 +89,8 @@ def _each_part(function: Callable) -> Callable:
 
     def mapped(readout: PyTree, *chunk: PyTree) -> Any:
         with sharding.mapped("batch") as axes:
-            over = jax.vmap(function, in_axes=(None, 0, 0, 0), spmd_axis_name=axes)
+            in_axes = (None, *(0 for _ in chunk))
+            over = jax.vmap(function, in_axes=in_axes, spmd_axis_name=axes)
             return over(readout, *chunk)
 
     return mapped

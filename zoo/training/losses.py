@@ -37,7 +37,8 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
 
 
 @custom_vjp
-def _token_losses(logits: Array, targets: Array) -> Array:
+def token_losses(logits: Array, targets: Array) -> Array:
+    """The cross-entropy of each target in nats, float32 of the targets' shape."""
     return _token_losses_forward(logits, targets)[0]
 
 
@@ -63,7 +64,7 @@ def _token_losses_backward(residuals: tuple, g: Array) -> tuple[Array, None]:
     return gradient.astype(logits.dtype), None
 
 
-_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def cross_entropy(
@@ -76,7 +77,7 @@ def cross_entropy(
     With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
     A position of weight 0 counts nothing, whatever its logits and target are.
     """
-    losses = jnp.where(weights > 0, _token_losses(logits, targets), 0.0)
+    losses = jnp.where(weights != 0, token_losses(logits, targets), 0.0)
     return (losses * weights).sum(), weights.sum()
 
 

@@ -126,6 +126,12 @@ def has_adapters(model: PyTree) -> bool:
     return any(is_adapted(x) for x in jax.tree.leaves(model, is_leaf=is_adapted))
 
 
+def has_trained_adapters(model: PyTree) -> bool:
+    """Whether a model has adapters that are trained: those that were put on last."""
+    leaves = jax.tree.leaves(model, is_leaf=is_adapted)
+    return any(is_adapted(x) and not x.frozen for x in leaves)
+
+
 def merge(model: Model) -> Model:
     """The model without adapters that computes the same: each is added to its matrix."""
     return jax.tree.map(lambda x: x.value() if is_adapted(x) else x, model, is_leaf=is_adapted)

@@ -14,7 +14,7 @@ from zoo.nn.remat import Policy
 from zoo.publishing import adapters
 from zoo.runs.run import Config as RunConfig
 from zoo.tasks import language
-from zoo.training import optimizers
+from zoo.training import optimizers, preferences
 from zoo.wrappers.classifier import Pooling
 from zoo.wrappers.lora import Config as LoraConfig
 
@@ -23,9 +23,10 @@ from zoo.wrappers.lora import Config as LoraConfig
 class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
-    format: Literal["text", "completions", "chats"] = "text"
+    format: Literal["text", "completions", "chats", "preferences"] = "text"
     """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
-    by the tokenizer's own template, in which the assistant's answers count."""
+    by the tokenizer's own template, in which the assistant's answers count; or of preferences, each
+    a prompt, chosen and rejected (texts, or messages of a chat), in rows that are bucketed."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -34,6 +35,11 @@ class Data(text.Source):
     """Field of a chat's messages, each with a role and a content."""
     tokenizer: str = ""
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format == "preferences":  # a pair is never cut, and has a row of its own
+            object.__setattr__(self, "rows", "bucketed")
 
 
 # Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
@@ -83,6 +89,13 @@ class Config(RunConfig):
     pooling: Pooling = "auto"
     """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
+    objective: Literal["dpo", "orpo"] = added("dpo")
+    """Loss of preferences: DPO, whose reference is the model to begin with, or ORPO, which has
+    none."""
+    beta: float = added(0.1)
+    """Of DPO, the strength of the pull to the reference; of ORPO, the weight of the odds ratio."""
+    label_smoothing: float = added(0.0)
+    """Share of the preferences that DPO takes to be the wrong way round."""
     sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
     sample_every: int | None = may_differ(None)
@@ -128,6 +141,8 @@ class Config(RunConfig):
             "trains adapters beside them, or base='stored'",
         )
 
+        _check_preferences(self)
+
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the numbers of its optimizer."""
         if not isinstance(self.optimizer, Optimizer):
@@ -151,3 +166,22 @@ class Config(RunConfig):
     def batch_size(self) -> int:
         """Rows of a global batch."""
         return self.data.batch_size
+
+
+def _check_preferences(config: Config) -> None:
+    """Refuse numbers out of range, and those of preferences where there are none."""
+    preferences.check(config.beta, config.label_smoothing)
+    require(
+        config.label_smoothing == 0 or config.objective == "dpo",
+        f"label_smoothing={config.label_smoothing}: objective={config.objective!r} has none; "
+        "leave it out",
+    )
+    given = [
+        f"{name}={getattr(config, name)!r}"
+        for name in ("objective", "beta", "label_smoothing")
+        if getattr(config, name) != getattr(Config, name)
+    ]
+    require(
+        config.data.format == "preferences" or not given,
+        f"{', '.join(given)}: only data.format='preferences' (now {config.data.format!r}) has that",
+    )

@@ -1,4 +1,4 @@
-"""Text to fine-tune on: documents, completions or chats, and where a sample begins."""
+"""Text to fine-tune on: documents, completions, chats, pairs, and where a sample begins."""
 
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +9,7 @@ import numpy as np
 from zoo.data import completions, text
 from zoo.data.chats import ChatTemplate
 from zoo.data.documents import Document, help_topics
+from zoo.data.preferences import make_pairs, read_preferences
 from zoo.data.prepared.agreement import check_tokenizer
 from zoo.data.tokenizer import Tokenizer
 from zoo.runs.run import Run
@@ -35,6 +36,10 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
             f"data.files={config.files!r} has one line of {config.format}: give two or more, one "
             "of which is held out"
         )
+    if config.format == "preferences":
+        data = make_pairs(config, documents, tokenizer, seed=run.config.seed, tokenize=tokenize)
+        language.say_what_there_is(run, data)
+        return data
     data = text.make_text(
         config,
         text.split(config, documents),
@@ -59,14 +64,23 @@ def _documents(
     if config.format == "completions":
         fields = {"prompt": config.prompt, "completion": config.completion}
         return completions.read_completions(config.files, **fields), completions.tokenize_parts
+    if config.format == "preferences":
+        pairs, are_chats = read_preferences(
+            config.files, lambda: _template(run, tokenizer), prompt=config.prompt
+        )
+        return pairs, completions.tokenize_chats if are_chats else completions.tokenize_parts
     if config.format == "chats":
-        template = ChatTemplate(tokenizer)
-        if template.writes_time:  # a run resumed on another day reads the same
-            template = ChatTemplate(tokenizer, _first_start(run))
+        template = _template(run, tokenizer)
         chats = completions.read_chats(config.files, template, field=config.messages)
         return chats, completions.tokenize_chats
     documents = text.read_documents_of(config, label) if config.files else help_topics()
     return documents, text.tokenize
+
+
+def _template(run: Run[Config], tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's template; a run that is resumed on another day reads the same."""
+    template = ChatTemplate(tokenizer)
+    return ChatTemplate(tokenizer, _first_start(run)) if template.writes_time else template
 
 
 def _first_start(run: Run[Config]) -> datetime:

@@ -16,6 +16,7 @@ from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
+from zoo.tasks.finetuning import preferences
 from zoo.tasks.finetuning.base import Base, merge
 from zoo.tasks.finetuning.config import Config
 from zoo.tasks.finetuning.data import sample_prompt
@@ -27,14 +28,14 @@ from zoo.wrappers import lora
 def train(run: Run[Config], base: Base, data: text.Text) -> None:
     """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
     config, prompt = run.config, sample_prompt(data)
-    ends = answer_ends(config, base) if config.data.format != "text" else None
-    training = _from_base(
-        language.training(
-            run, config.optimizer, data, lambda key, model: prepare(config, model, key)
-        ),
-        config,
-        base,
-    )
+    chats = _are_chats(config, data)
+    ends = answer_ends(config, base, chats=chats) if config.data.format != "text" else None
+    make_model = lambda key, model: prepare(config, model, key)  # noqa: E731
+    if config.data.format == "preferences":
+        training = preferences.training(run, base, data, make_model)
+    else:
+        training = language.training(run, config.optimizer, data, make_model)
+    training = _from_base(training, config, base)
     language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
     sample_of = lambda model: language.sample(  # noqa: E731
         model,
@@ -43,15 +44,15 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
         seed=config.seed,
         prompt=prompt,
         stop_tokens=ends,
-        on_new_line=config.data.format == "chats",
+        on_new_line=chats,
     )
-    chosen = Chosen(run, save=saver(run, base))
+    chosen = Chosen(run, save=saver(run, base, chats=chats))
     more = []
     if config.sample_every is not None:
         more.append(Samples(lambda x: sample_of(merge(run, x)), every=config.sample_every))
     state, after = loop.fit(run, training, [*chosen.callbacks, *more])
     model, after = chosen.published(state), chosen.metrics(after)
-    model = save(run, base, model, {**after, "steps": int(state.step)})
+    model = save(run, base, model, {**after, "steps": int(state.step)}, chats=chats)
     del state, chosen, more  # and the optimizer's, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
@@ -72,8 +73,23 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
     classification.train(run, _from_base(training, config, base), save=save)
 
 
-def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -> PyTree:
-    """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
+def _are_chats(config: Config, data: text.Text) -> bool:
+    """Whether the data are conversations, which the template frames."""
+    return config.data.format != "text" and data.train.corpus.framed
+
+
+def save(
+    run: Run[Config],
+    base: Base,
+    model: PyTree,
+    metrics: dict[str, Any],
+    *,
+    chats: bool | None = None,
+) -> PyTree:
+    """Save a model in its base's format, and its adapters alone if it has any; return it merged.
+
+    `chats` is `saver`'s.
+    """
     if lora.has_adapters(model):
         adapters.save_adapters(
             run.folder / "adapters",
@@ -89,17 +105,18 @@ def save(run: Run[Config], base: Base, model: PyTree, metrics: dict[str, Any]) -
             "beside, dequantised: it is as large as without --base"
         )
     merged = merge(run, model)
-    saver(run, base)(run.folder / "model", merged, metrics)
+    saver(run, base, chats=chats)(run.folder / "model", merged, metrics)
     run.say(f"the model is in {run.address}/model")
     return merged
 
 
-def saver(run: Run[Config], base: Base) -> Save:
+def saver(run: Run[Config], base: Base, *, chats: bool | None = None) -> Save:
     """A function that saves a model, merged, in its base's format with its metrics.
 
-    A model of chats ends its texts with the end of a turn as well.
+    A model of `chats` (by default, of that format) ends its texts with the end of a turn as well.
     """
-    more = answer_ends(run.config, base) if run.config.data.format == "chats" else ()
+    chats = run.config.data.format == "chats" if chats is None else chats
+    more = answer_ends(run.config, base, chats=True) if chats else ()
     return lambda folder, model, metrics: models.save(
         folder,
         token_ids.with_more_ends(base.as_stored(merge(run, model)), more),
@@ -125,15 +142,18 @@ def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining
     )
 
 
-def answer_ends(config: Config, base: Base) -> tuple[int, ...]:
-    """The tokens that end a completion, or in a chat the assistant's turn."""
+def answer_ends(config: Config, base: Base, *, chats: bool | None = None) -> tuple[int, ...]:
+    """The tokens that end a completion, or in `chats` (see `saver`) the assistant's turn."""
+    chats = config.data.format == "chats" if chats is None else chats
     ends = token_ids.choose_eos_ids(base.skeleton.config, base.tokenizer)
-    turns = ChatTemplate(base.tokenizer).ends_of_turn if config.data.format == "chats" else ()
+    turns = ChatTemplate(base.tokenizer).ends_of_turn if chats else ()
     return tuple(dict.fromkeys([*ends, *turns]))
 
 
 def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
-    lines = [f"{'held out':18}{'before':>16}{'after':>16}"]
+    width = max(18, *(len(name) + 1 for name in after))
+    lines = [f"{'held out':{width}}{'before':>16}{'after':>16}"]
     return "\n".join(
-        lines + [f"{name:18}{before[name]:16.4f}{value:16.4f}" for name, value in after.items()]
+        lines
+        + [f"{name:{width}}{before[name]:16.4f}{value:16.4f}" for name, value in after.items()]
     )

@@ -1,0 +1,383 @@
+import json
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import write_tokenizer
+from jaxtyping import Array
+
+import zoo
+from zoo import lora, losses, preferences, transformer
+from zoo.data import completions
+from zoo.data.chats import ChatTemplate
+from zoo.data.preferences import PairPlan, read_preferences
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONFIG = transformer.Config(320, d_model=16, num_layers=1, num_heads=2)
+
+
+def lines(tmp_path, *records):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def chat_template(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer", template=TEMPLATE)
+    return ChatTemplate(load_tokenizer(tmp_path / "tokenizer"))
+
+
+def no_template():
+    raise AssertionError("texts need no template")
+
+
+def pair_corpus(tmp_path, *pairs):
+    records = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    documents, are_chats = read_preferences(lines(tmp_path, *records), no_template)
+    assert not are_chats
+    return completions.tokenize_parts(documents, ByteTokenizer())
+
+
+PAIRS = [("ab", "c", "defg"), ("h", "ijkl", "m"), ("nop", "q", "rs"), ("", "tu", "vwx")]
+
+
+@pytest.fixture
+def plan(tmp_path):
+    corpus = pair_corpus(tmp_path, *PAIRS)
+    return PairPlan(corpus, 256, buckets=(16, 24), batch_size=4, seed=0)
+
+
+def model_of(seed=0):
+    return transformer.Transformer(CONFIG, key=jax.random.key(seed))
+
+
+def adapted(seed=0):
+    model = lora.adapt(model_of(seed), lora.Config(rank=2), key=jax.random.key(1))
+    draw = lambda x: 0.1 * jax.random.normal(jax.random.key(2), x.shape)
+    ups = lambda m: [
+        x.up for x in jax.tree.leaves(m, is_leaf=lora.is_adapted) if lora.is_adapted(x)
+    ]
+    return eqx.tree_at(ups, model, [draw(x) for x in ups(model)])
+
+
+def test_a_pair_is_one_row_of_two_segments(plan):
+    batch = plan.batch(0)
+    assert plan.buckets == (16,)
+    assert plan.batches_per_epoch == 1
+    rows = {}
+    for i, pair in enumerate(plan.pairs(0)):
+        prompt, *sides = PAIRS[pair]
+        for segment, side in enumerate(sides, start=1):
+            here = batch["segment_ids"][i] == segment
+            text = bytes(batch["targets"][i][here][:-1].tolist()).decode()
+            assert text == prompt + side
+            assert batch["targets"][i][here][-1] == 256
+            assert batch["weights"][i][here].sum() == len(side) + 1  # and its end
+            assert batch["positions"][i][here].tolist() == list(range(len(text) + 1))
+        rows[pair] = i
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert not batch["weights"][batch["segment_ids"] == 0].any()
+
+
+def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
+    corpus = pair_corpus(
+        tmp_path, ("ab", "c", "defghijk"), ("abcdefg", "hi", "jk"), ("a", "b", "c")
+    )
+    make = lambda too_long: PairPlan(corpus, 256, (12,), 2, 0, too_long)
+    with pytest.raises(ValueError, match=r"the pair 'pairs.jsonl:1' has 15 tokens in both.*2 of 3"):
+        make("error")
+    with pytest.raises(ValueError, match=r"too_long='split': a pair is in one row"):
+        make("split")
+    plan = make("truncate")
+    assert "1 of 3 pairs, 'pairs.jsonl:2' the first, have no answers that differ" in caplog.text
+    batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
+    lengths = {
+        int(pair): [int((batch["segment_ids"][i] == s).sum()) for s in (1, 2)]
+        for k, batch in enumerate(batches)
+        for i, pair in enumerate(plan.pairs(k))
+        if pair >= 0
+    }
+    assert lengths == {0: [4, 8], 2: [3, 3]}  # the shorter one is whole
+
+
+def test_prompts_are_given_or_common_beginnings(tmp_path):
+    read = lambda record: json.loads(
+        read_preferences(lines(tmp_path, record), no_template)[0][0].text
+    )
+    expected = [[["to be", False], [" or not", True]], [["to be", False], [" on", True]]]
+    assert read({"prompt": "to be", "chosen": " or not", "rejected": " on"}) == expected
+    assert read({"chosen": "to be or not", "rejected": "to be on"}) == expected
+
+
+def test_chats_are_rendered_by_the_template(tmp_path):
+    template = chat_template(tmp_path)
+    user, good, bad = (
+        {"role": role, "content": text}
+        for role, text in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+    )
+    for record in (
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": "hi", "chosen": [user, good], "rejected": [user, bad]},
+    ):
+        documents, are_chats = read_preferences(lines(tmp_path, record), lambda: template)
+        assert are_chats
+        for parts, answer in zip(json.loads(documents[0].text), ("yes", "no"), strict=True):
+            assert "".join(text for text, counts in parts if counts) == f"{answer}<eot>"
+            assert "".join(text for text, counts in parts if not counts).endswith("<|assistant|>")
+
+
+MESSAGE = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "'rejected' is empty"),
+        ({"prompt": "a", "chosen": "b"}, "no text in field 'rejected'"),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, "no text in field 'prompt'"),
+        ({"chosen": "b", "rejected": "c"}, "no common beginning"),
+        ({"chosen": [ANSWER], "rejected": [MESSAGE]}, "no common beginning"),
+        ({"prompt": "x", "chosen": [MESSAGE, ANSWER], "rejected": [MESSAGE, MESSAGE]}, "'x'"),
+        ({"chosen": [MESSAGE, ANSWER], "rejected": [MESSAGE, MESSAGE]}, "roles .'user'."),
+        ({"prompt": [MESSAGE], "chosen": [ANSWER], "rejected": []}, "'rejected' is empty"),
+        ({"prompt": [MESSAGE], "chosen": [ANSWER], "rejected": "c"}, "no list of messages"),
+        ({"prompt": [MESSAGE], "chosen": [ANSWER], "rejected": [{"role": "x"}]}, "'content'"),
+    ],
+)
+def test_bad_lines_are_refused_by_their_place(tmp_path, record, message):
+    fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    if isinstance(record["chosen"], list):
+        fine = {"chosen": [MESSAGE, ANSWER], "rejected": [MESSAGE, {**ANSWER, "content": "c"}]}
+    path = lines(tmp_path, fine, record)
+    template = chat_template(tmp_path)
+    with pytest.raises(ValueError, match=rf"pairs\.jsonl.*2.*{message}"):
+        read_preferences(path, lambda: template)
+
+
+def test_texts_and_chats_do_not_mix(tmp_path):
+    fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path = lines(tmp_path, fine, {"chosen": [ANSWER], "rejected": [MESSAGE]})
+    with pytest.raises(ValueError, match="its sides are messages, and those of the lines before"):
+        read_preferences(path, no_template)
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"beta=0: must be positive"):
+        preferences.dpo(beta=0)
+    with pytest.raises(ValueError, match=r"beta=-1: must be positive"):
+        preferences.orpo(beta=-1)
+    with pytest.raises(ValueError, match=r"label_smoothing=0.5: must be in \[0, 0.5\)"):
+        preferences.dpo(label_smoothing=0.5)
+    with pytest.raises(ValueError, match=r"reference='none': choose 'batch' or 'base'"):
+        preferences.dpo(reference="none")  # type: ignore[arg-type]
+
+
+def test_a_missing_reference_is_refused(plan):
+    batch, model = plan.batch(0), model_of()
+    with pytest.raises(ValueError, match="no 'reference': make the log-probabilities"):
+        preferences.dpo()(model, batch, None)
+    with pytest.raises(ValueError, match="the model has none: adapt it"):
+        preferences.dpo(reference="base")(model, batch, None)
+
+
+def plain_log_probs(model, pair):
+    """Of both answers, each in a row of its own, by the definition."""
+    prompt, *sides = PAIRS[pair]
+    sums = []
+    for side in sides:
+        ids = jnp.asarray([256, *(prompt + side).encode(), 256])
+        log_probs = jax.nn.log_softmax(model(ids[None, :-1])[0].astype(jnp.float32))
+        of_tokens = jnp.take_along_axis(log_probs, ids[1:, None], 1)[:, 0]
+        sums.append((of_tokens[len(prompt) :].sum(), len(side) + 1))
+    return sums
+
+
+def plain_dpo(model, reference, beta, smoothing):
+    total = 0.0
+    for pair in range(len(PAIRS)):
+        (chosen, _), (rejected, _) = plain_log_probs(model, pair)
+        (chosen0, _), (rejected0, _) = plain_log_probs(reference, pair)
+        h = beta * ((chosen - chosen0) - (rejected - rejected0))
+        right, wrong = 1 / (1 + jnp.exp(-h)), 1 / (1 + jnp.exp(h))
+        total += -(1 - smoothing) * jnp.log(right) - smoothing * jnp.log(wrong)
+    return total
+
+
+def plain_orpo(model, beta):
+    total = 0.0
+    for pair in range(len(PAIRS)):
+        p_chosen, p_rejected = (jnp.exp(x / count) for x, count in plain_log_probs(model, pair))
+        odds = (p_chosen / (1 - p_chosen)) / (p_rejected / (1 - p_rejected))
+        total += -jnp.log(p_chosen) - beta * jnp.log(odds / (1 + odds))
+    return total
+
+
+@pytest.mark.parametrize("limit", [2**29, 4 * 4 * 320 * 4], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", ["dpo", "base", "orpo"])
+def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
+    model = adapted() if kind == "base" else model_of()
+    if kind == "orpo":
+        loss, plain = preferences.orpo(beta=0.3), lambda model: plain_orpo(model, 0.3)
+    else:
+        reference = lora.base(model) if kind == "base" else model_of(7)
+        options = {"beta": 0.5, "label_smoothing": 0.2}
+        plain = lambda model: plain_dpo(model, reference, 0.5, 0.2)
+        loss = preferences.dpo(**options, reference="base" if kind == "base" else "batch")
+        if kind == "dpo":
+            table = np.asarray([[x for x, _ in plain_log_probs(reference, i)] for i in range(4)])
+            plan = plan.with_reference(table)
+    batch = {name: jnp.asarray(x) for name, x in plan.batch(0).items()}
+    chunks = losses.num_chunks(model.readout(), jnp.zeros((4, 16, CONFIG.d_model)))
+    assert (chunks > 1) == (limit < 2**29)
+    chosen = lora.trainable(model) if kind == "base" else True
+    params, rest = eqx.partition(model, chosen if kind == "base" else eqx.is_inexact_array)
+    with jax.default_matmul_precision("highest"):
+        value_of = lambda f: jax.jit(
+            jax.value_and_grad(lambda params: f(eqx.combine(params, rest)))
+        )(params)
+        total, gradient = value_of(lambda model: loss(model, batch, None)[0])
+        expected, wanted = value_of(plain)
+        _, weight, metrics = loss(model, batch, None)
+    np.testing.assert_allclose(total, expected, rtol=2e-6)
+    assert float(weight) == 4
+    leaves = jax.tree.leaves(gradient)
+    assert len(leaves) > 3
+    assert max(float(jnp.abs(x).max()) for x in leaves) > 1e-2
+    for x, y in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6 * max(1.0, float(jnp.abs(y).max())))
+    log_probs = [[float(x) for x, _ in plain_log_probs(model, pair)] for pair in range(4)]
+    found = [float(metrics[f"{name}_log_prob"]) for name in ("chosen", "rejected")]
+    np.testing.assert_allclose(found, np.sum(log_probs, 0), rtol=1e-5)
+
+
+class Table(eqx.Module):
+    """A tabular policy: the logits of an answer by its prompt."""
+
+    logits: Array
+
+    def __call__(self, tokens, *, segment_ids=None, positions=None, key=None):
+        return self.logits[tokens]
+
+
+@pytest.mark.parametrize("beta", [0.5, 2.0])
+def test_a_table_reaches_the_closed_form_optimum(beta):
+    # Answer i of reward log w_i is preferred to j with probability w_i / (w_i + w_j).
+    strengths, counted = (1, 2, 4), []
+    for i in range(3):
+        for j in range(3):
+            common = math.gcd(strengths[i], strengths[j])
+            counted += [(i, j)] * (strengths[i] // common if i != j else 0)
+    reference = jnp.log(jnp.asarray([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
+    rows = [(prompt, *pair) for prompt in range(2) for pair in counted]
+    prompts, *sides = np.asarray(rows, np.int32).T
+    targets = np.stack(sides, 1)
+    batch = {
+        "tokens": np.stack([prompts] * 2, 1),
+        "targets": targets,
+        "weights": np.ones_like(targets, np.float32),
+        "segment_ids": np.tile(np.int32([1, 2]), (len(rows), 1)),
+        "positions": np.zeros_like(targets),
+        "reference": np.asarray(reference)[prompts[:, None], targets],
+    }
+    batch = jax.tree.map(jnp.asarray, batch)
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.3, 400))
+    state = zoo.init_state(lambda key: Table(reference), optimizer, key=jax.random.key(0))
+    step = zoo.make_train_step(preferences.dpo(beta=beta), optimizer, precision="fp32")
+    for _ in range(400):
+        state, _ = step(state, batch)
+    optimum = jnp.exp(reference) * jnp.asarray(strengths, jnp.float32) ** (1 / beta)
+    optimum /= optimum.sum(1, keepdims=True)
+    found = jax.nn.softmax(state.model.logits)
+    np.testing.assert_allclose(found, optimum, atol=2e-4)
+    assert float(jnp.abs(found - jnp.exp(reference)).max()) > 0.1
+
+
+def one_step(loss, batch, *, model=None, mesh=None, accumulate=1):
+    """The loss and the trained parameters after a step of SGD."""
+    model, optimizer = model or adapted(), optax.sgd(0.5)
+    options = {"mesh": mesh, "trainable": lora.trainable}
+    state = zoo.init_state(lambda key: model, optimizer, key=jax.random.key(0), **options)
+    step = zoo.make_train_step(
+        loss, optimizer, precision="fp32", accumulate=accumulate, clip_norm=None, **options
+    )
+    state, metrics = step(state, batch)
+    trained = eqx.filter(state.model, lora.trainable(state.model))
+    return {k: float(v) for k, v in metrics.items()}, jax.device_get(jax.tree.leaves(trained))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+@pytest.mark.parametrize("limit", [2**29, 4 * 4 * 320], ids=["whole", "chunks"])
+def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
+    corpus = pair_corpus(tmp_path, *PAIRS, ("x", "yz", "w"))
+    make = lambda buckets, rows: PairPlan(corpus, 256, buckets, rows, 0)
+    loss = preferences.orpo() if kind == "orpo" else preferences.dpo(reference="base")
+    batch = make((16,), 8).batch(0)
+    assert (batch["segment_ids"] == 2).any(1).sum() == 5
+    expected, parameters = one_step(loss, batch)
+    assert expected["tokens"] == 5
+    assert expected["grad_norm"] > 1e-3
+    for other, options in (
+        (batch, {"mesh": zoo.make_mesh("data=2,fsdp=2,tensor=2")}),
+        (batch, {"mesh": zoo.make_mesh("fsdp=4"), "accumulate": 2}),
+        (batch, {"accumulate": 4}),
+        (make((32,), 8).batch(0), {}),
+        (make((16,), 5).batch(0), {}),
+    ):
+        found, theirs = one_step(loss, other, **options)
+        for name in expected.keys() - {"skipped"}:
+            assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+        for x, y in zip(theirs, parameters, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+class Both(eqx.Module):
+    """A policy with a second whole model as its reference."""
+
+    policy: transformer.Transformer
+    reference: transformer.Transformer
+
+
+@pytest.mark.slow
+def test_adapters_need_one_base(plan):
+    config = transformer.Config(320, d_model=256, num_layers=2, num_heads=4)
+    make_base = lambda key: transformer.Transformer(config, key=key)
+    make_policy = lambda key: lora.adapt(make_base(key), lora.Config(rank=2), key=key)
+
+    def with_second(model, batch, key):
+        batch = {**batch, "reference": preferences.log_probabilities(model.reference, batch)}
+        return preferences.dpo()(model.policy, batch, key)
+
+    def policy_of(model):
+        frozen = jax.tree.map(lambda _: False, model.reference)
+        return Both(lora.trainable(model.policy), frozen)
+
+    def needed(loss, make_model, trainable):
+        optimizer = optax.sgd(0.1)
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), trainable=trainable)
+        step = zoo.make_train_step(loss, optimizer, precision="fp32", trainable=trainable)
+        stats = step.lower(state, plan.batch(0)).compiled.memory_analysis()
+        return stats.argument_size_in_bytes, stats.temp_size_in_bytes
+
+    base = sum(
+        x.nbytes for x in jax.tree.leaves(eqx.filter(make_base(jax.random.key(0)), eqx.is_array))
+    )
+    one, temp = needed(preferences.dpo(reference="base"), make_policy, lora.trainable)
+    two, _ = needed(with_second, lambda key: Both(make_policy(key), make_base(key)), policy_of)
+    print(f"base {base:,}; one base: arguments {one:,}, temporary {temp:,}; two: {two:,}")
+    assert base < one < 1.2 * base
+    assert two - one == pytest.approx(base, rel=0.01)
+    assert temp < 0.75 * base  # no copy of it is made either
