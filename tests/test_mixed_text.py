@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -65,6 +66,10 @@ def texts_of(data, name):
     ]
 
 
+def all_of(data, name):
+    return sorted(itertools.chain(*texts_of(data, name)))
+
+
 def table(tmp_path, folder, **keys):
     lines = "".join(f"{key} = {value}\n" for key, value in keys.items())
     path = tmp_path / "mixture.toml"
@@ -75,8 +80,8 @@ def table(tmp_path, folder, **keys):
 def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pattern, monkeypatch):
     data = load(tmp_path, f"code={folder}:0.7,help={pattern}:0.3")
     assert isinstance(data.tokenizer, ByteTokenizer)
-    assert sorted(sum(texts_of(data, "code"), [])) == sorted(some("prepared"))
-    assert sorted(sum(texts_of(data, "help"), [])) == sorted(some("plain"))
+    assert all_of(data, "code") == sorted(some("prepared"))
+    assert all_of(data, "help") == sorted(some("plain"))
     assert data.sources["code"].fingerprint == format.read_manifest(folder).fingerprint
     first = [data.train.row_pieces(0, row)[0].document for row in range(40)]
     assert sum(document < len(data.sources["code"].train.corpus) for document in first) == 28
@@ -85,7 +90,7 @@ def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pat
     monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
     large = load(tmp_path, f"code={folder}:0.7,help={pattern}:0.3")
     assert large.sources["help"].prepared is not None
-    assert sorted(sum(texts_of(large, "help"), [])) == sorted(some("plain"))
+    assert all_of(large, "help") == sorted(some("plain"))
 
 
 def test_a_prepared_address_is_a_source(tmp_path, folder, pattern):
@@ -132,7 +137,7 @@ def test_tokenizers_have_to_agree(tmp_path, folder, pattern):
     # The tokenizer that a run keeps stays.
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").unlink()
     BPETokenizer.train(some("x"), 300).save(tmp_path / "run" / "tokenizer")
-    with pytest.raises(ValueError, match="'code': the run has another tokenizer .300 ids. than"):
+    with pytest.raises(ValueError, match=r"'code': the run has another tokenizer .300 ids. than"):
         load(tmp_path, files)
 
 
@@ -140,7 +145,7 @@ def test_text_that_would_take_too_long_is_to_be_prepared_with_the_same_tokenizer
     tmp_path, folder, pattern, monkeypatch
 ):
     monkeypatch.setattr(choice, "BY_ITSELF", 100)
-    with pytest.raises(ValueError, match="'help': .* a run does not tokenize by itself") as error:
+    with pytest.raises(ValueError, match=r"'help': .* a run does not tokenize by itself") as error:
         load(tmp_path, f"code={folder}:1,help={pattern}:1")
     assert f"--tokenizer {folder}/tokenizer" in str(error.value)
 
@@ -164,7 +169,7 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monke
     files = f"a={pattern}:0.75,b={tmp_path}/more/*.txt:0.25"
     data = load(tmp_path, files, held_out=0.3)
     trained = [texts_of(data, name)[0] for name in "ab"]
-    assert sorted(seen) == sorted(sum(trained, []))
+    assert sorted(seen) == sorted(itertools.chain(*trained))
     assert 20 < len(seen) < 70
     seen.clear()
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").unlink()
@@ -197,7 +202,8 @@ def test_limits_of_a_prepared_source(tmp_path, folder):
 
     prints = {whole.fingerprint}
     for count in (1, 3, 10, 11, 29):  # of 30, in shards of ten
-        assert (found := limited(limit_documents=count))[0] == count
+        found = limited(limit_documents=count)
+        assert found[0] == count
         prints.add(found[1])
         assert limited(limit_tokens=sizes[count - 1]) == found
         assert limited(limit_tokens=sizes[count] - 1) == found
@@ -245,12 +251,12 @@ def test_shards_of_a_web_server_are_a_source(tmp_path, parquet, folder, monkeypa
     address, local, expected = parquet
     listed = f"{address}/train-0.parquet,{address}/train-1.parquet"
     data = load(tmp_path, f"web={listed}:0.6,code={folder}:0.4")
-    assert sorted(sum(texts_of(data, "web"), [])) == sorted(expected)
+    assert all_of(data, "web") == sorted(expected)
     assert data.sources["web"].prepared is not None
     found = load(tmp_path, f"web={address}/train-*.parquet:0.6,code={folder}:0.4")
     here = load(tmp_path, f"web={local}/train-*.parquet:0.6,code={folder}:0.4", held_out=0.05)
     assert found.sources["web"].fingerprint == data.sources["web"].fingerprint
-    assert sorted(sum(texts_of(here, "web"), [])) == sorted(expected)
+    assert all_of(here, "web") == sorted(expected)
     with pytest.raises((ValueError, FileNotFoundError), match=r"no file matches .*train-9.parquet"):
         load(tmp_path, f"web={address}/train-9.parquet:0.6,code={folder}:0.4")
 
