@@ -201,13 +201,13 @@ def test_limits_of_a_prepared_source(tmp_path, folder):
         return len(found), data.fingerprint
 
     prints = {whole.fingerprint}
-    for count in (1, 3, 10, 11, 29):  # of 30, in shards of ten
+    for count in (1, 10, 29):  # of 30, in shards of ten
         found = limited(limit_documents=count)
         assert found[0] == count
         prints.add(found[1])
         assert limited(limit_tokens=sizes[count - 1]) == found
         assert limited(limit_tokens=sizes[count] - 1) == found
-    assert len(prints) == 6
+    assert len(prints) == 4
     assert limited(limit_documents=20, limit_tokens=sizes[4])[0] == 5
     assert limited(limit_documents=4, limit_tokens=sizes[9])[0] == 4
     assert limited(limit_tokens=1)[0] == 1
@@ -265,10 +265,10 @@ def test_shards_of_a_web_server_are_a_source(tmp_path, parquet, folder, monkeypa
     ("fault", "message"),
     [
         (500, "the store failed, more often than its library tries again"),
-        ("drop", "the store cannot be reached"),
-        ("half", "the store cannot be reached"),
-        (403, "the store refuses permission"),
-        (0.02, None),
+        pytest.param("drop", "the store cannot be reached", marks=pytest.mark.slow),
+        pytest.param("half", "the store cannot be reached", marks=pytest.mark.slow),
+        pytest.param(403, "the store refuses permission", marks=pytest.mark.slow),
+        pytest.param(0.02, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_web_server_that_falters(tmp_path, parquet, fault, message):
