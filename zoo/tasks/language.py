@@ -1,5 +1,6 @@
 """Language models of any family, from text to a published model, for all of their recipes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
-from zoo.tasks import mixtures
+from zoo.tasks import begun, mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import skeleton_of
@@ -80,6 +81,7 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
             steps=config.steps,
             seed=config.seed,
             tokenizer_folder=lambda make: run.once("tokenizer", make),
+            default=type(config).data,
         )
         mixtures.record(run, mixed)
         say_what_there_is(run, mixed)
@@ -90,6 +92,7 @@ def read_text(run: Run[Config], *, label: str | None = None) -> text.Text:
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
         default=type(config).data,
+        for_memory=begun.for_memory(run),
     )
     say_what_there_is(run, data)
     return data
@@ -160,6 +163,8 @@ def train(run: Run[Config], data: text.Text, training: Training) -> None:
     )
     if isinstance(data.train, MixturePlan):
         more.append(mixtures.Epochs(data.train))
+        loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
+        training = dataclasses.replace(training, loss_fn=loss_fn)
     state, result = loop.fit(run, training, [*chosen.callbacks, *more])
     model, result = chosen.published(state), chosen.metrics(result)
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())

@@ -31,9 +31,12 @@ def chunked(
     readout: PyTree,
     x_BTE: Float[Array, "batch seq embed"],
     targets_BT: Int[Array, "batch seq"],
-    weights_BT: Float[Array, "batch seq"],
-) -> Float[Array, ""]:
-    """The total of `loss(readout(x), targets, weights)` over `count` equal chunks of time."""
+    weights_BT: Float[Array, "batch seq *sources"],
+) -> Float[Array, "*sources"]:
+    """The total of `loss(readout(x), targets, weights)` over `count` equal chunks of time.
+
+    With weights [batch, seq, sources] it is one per source, of which only the sum has a gradient.
+    """
     parts = sharding.num_parts("batch")
 
     def cut(x: Array) -> Array:
@@ -50,9 +53,14 @@ def _total(loss: Loss, readout: PyTree, x_CPRTE: Array, targets: Array, weights:
         return loss(readout(x), targets, weights)[0]
 
     def add(total: Array, chunk: tuple) -> tuple[Array, None]:
-        return total + _each_part(one)(readout, *chunk).sum(), None
+        return total + _each_part(one)(readout, *chunk).sum(0), None
 
-    return jax.lax.scan(add, jnp.float32(0), (x_CPRTE, targets, weights))[0]
+    return jax.lax.scan(add, _nothing(weights), (x_CPRTE, targets, weights))[0]
+
+
+def _nothing(weights: Array) -> Array:
+    """The total of no chunk, for weights [C, P, R, T] or [C, P, R, T, sources]."""
+    return jnp.float32(0) if weights.ndim == 4 else jnp.zeros(weights.shape[4:])
 
 
 def _each_part(function: Callable) -> Callable:
@@ -82,20 +90,20 @@ def _gradients(
             return loss(eqx.combine(trained, frozen)(x), targets, weights)[0]
 
         total, gradient = jax.vjp(total_of, trained, x, weights)
-        return total, *gradient(factor.astype(total.dtype))
+        return total, *gradient(jnp.broadcast_to(factor.astype(total.dtype), total.shape))
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         total, of_readout = carry
         totals, new, *rest = _each_part(one)((trained, frozen), *chunk)
         # Each part's own, or every chunk would reduce a matrix over the network.
         of_readout = jax.tree.map(lambda old, new: old + new.astype(old.dtype), of_readout, new)
-        return (total + totals.sum(), of_readout), tuple(rest)
+        return (total + totals.sum(0), of_readout), tuple(rest)
 
     def zeros(path: tuple, names: tuple, x: Array) -> Array:
         empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
         return sharding.constrain(empty, "batch", *names)
 
-    start = (jnp.float32(0), map_parameters(zeros, trained))
+    start = (_nothing(weights), map_parameters(zeros, trained))
     (total, of_readout), (of_x, of_weights) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
     of_readout = jax.tree.map(lambda d, x: d.astype(x.dtype), of_readout, trained)
     return total, (of_readout, of_x, of_weights)
@@ -112,6 +120,8 @@ def _forward(loss: Loss, readout: PyTree, *others: Array, needed: Any) -> tuple[
 
 def _backward(loss: Loss, residuals: tuple, g: Array) -> tuple:
     inputs, gradients = residuals
+    if g.ndim:  # of sources, each of which has that of their sum
+        g = g[0]
     if gradients is None:
         _, gradients = _gradients(loss, inputs, g)
         g = jnp.float32(1)

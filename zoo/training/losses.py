@@ -3,7 +3,9 @@
 Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -69,13 +71,18 @@ _token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 def cross_entropy(
     logits: Float[Array, "*batch classes"],
     targets: Int[Array, "*batch"],
-    weights: Float[Array, "*batch"],
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    weights: Float[Array, "..."],
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Weighted cross-entropy in nats, reduced in fp32: the summed loss and the summed weight.
 
     With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
-    A position of weight 0 counts nothing, whatever its logits and target are.
+    A position of weight 0 counts nothing, whatever its logits and target are. With weights
+    [*batch, sources] the sums are those of each source, [sources].
     """
+    if weights.ndim > targets.ndim:
+        losses = jnp.where(weights.any(-1), _token_losses(logits, targets), 0.0)
+        axes = tuple(range(targets.ndim))
+        return (losses[..., None] * weights).sum(axes), weights.sum(axes)
     losses = jnp.where(weights > 0, _token_losses(logits, targets), 0.0)
     return (losses * weights).sum(), weights.sum()
 
@@ -84,8 +91,8 @@ def readout_cross_entropy(
     readout: Callable[[Array], Array],
     x_BTE: Float[Array, "batch seq embed"],
     targets_BT: Int[Array, "batch seq"],
-    weights_BT: Float[Array, "batch seq"],
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    weights_BT: Float[Array, "batch seq *sources"],
+) -> tuple[Float[Array, "*sources"], Float[Array, "*sources"]]:
     """`cross_entropy` of the logits `readout(x_BTE)`, one stretch of time after another.
 
     Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
@@ -102,12 +109,44 @@ def readout_cross_entropy(
     if count == 1:
         return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
     total = chunked(cross_entropy, count, readout, x_BTE, targets_BT, weights_BT)
-    return total, weights_BT.sum()
+    return total, weights_BT.sum((0, 1))
+
+
+def per_source(
+    loss_fn: Callable[..., tuple[Any, ...]], names: Sequence[str]
+) -> Callable[..., tuple[Any, ...]]:
+    """`next_token`, or `balanced_next_token`, with the mean loss of each source of a mixture.
+
+    The batch has `source`, int32[batch], the index of each row's source in `names`. The metrics
+    have `name/loss` of each, nan where the batch has no target of it; without an auxiliary loss.
+    """
+
+    @functools.wraps(loss_fn)
+    def loss(model: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Any, ...]:
+        shares_BS = jax.nn.one_hot(batch["source"], len(names), dtype=jnp.float32)
+        total, weight, metrics, *states = loss_fn(model, {**batch, "source": shares_BS}, key)
+        totals, weights = metrics["source"]
+        of_sources = {f"{name}/loss": (totals[i], weights[i]) for i, name in enumerate(names)}
+        others = {name: value for name, value in metrics.items() if name != "source"}
+        return total, weight, {**others, **of_sources}, *states
+
+    return loss
+
+
+def _sums(
+    summed: Callable[[Array], tuple[Array, Array]], batch: dict[str, Array]
+) -> tuple[Array, Array, dict[str, Any]]:
+    """The sums of a function of the weights, with those of each source if rows have one."""
+    weights_BT, shares_BS = batch["weights"], batch.get("source")
+    if shares_BS is None:
+        return *summed(weights_BT), {}
+    totals_S, weights_S = summed(weights_BT[:, :, None] * shares_BS[:, None, :])
+    return totals_S.sum(), weights_S.sum(), {"source": (totals_S, weights_S)}
 
 
 def next_token(
     model: PyTree, batch: dict[str, Array], key: Array | None
-) -> tuple[Array, Array, dict[str, Array]]:
+) -> tuple[Array, Array, dict[str, Any]]:
     """The loss of a language model on a token batch, as `make_train_step` takes it.
 
     The batch holds `tokens` and `targets`, int32[batch, seq], and `weights`, float32[batch, seq];
@@ -118,11 +157,11 @@ def next_token(
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
     if isinstance(model, HasReadout):
         x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
-        sums = readout_cross_entropy(model.readout(), x_BTE, batch["targets"], batch["weights"])
+        summed = partial(readout_cross_entropy, model.readout(), x_BTE, batch["targets"])
     else:
         logits = model(batch["tokens"], **inputs, key=key)
-        sums = cross_entropy(logits, batch["targets"], batch["weights"])
-    return *sums, {}
+        summed = partial(cross_entropy, logits, batch["targets"])
+    return _sums(summed, batch)
 
 
 def _check_names(batch: Mapping[str, Array], *names: str) -> None:
@@ -141,7 +180,7 @@ def _check_tokens(batch: Mapping[str, Array]) -> None:
         raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
 
 
-def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
+def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Any]]]:
     """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
     `balance` among the metrics is the mean `moe.load_balance` per token: 1 for an even load.
@@ -149,7 +188,7 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
 
     def loss(
         model: PyTree, batch: dict[str, Array], key: Array | None
-    ) -> tuple[Array, Array, dict[str, Array]]:
+    ) -> tuple[Array, Array, dict[str, Any]]:
         _check_tokens(batch)
         if not isinstance(model, HasBalance):
             raise ValueError(f"balanced_next_token: a {type(model).__name__} has no experts")
@@ -161,11 +200,10 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
         )
         if balance_B is None:
             raise ValueError("balanced_next_token: the model has no experts; set num_experts")
-        total, weight = readout_cross_entropy(
-            model.readout(), x_BTE, batch["targets"], batch["weights"]
-        )
+        summed = partial(readout_cross_entropy, model.readout(), x_BTE, batch["targets"])
+        total, weight, metrics = _sums(summed, batch)
         balance = balance_B.sum()
-        return total + coefficient * balance, weight, {"balance": balance}
+        return total + coefficient * balance, weight, {**metrics, "balance": balance}
 
     return loss
 
