@@ -30,6 +30,7 @@ import zoo
 from zoo import callbacks, losses, mlp, sharding
 from zoo.publishing.tensors import read_tensors
 from zoo.runs.callbacks.best import save_somehow
+from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 
@@ -352,6 +353,54 @@ def test_other_arrays_of_a_callback_are_refused(tmp_path):
     other.arrays = {"sum": jnp.zeros(3)}
     with pytest.raises(zoo.runs.checkpoint.CheckpointError, match=r"callbacks\.recording\.sum"):
         fit(config(tmp_path), other)
+
+
+@pytest.mark.parametrize("damaged", ["one", "all"])
+def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path, caplog, damaged):
+    """They are as large as arrays whose files are verified when they are read."""
+    whole = config(tmp_path / "whole")
+    fit(whole, *(wanted := [Recording(), Marked()]))
+    parts, folder = tmp_path / "parts", tmp_path / "parts" / "run" / "checkpoints"
+    fit(config(parts, steps=8), Recording(), Marked())
+    for step in ("8", "4") if damaged == "all" else ("8",):
+        assert flip(folder / step) > MARK.nbytes
+    found = [Recording(), Marked()]
+    if damaged == "all":
+        for _ in range(2):  # and it does not start anew
+            with pytest.raises(CheckpointError, match=r"undamaged:\n  step 4: callbacks\.marked"):
+                fit(config(parts), *found)
+        assert {path.name for path in folder.iterdir()} == {"4", "8.damaged"}
+        return
+    state, _ = fit(config(parts), *found)
+    assert "step 8: callbacks.marked cannot be read" in caplog.text
+    assert "step 4 is used instead" in caplog.text
+    assert (folder / "8.damaged").is_dir()
+    assert found[0].values == wanted[0].values
+    assert found[0].arrays == wanted[0].arrays
+    np.testing.assert_array_equal(found[1].arrays, MARK)
+    assert without_speed(config(parts)) == without_speed(whole)
+    assert int(state.step) == 12
+
+
+MARK = np.random.default_rng(0).normal(size=2**19).astype("f4")
+
+
+class Marked(callbacks.Callback):
+    """Has an array that is larger than all others."""
+
+    def __init__(self):
+        self.arrays = jnp.asarray(MARK)
+
+
+def flip(folder):
+    """Change a bit in the midst of the largest file of a folder; its size."""
+    path = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda x: x.stat().st_size
+    )
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return len(data)
 
 
 # --- Stopping ---------------------------------------------------------------------------------

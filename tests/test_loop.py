@@ -17,6 +17,8 @@ import zoo
 import zoo.runs.loop
 from zoo import losses, sharding
 from zoo.data.corpus import Corpus
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.schedule import Stage
 from zoo.nn.parameters import cast
 from zoo.runs import planned
 from zoo.runs.checkpoint import CheckpointError
@@ -655,3 +657,15 @@ def test_cleanup_errors_do_not_mask_original(owner, name, tmp_path, monkeypatch)
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(RunError, match="this is why"):
         fit(config(tmp_path, steps=1), evaluate=evaluate)
+
+
+def test_sources_without_a_token_in_a_step_have_no_loss(tmp_path):
+    plans = {"code": make_plan(), "docs": make_plan(lengths=(3, 9))}
+    plan = MixturePlan(plans, [Stage(0, (1, 0)), Stage(4, (0, 1))])
+    loss_fn = losses.per_source(losses.next_token, [*plans])
+    of_run = config(tmp_path, steps=6, log_every=1)
+    fit(of_run, plan, loss_fn=loss_fn)
+    whole = lines(of_run)
+    assert len(whole) == 6
+    for name, steps in (("code", (1, 2, 3, 4)), ("docs", (5, 6))):
+        assert lines(of_run, f"{name}/loss") == pytest.approx({step: whole[step] for step in steps})

@@ -219,7 +219,11 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
     taken = collections.Counter()
     for k in range(12):
         batch = plan.batch(k)
-        assert batch.keys() == TOKEN_BATCH.keys()
+        assert batch.keys() == {*TOKEN_BATCH, "source"}
+        shapes = plan.shapes()[plan.bucket(k)]
+        assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
+            n: (x.shape, x.dtype) for n, x in shapes.items()
+        }
         assert batch["tokens"].shape == (8, plan.bucket(k))
         fresh = make_plan(rows)  # after a kill
         for parts in (2, 4):
@@ -232,6 +236,7 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
         for row in range(8):
             one = plan.schedule.source_of(8 * k + row if rows == "packed" else k)
             name = list(plan.plans)[one]
+            assert batch["source"][row] == one
             own, place = divmod(taken[name], 8)
             expected = plan.plans[name].batch(own)
             if rows == "packed":
@@ -380,8 +385,8 @@ def test_finetuning_says_that_it_takes_no_mixture():
 def test_the_progress_line_has_epochs_per_source():
     stream = io.StringIO()
     bar = monitor.ProgressBar(2, console=Console(file=stream, width=200))
-    bar.update(1, **{"code/epoch": 0.25, "docs/epoch": 1.5})
-    assert "epochs code 0.25, docs 1.50" in stream.getvalue()
+    bar.update(1, **{"code/epoch": 0.25, "docs/epoch": 1.5, "code/loss": 2.0, "docs/loss": 3.125})
+    assert "losses code 2.0000, docs 3.1250  epochs code 0.25, docs 1.50" in stream.getvalue()
 
 
 @pytest.mark.slow
@@ -411,5 +416,10 @@ def test_a_run_resumes_across_a_stage_that_was_added(tmp_path, devices):
         for lines in (whole, parts)
     ]
     assert [e for e in epochs[0] if e] == [e for e in epochs[1] if e] != []
+    per_source = [
+        [(line["code/loss"], line["docs/loss"]) for line in lines if "loss" in line]
+        for lines in (whole, parts)
+    ]
+    assert per_source[0] == per_source[1] != []
     last = [next(x for x in reversed(lines) if "code/eval_loss" in x) for lines in (whole, parts)]
     assert last[0].keys() == last[1].keys() > {"docs/eval_loss", "docs/bits_per_byte"}

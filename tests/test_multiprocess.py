@@ -1,11 +1,23 @@
 """Runs of several processes on this machine, which find each other over the loopback."""
 
+import json
 import signal
 import socket
 import subprocess
 
 import pytest
-from recipe_cases import Recipe, finish, losses, metrics, saved_arrays, shared, wait_for
+from recipe_cases import (
+    Recipe,
+    assert_same_result,
+    finish,
+    losses,
+    metrics,
+    saved_arrays,
+    shared,
+    wait_for,
+)
+
+from zoo.data.prepared.prepare import prepare
 
 __all__ = ["shared"]
 
@@ -55,6 +67,38 @@ def test_two_process_run_resumes_on_one(mesh, shared, tmp_path):
     recipe.run(alone, *FLAGS, "--steps=18")
     assert list(losses(run_dir)) == list(range(1, 19))
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_mixture_bit_for_bit_as_one(shared, tmp_path):
+    """Of a prepared source and of text, with a stage; and after a kill behind its beginning."""
+    texts = [f"def f{i}(x): return {i} * x" for i in range(99)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    prepare(str(tmp_path / "lines.jsonl"), tmp_path / "prepared", workers=1)
+    table = tmp_path / "mixture.toml"
+    table.write_text(
+        f'[sources.code]\nfiles = "{tmp_path}/prepared"\nweight = 0.7\n'
+        f'[sources.docs]\nfiles = "{shared}/corpus/*.txt"\nweight = 0.3\n'
+        "[[stages]]\nstart = 20\nweights = {code = 0.2, docs = 0.8}\n"
+    )
+    recipe, flags = Recipe("lm", shared), ("--mesh=fsdp=2", f"--data.files={table}")
+    one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
+    recipe.run(one, *FLAGS, *flags, devices=2)
+    for process in start_processes(recipe, two, *flags, devices=1):
+        finish(process)
+    assert_same_result(two, one)
+    assert {"code/loss", "docs/loss", "code/epoch"} < metrics(two)[0].keys()
+    processes = start_processes(recipe, killed, *flags, devices=1)
+    log = killed / "metrics.jsonl"
+    wait_for(lambda: log.exists() and b'"step": 22,' in log.read_bytes(), processes[0])
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
+    first, _ = (finish(process) for process in start_processes(recipe, killed, *flags, devices=1))
+    assert f"resumed {killed} at step 18" in first
+    assert_same_result(killed, one)
 
 
 @pytest.mark.slow

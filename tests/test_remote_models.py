@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -153,23 +154,37 @@ def test_a_save_that_is_cut_anywhere_leaves_no_half_model(s3: Store):  # noqa: F
 
 
 def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
+    """It dies in the midst of the weights, when all other files are whole."""
     address = f"{memory}/net"
     zoo.save(address, net(0))
-    fetch_file = downloads._fetch_file
+    add, names = downloads.Transfer.add, {"README.md", "config.json"}
+    part = lambda: next(cache.rglob("*.part"))
 
-    def dying(source, target, entry, transfer):
-        if target.name == "model.safetensors":
+    def dying(transfer, size):
+        add(transfer, size)
+        # With what is in a buffer, which a killed process does not write.
+        if (part() / "model.safetensors.tmp").exists():
+            while not all((part() / name).exists() for name in names):
+                time.sleep(0.001)
             raise KeyboardInterrupt
-        fetch_file(source, target, entry, transfer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(downloads, "_fetch_file", dying)
+        patch.setattr(downloads, "_PART", 64)
+        patch.setattr(downloads.Transfer, "add", dying)
         with pytest.raises(KeyboardInterrupt):
             zoo.load(address)
+    weights = part() / "model.safetensors.tmp"
+    assert weights.exists()
+    assert files_of(part()) == {*names, weights.name}
+    assert downloads.cached(address) is None
+    kept = {name: (part() / name).stat().st_ino for name in names}
     fetched = noted_fetches(monkeypatch)
     assert_same(zoo.load(address), net(0))
-    assert "model.safetensors" in fetched
-    assert "config.json" not in fetched
+    assert fetched == ["model.safetensors"]
+    found = downloads.cached(address)
+    assert found is not None
+    assert {name: (found / name).stat().st_ino for name in names} == kept
+    assert files_of(found) == {*names, "model.safetensors", "checksums.json"}
 
 
 @pytest.mark.slow

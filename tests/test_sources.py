@@ -623,11 +623,27 @@ def test_shards_of_the_hub_are_addresses(monkeypatch):
     assert asked == ["datasets/someone/corpus/data/*.parquet"]
 
 
-def test_record_files_of_addresses_are_refused(web):
-    address, folder, _ = web
-    write_array_record(folder / "a.array_record", ["x"])
-    message = "ArrayRecord files are read from local folders alone: copy it here"
-    assert message in error_of(f"{address}/a.array_record")
+def test_record_files_of_addresses_are_copied_one_by_one(web, tmp_path, monkeypatch):
+    address, folder, sent = web
+    expected = {name: [f"{name} {i} " + "x" * 1000 for i in range(200)] for name in "ab"}
+    for name, records in expected.items():
+        write_array_record(folder / f"{name}.array_record", records)
+    sizes = [path.stat().st_size for path in folder.iterdir()]
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    held = []
+    documents = []
+    splits = plan_splits(f"{address}/*.array_record", shard_bytes=1000)
+    assert len(splits) == 2
+    for split in splits:
+        for document in read_split(split):
+            documents.append(document.text)
+            held.append(len([*(tmp_path / "temporary").iterdir()]))
+    assert documents == expected["a"] + expected["b"]
+    assert set(held) == {1}
+    assert not [*(tmp_path / "temporary").iterdir()]
+    assert sum(sent) == sum(sizes)
+    assert documents == texts(f"{folder}/*.array_record")
     assert "no file matches" in error_of(f"{address}/none.jsonl", FileNotFoundError)
 
 

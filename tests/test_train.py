@@ -172,6 +172,42 @@ def test_logits_in_chunks_keep_the_losses(mesh_name: str, monkeypatch: Any):
     assert chunked.masks == whole.masks
 
 
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "logits_bytes"),
+    [
+        ("", 1, 2**29),
+        pytest.param("", 2, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp=2,tensor=2", 2, 1, marks=pytest.mark.slow),
+        pytest.param("data=4", 2, 2**29, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_sources_are_those_of_their_rows(mesh, accumulate, logits_bytes, monkeypatch):
+    batch, names = token_batch(8), ["code", "docs", "none"]
+    source = np.array([0, 1, 1, 0, 1, 1, 1, 1], np.int32)
+    placed = {"mesh": zoo.make_mesh(mesh), "accumulate": accumulate}
+    make_model = make_transformer(num_layers=1)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", logits_bytes)
+    state, step = state_and_step(make_model, losses.per_source(losses.next_token, names), **placed)
+    given = jax.tree.map(jnp.asarray, batch)
+    rows = jax.jit(lambda model, w: losses.next_token(model, {**given, "weights": w}, None)[:2])
+    weights = [batch["weights"] * (source == i)[:, None] for i in range(2)]
+    sums = np.array([rows(state.model, w) for w in weights])
+    _, metrics = step(state, {**batch, "source": source})
+    found = [float(metrics[f"{name}/loss"]) for name in names]
+    np.testing.assert_allclose(found[:2], sums[:, 0] / sums[:, 1], rtol=1e-5)
+    assert abs(found[0] - found[1]) > 1e-3
+    assert np.isnan(found[2])
+    np.testing.assert_allclose(metrics["loss"], sums[:, 0].sum() / sums[:, 1].sum(), rtol=1e-5)
+    assert "source" not in metrics
+    if logits_bytes != 1:
+        return
+    plain, step = state_and_step(make_model, losses.next_token, **placed)
+    _, expected = step(plain, batch)
+    assert expected.keys() == metrics.keys() - {f"{name}/loss" for name in names}
+    for name, value in expected.items():  # the norm of the gradient too
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
+
+
 @every_family
 def test_fsdp_shards_the_whole_state(family: Family):
     state = train_five_steps(family, "fsdp").state

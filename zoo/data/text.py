@@ -25,12 +25,19 @@ from zoo.data.documents import (
 )
 from zoo.data.mixtures.spec import is_mixture
 from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
-from zoo.data.prepared.choice import Wanted, prepared_by_itself, prepared_folder
+from zoo.data.prepared.choice import (
+    Wanted,
+    is_for_memory,
+    prepared_by_itself,
+    prepared_folder,
+)
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+
+ForMemory = Callable[[Wanted, Path | None], bool]
 
 
 @dataclass(frozen=True)
@@ -156,20 +163,22 @@ def read_text(
     tokenizer_folder: Callable[..., Path],
     label: str | None = None,
     default: Source | None = None,
+    for_memory: ForMemory = is_for_memory,
 ) -> Text:
     """Read, split and tokenize; `tokenizer_folder(make)` keeps the files of `make(folder)`.
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
     `label`, the field that holds a row's label, the plans are `LabelledPlan`s. A prepared corpus
     brings its tokenizer and its held-out part: a field that has another value than `default` must
-    name the same.
+    name the same. `for_memory(wanted, cache)` says whether files are read into memory.
 
     Raises:
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
     wanted = config.tokenizer, config.vocab_size
-    if (prepared := find_prepared(config, default or Config(), label, *wanted)) is not None:
+    prepared = find_prepared(config, default or Config(), label, *wanted, for_memory=for_memory)
+    if prepared is not None:
         folder = tokenizer_folder(prepared.tokenizer.save)
         check_tokenizer(prepared, load_tokenizer(folder), str(folder))
         return prepared_text(config, prepared, seed=seed)
@@ -190,11 +199,13 @@ def find_prepared(
     label: str | None,
     tokenizer: str | Tokenizer,
     vocab_size: int = 0,
+    *,
+    for_memory: ForMemory = is_for_memory,
 ) -> Prepared | None:
     """The prepared corpus that a configuration names, or that its text becomes now.
 
     None: the text is read into memory. The built-in text, labelled rows and functions always are,
-    and so are files of 32 MB in all, or more where `data.cache` is None.
+    and so are files of 32 MB in all, or more where `data.cache` is None; or what `for_memory` says.
 
     Raises:
         ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
@@ -214,7 +225,7 @@ def find_prepared(
     if in_memory:
         return None
     wanted = Wanted(config.files, config.field, config.held_out, tokenizer, vocab_size)
-    return prepared_by_itself(wanted, config.cache)
+    return None if for_memory(wanted, config.cache) else prepared_by_itself(wanted, config.cache)
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:

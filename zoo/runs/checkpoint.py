@@ -41,6 +41,10 @@ class NoneUndamaged(CheckpointError):
     """There are checkpoints, and all of them are damaged."""
 
 
+class DamagedExtras(CheckpointError):
+    """The extras of the step that was restored are damaged: `restore` now gives the step before."""
+
+
 class Checkpointer:
     """The checkpoints of one run, in one folder that all processes share and one run writes.
 
@@ -63,6 +67,7 @@ class Checkpointer:
         self.folder = files.local_path(folder, "folder").absolute()
         self._keep, self._committed = keep, committed
         self._newest: int | None = None
+        self._damaged: dict[int, str] = {}  # steps whose extras were found to be, and how
         self.extras: dict[str, str] = {}
         """Name -> dtype and shape of the extras of the step that was restored."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -114,7 +119,7 @@ class Checkpointer:
         is undamaged (and leaves them), or where the arrays differ in name, shape or dtype.
         """
         self.wait()
-        failures: dict[int, str] = {}
+        failures, self._damaged = self._damaged, {}
         while (step := self._newest_listed(failures)) != _NOTHING:
             folder = self.folder / str(step)
             record = json.loads((folder / "meta.json").read_text())
@@ -139,16 +144,17 @@ class Checkpointer:
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
         """The extras of these names of the step that `restore` has returned, for those of `like`.
 
-        Raises CheckpointError where the arrays differ in name, shape or dtype, or are damaged.
+        Raises CheckpointError where the arrays differ in name, shape or dtype, and DamagedExtras
+        where they are damaged.
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
         state, problem = _read_or_problem(folder, like) if wanted else (like, "")
         if _anywhere(bool(problem)):
-            raise CheckpointError(
-                f"{problem or 'another process cannot read its arrays'}. Put back the files of "
-                f"this step from a copy, or move {folder} away to resume from the step before."
-            )
+            assert self._newest is not None
+            reason = f"step {self._newest}: {problem or 'another process cannot read its arrays'}"
+            self._damaged[self._newest] = reason
+            raise DamagedExtras(reason)
         return state
 
     def good_steps(self) -> list[int]:

@@ -19,6 +19,7 @@ from zoo.runs import bases, monitor, planned
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.flags import observers
 from zoo.runs.callbacks.hooks import Hooks
+from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.recorder import Recorder
@@ -146,21 +147,26 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
     key = jax.random.key(run.config.seed)
     where: Any = {"mesh": run.mesh, "rules": run.rules}
     skeleton = training.skeleton(key, **where)
-    restored = run.restore(training.saved(skeleton))
-    if restored is None:
-        state = training.init(key, **where)
-        hooks.begin(state, 0, {})
-        return state, 0
-    state, step, meta = restored
-    if meta["fingerprint"] != training.fingerprint:
-        raise RunError(
-            f"the data of {run.address} has changed since step {step}: the same batches can't "
-            "be made again. Put the files back, or start anew with another --run-dir."
-        )
-    if training.base:
-        state = eqx.combine(state, training.frozen(key, **where))
+    while True:
+        restored = run.restore(training.saved(skeleton))
+        if restored is None:
+            state = training.init(key, **where)
+            hooks.begin(state, 0, {})
+            return state, 0
+        state, step, meta = restored
+        if meta["fingerprint"] != training.fingerprint:
+            raise RunError(
+                f"the data of {run.address} has changed since step {step}: the same batches can't "
+                "be made again. Put the files back, or start anew with another --run-dir."
+            )
+        if training.base:
+            state = eqx.combine(state, training.frozen(key, **where))
+        try:
+            hooks.begin(state, step, meta)
+            break
+        except DamagedExtras:
+            del state, restored  # the room of those of the step before
     run.say(f"resumed {run.address} at step {step}")
-    hooks.begin(state, step, meta)
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:
         run.say(

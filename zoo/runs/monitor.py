@@ -95,12 +95,13 @@ class ProgressBar:
         shown = [(form, self._metrics.get(name)) for name, form in _SHOWN.items()]
         parts = [form.format(value) for form, value in shown if value is not None]
         numbers = {n: x for n, x in self._metrics.items() if isinstance(x, float)}
-        epochs = [
-            f"{name.removesuffix('/epoch')} {x:.2f}"
-            for name, x in numbers.items()
-            if name.endswith("/epoch")
-        ]
-        parts += [f"epochs {', '.join(epochs)}"] if epochs else []
+        for suffix, form, title in (("/loss", ".4f", "losses"), ("/epoch", ".2f", "epochs")):
+            of_sources = [
+                f"{name.removesuffix(suffix)} {x:{form}}"
+                for name, x in numbers.items()
+                if name.endswith(suffix)
+            ]
+            parts += [f"{title} {', '.join(of_sources)}"] if of_sources else []
         first_time, first_step = self._first or (now, step)
         if step >= self._total:
             parts.append(f"took {timedelta(seconds=int(now - self._began))}")

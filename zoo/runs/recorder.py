@@ -1,6 +1,7 @@
 """The record of a training loop: progress, metrics.jsonl, curves, a trace."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -104,6 +105,8 @@ class Recorder:
         return step == 1 or step % config.log_every == 0 or self._hooks.is_last(step)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
+        # A source of a mixture that has no token in this step has no loss.
+        values = {n: x for n, x in values.items() if not (n.endswith("/loss") and math.isnan(x))}
         values[self._unit] = values.pop("tokens")
         speeds = {
             f"{self._unit}_per_second": self._throughput.tokens_per_second,

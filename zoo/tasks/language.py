@@ -28,7 +28,7 @@ from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
-from zoo.tasks import mixtures
+from zoo.tasks import begun, mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import skeleton_of
@@ -93,6 +93,7 @@ def read_text(
             steps=config.steps,
             seed=config.seed,
             tokenizer_folder=lambda make: run.once("tokenizer", make),
+            default=type(config).data,
         )
         mixtures.record(run, mixed)
         say_what_there_is(run, mixed)
@@ -103,6 +104,7 @@ def read_text(
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
         default=default,
+        for_memory=begun.for_memory(run),
     )
     say_what_there_is(run, data)
     return data
@@ -184,6 +186,8 @@ def train(
     )
     if isinstance(data.train, MixturePlan):
         more.append(mixtures.Epochs(data.train))
+        loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
+        training = dataclasses.replace(training, loss_fn=loss_fn)
     state, result = loop.fit(run, training, [*chosen.callbacks, *more])
     model, result = chosen.published(state), chosen.metrics(result)
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())

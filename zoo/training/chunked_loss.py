@@ -80,8 +80,8 @@ def _total(
 
 
 def _added(sums: PyTree) -> PyTree:
-    """The sums of all chunks, of those of each."""
-    return jax.tree.map(lambda x: x.sum(), sums)
+    """The sums of all chunks and parts, of those of each, [chunks, parts, …]."""
+    return jax.tree.map(lambda x: x.sum((0, 1)), sums)
 
 
 def _each_part(function: Callable) -> Callable:

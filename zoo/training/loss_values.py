@@ -55,7 +55,7 @@ def loss_values(
     model: PyTree,
     batch: PyTree,
     key: Array | None,
-) -> tuple[dict[str, Array], list[eqx.nn.State]]:
+) -> tuple[dict[str, Any], list[eqx.nn.State]]:
     """The sums in float32, `loss`, `tokens` and the function's own, and the model's new States.
 
     `taken` are names that its own may not have. An evaluation, which has no key, needs no new

@@ -3,7 +3,9 @@
 Legend of suffixes: B batch, T time, E embed, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -77,8 +79,16 @@ def cross_entropy(
     With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
     A position of weight 0 counts nothing, whatever its logits and target are.
     """
-    losses = jnp.where(weights != 0, token_losses(logits, targets), 0.0)
-    return (losses * weights).sum(), weights.sum()
+    return weighted_losses(logits, targets, weights).sum(), weights.sum()
+
+
+def weighted_losses(
+    logits: Float[Array, "*batch classes"],
+    targets: Int[Array, "*batch"],
+    weights: Float[Array, "*batch"],
+) -> Float[Array, "*batch"]:
+    """Each position's loss in nats times its weight, whose sum is that of `cross_entropy`."""
+    return jnp.where(weights != 0, token_losses(logits, targets), 0.0) * weights
 
 
 def readout_cross_entropy(
@@ -94,17 +104,72 @@ def readout_cross_entropy(
     at no additional product; in fp16 in the backward pass, at one more. `readout` is a
     `zoo.nn.readout.Readout`, or a module like it.
     """
-    count = num_chunks(jax.eval_shape(readout, x_BTE))
-    if count == 1:
-        return cross_entropy(readout(x_BTE), targets_BT, weights_BT)
-    total, _ = chunked(_of_readout, count, readout, x_BTE, targets_BT, weights_BT)
+    total, _ = _over_time(readout, x_BTE, _of_tokens, targets_BT, weights_BT)
     return total, weights_BT.sum()
 
 
-def _of_readout(
+def _over_time(
+    readout: Callable[[Array], Array],
+    x_BTE: Array,
+    loss: Callable[..., tuple[Array, Any]],
+    targets: PyTree,
+    weights_BT: Array,
+) -> tuple[Array, Any]:
+    """`loss(readout, x, targets, weights)`, one stretch of time after another if need be."""
+    count = num_chunks(jax.eval_shape(readout, x_BTE))
+    if count == 1:
+        return loss(readout, x_BTE, targets, weights_BT)
+    return chunked(loss, count, readout, x_BTE, targets, weights_BT)
+
+
+def _of_tokens(
     readout: Callable[[Array], Array], x: Array, targets: Array, weights: Array
 ) -> tuple[Array, None]:
-    return cross_entropy(readout(x), targets, weights)[0], None
+    return weighted_losses(readout(x), targets, weights).sum(), None
+
+
+def _of_tokens_and_sources(
+    readout: Callable[[Array], Array], x: Array, targets: tuple[Array, Array], weights: Array
+) -> tuple[Array, Array]:
+    """The sum of all losses, and those of each source; `targets` are ids and shares [B, T, S]."""
+    losses = weighted_losses(readout(x), targets[0], weights)
+    of_sources = jax.lax.stop_gradient(losses)[..., None] * targets[1]
+    return losses.sum(), of_sources.sum((0, 1))
+
+
+def per_source(
+    loss_fn: Callable[..., tuple[Any, ...]], names: Sequence[str]
+) -> Callable[..., tuple[Any, ...]]:
+    """`next_token`, or `balanced_next_token`, with the mean loss of each source of a mixture.
+
+    The batch has `source`, int32[batch], the index of each row's source in `names`. The metrics
+    have `name/loss` of each, nan where the batch has no target of it; without an auxiliary loss.
+    """
+
+    @functools.wraps(loss_fn)
+    def loss(model: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Any, ...]:
+        shares_BS = jax.nn.one_hot(batch["source"], len(names), dtype=jnp.float32)
+        total, weight, metrics, *states = loss_fn(model, {**batch, "source": shares_BS}, key)
+        totals, weights = metrics["source"]
+        of_sources = {f"{name}/loss": (totals[i], weights[i]) for i, name in enumerate(names)}
+        others = {name: value for name, value in metrics.items() if name != "source"}
+        return total, weight, {**others, **of_sources}, *states
+
+    return loss
+
+
+def _token_sums(
+    over: Callable[..., tuple[Array, Any]], batch: dict[str, Array]
+) -> tuple[Array, Array, dict[str, Any]]:
+    """The sums of `over(loss, targets, weights)`, with those of each source if rows have one."""
+    weights_BT, shares_BS = batch["weights"], batch.get("source")
+    if shares_BS is None:
+        total, _ = over(_of_tokens, batch["targets"], weights_BT)
+        return total, weights_BT.sum(), {}
+    shares_BTS = jnp.broadcast_to(shares_BS[:, None], (*weights_BT.shape, shares_BS.shape[-1]))
+    total, totals_S = over(_of_tokens_and_sources, (batch["targets"], shares_BTS), weights_BT)
+    weights_S = (weights_BT[..., None] * shares_BTS).sum((0, 1))
+    return total, weights_BT.sum(), {"source": (totals_S, weights_S)}
 
 
 def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
@@ -118,7 +183,7 @@ def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
 
 def next_token(
     model: PyTree, batch: dict[str, Array], key: Array | None
-) -> tuple[Array, Array, dict[str, Array]]:
+) -> tuple[Array, Array, dict[str, Any]]:
     """The loss of a language model on a token batch, as `make_train_step` takes it.
 
     The batch holds `tokens` and `targets`, int32[batch, seq], and `weights`, float32[batch, seq];
@@ -129,11 +194,9 @@ def next_token(
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
     if isinstance(model, HasReadout):
         x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
-        sums = readout_cross_entropy(model.readout(), x_BTE, batch["targets"], batch["weights"])
-    else:
-        logits = model(batch["tokens"], **inputs, key=key)
-        sums = cross_entropy(logits, batch["targets"], batch["weights"])
-    return *sums, {}
+        return _token_sums(partial(_over_time, model.readout(), x_BTE), batch)
+    logits = model(batch["tokens"], **inputs, key=key)
+    return _token_sums(lambda loss, *others: loss(lambda x: x, logits, *others), batch)
 
 
 def _check_names(batch: Mapping[str, Array], *names: str) -> None:
@@ -153,7 +216,7 @@ def check_tokens(batch: Mapping[str, Array]) -> None:
         raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
 
 
-def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Array]]]:
+def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Any]]]:
     """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
     `balance` among the metrics is the mean `moe.load_balance` per token: 1 for an even load.
@@ -161,7 +224,7 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
 
     def loss(
         model: PyTree, batch: dict[str, Array], key: Array | None
-    ) -> tuple[Array, Array, dict[str, Array]]:
+    ) -> tuple[Array, Array, dict[str, Any]]:
         check_tokens(batch)
         if not isinstance(model, HasBalance):
             raise ValueError(f"balanced_next_token: a {type(model).__name__} has no experts")
@@ -173,11 +236,10 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
         )
         if balance_B is None:
             raise ValueError("balanced_next_token: the model has no experts; set num_experts")
-        total, weight = readout_cross_entropy(
-            model.readout(), x_BTE, batch["targets"], batch["weights"]
-        )
+        over = partial(_over_time, model.readout(), x_BTE)
+        total, weight, metrics = _token_sums(over, batch)
         balance = balance_B.sum()
-        return total + coefficient * balance, weight, {"balance": balance}
+        return total + coefficient * balance, weight, {**metrics, "balance": balance}
 
     return loss
 

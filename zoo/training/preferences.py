@@ -162,7 +162,7 @@ def _differentiable(
     The total is then no sum over tokens, as a chunked loss is. Its gradient is that of one whose
     weights are the derivatives by the log-probabilities, which a first pass computes.
     """
-    if readout is None or in_forward_mode() or losses.num_chunks(jax.eval_shape(readout, x_BTE)) == 1:
+    if readout is None or in_forward_mode() or _num_chunks(readout, x_BTE) == 1:
         return sums(_whole(readout, x_BTE, batch))
     log_probs_BS = jax.lax.stop_gradient(_whole(readout, x_BTE, batch, chunks=True))
     (total, metrics), slopes_BS = jax.value_and_grad(sums, has_aux=True)(log_probs_BS)
@@ -172,6 +172,10 @@ def _differentiable(
     )
     stopped = jax.lax.stop_gradient((total - linear, metrics))
     return linear + stopped[0], stopped[1]
+
+
+def _num_chunks(readout: Callable[[Array], Array], x_BTE: Array) -> int:
+    return losses.num_chunks(jax.eval_shape(readout, x_BTE))
 
 
 def _whole(
@@ -184,7 +188,7 @@ def _whole(
     """The log-probabilities; in `chunks` without a gradient."""
     if readout is None:
         of_tokens_BT = losses.token_losses(x_BTE, batch["targets"])
-    elif chunks and (count := losses.num_chunks(jax.eval_shape(readout, x_BTE))) > 1:
+    elif chunks and (count := _num_chunks(readout, x_BTE)) > 1:
         of_tokens_BT = chunked_values(losses.token_losses, count, readout, x_BTE, batch["targets"])
     else:
         of_tokens_BT = losses.token_losses(readout(x_BTE), batch["targets"])

@@ -1,7 +1,8 @@
 """One train step for every family, and one evaluation step.
 
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
-loss, the summed weight, and further sums that are reported divided by the weight. So the gradient
+loss, the summed weight, and further sums that are reported divided by the weight, or by their own
+where they are pairs of a sum and a weight (not in an evaluation). So the gradient
 is the same whatever the microbatches, the padding and the mesh. Of a model with an `eqx.nn.State`
 it returns the new State as a fourth value.
 """
@@ -171,7 +172,7 @@ def _gradient(
     batch: PyTree,
     key: Array,
     scale: Array,
-) -> tuple[PyTree, Array, dict[str, Array], States]:
+) -> tuple[PyTree, Array, dict[str, Any], States]:
     """The gradient of the mean loss times `scale`, the weight of that mean, sums and States."""
 
     def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
@@ -199,7 +200,7 @@ def _accumulated_gradient(
     batch: PyTree,
     key: Array,
     scale: Array,
-) -> tuple[PyTree, dict[str, Array], States]:
+) -> tuple[PyTree, dict[str, Any], States]:
     """The gradient of the mean loss times `scale`, the sums, and the States after the microbatches.
 
     A microbatch has the States that the one before it returned.
@@ -256,10 +257,16 @@ def _updated(
     return changes, param_norm, _update_if(changes, update, trained)
 
 
-def _means(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """The sums divided by the weight, and the weight as `tokens`."""
+def _means(sums: Mapping[str, Any]) -> dict[str, Array]:
+    """The sums divided by the weight or by their own, and the weight as `tokens`."""
     weight = _nonzero(sums["tokens"])
-    return {name: x if name == "tokens" else x / weight for name, x in sums.items()}
+
+    def mean(name: str, x: Any) -> Array:
+        if isinstance(x, tuple):  # with a weight of its own; of no weight nan
+            return x[0] / x[1]
+        return x if name == "tokens" else x / weight
+
+    return {name: mean(name, x) for name, x in sums.items()}
 
 
 def make_eval_step(

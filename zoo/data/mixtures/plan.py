@@ -11,6 +11,7 @@ from jaxtyping import Bool, Integer
 from zoo.data.corpus import Tokenized
 from zoo.data.mixtures.schedule import Schedule, Stage
 from zoo.data.packing import Piece
+from zoo.data.plans import HostBatch, Row
 from zoo.data.token_plans import TokenPlan
 
 
@@ -102,6 +103,15 @@ class MixturePlan(TokenPlan):
             return self.buckets[0]
         source, number = self.schedule.locate(k)
         return self._sources[source].bucket(number)
+
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket: also `source`, the index of its source."""
+        return {**super().row(bucket), "source": ((), np.int32)}
+
+    def _build(self, k: int, rows: range) -> HostBatch:
+        grains = [k * self.batch_size + row if self._mixes_rows else k for row in rows]
+        sources = [self.schedule.source_of(grain) for grain in grains]
+        return {**super()._build(k, rows), "source": np.asarray(sources, np.int32)}
 
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The pieces in a row of so many rows as all sources have: the mixture has no epochs."""

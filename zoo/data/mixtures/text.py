@@ -1,8 +1,10 @@
 """Text of several sources: one tokenizer, a plan of both parts of each, and their mixture."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ from zoo.data.documents import Document
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage, rounded
 from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
-from zoo.data.prepared.agreement import check_tokenizer
+from zoo.data.prepared.agreement import check_named, check_tokenizer
 from zoo.data.prepared.choice import Wanted, is_for_memory, prepared_folder
+from zoo.data.prepared.format import TOKENIZER
+from zoo.data.prepared.hashes import hash_limit, trains_on
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.sources.sample import sample_texts
 from zoo.data.sources.splits import plan_splits
@@ -62,12 +66,36 @@ class MixedText(text.Text):
         }
 
 
+class _Documents(Sequence[Document]):
+    """The documents of several sequences, which are read when they are used."""
+
+    def __init__(self, parts: Sequence[Sequence[Document]]):
+        self._parts = parts
+
+    @functools.cached_property
+    def _all(self) -> list[Document]:
+        return list(itertools.chain(*self._parts))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, i):
+        return self._all[i]
+
+
 def read_mixture(
-    config: text.Config, *, steps: int, seed: int, tokenizer_folder: Callable[..., Path]
+    config: text.Config,
+    *,
+    steps: int,
+    seed: int,
+    tokenizer_folder: Callable[..., Path],
+    default: text.Config | None = None,
 ) -> MixedText:
     """Read, split and tokenize the sources that `config.files` names; see `text.read_text`.
 
-    The tokenizer is that of prepared sources, or else trained on all sources by their weights.
+    The tokenizer is that of prepared sources, which have to agree on it and on the fields of
+    `config` that have another value than `default`; or else it is trained on all sources by their
+    weights.
 
     Raises:
         ValueError: sources, weights or stages that do not go together, or a source that is read
@@ -75,12 +103,9 @@ def read_mixture(
     """
     mixture = parse(config.files)
     configs = {s.name: dataclasses.replace(config, files=s.files) for s in mixture.sources}
-    prepared = {
-        name: open_prepared(folder, config.cache)
-        for name, folder in _prepared_folders(mixture).items()
-    }
+    prepared = _open_prepared(config, mixture, default or text.Config())
     read = {
-        spec.name: _read(configs[spec.name], spec)
+        spec.name: _read(configs[spec.name], spec, prepared)
         for spec in mixture.sources
         if spec.name not in prepared
     }
@@ -97,7 +122,7 @@ def read_mixture(
     plan = MixturePlan(train, stages)
     check_epochs(mixture, plan, steps)
     by_rows = Stage(0, rounded([one.num_rows for one in held_out.values()]))
-    documents = [document for one in texts.values() for document in one.held_out_documents]
+    documents = _Documents([one.held_out_documents for one in texts.values()])
     return MixedText(tokenizer, plan, MixturePlan(held_out, [by_rows]), documents, sources=texts)
 
 
@@ -114,33 +139,45 @@ def check_epochs(mixture: Mixture, plan: MixturePlan, steps: int) -> None:
             )
 
 
-def _prepared_folders(mixture: Mixture) -> dict:
+def _open_prepared(
+    config: text.Config, mixture: Mixture, default: text.Config
+) -> dict[str, Prepared]:
+    """The sources that are prepared; all of them with one tokenizer, that of the configuration."""
     found = {source.name: prepared_folder(source.files) for source in mixture.sources}
     folders = {name: folder for name, folder in found.items() if folder is not None}
-    for source in mixture.sources:
-        if source.name in folders:
-            _check_no_limit(source, "is prepared")
-    return folders
-
-
-def _check_no_limit(source: SourceSpec, why: str) -> None:
-    if source.limit_documents or source.limit_tokens:
-        raise ValueError(
-            f"data: the source {source.name!r} {why}: it is read whole; leave out its limits, or "
-            "set max_epochs"
+    prepared = {name: open_prepared(folder, config.cache) for name, folder in folders.items()}
+    if len(prepared) < len(found):  # those of text sources too
+        default = dataclasses.replace(default, field=config.field, held_out=config.held_out)
+    for name, corpus in prepared.items():
+        first, other = next(iter(prepared.items()))
+        remedy = (
+            "a mixture has one tokenizer; prepare the text of one of them again, with --tokenizer "
+            f"{other.folder}/{TOKENIZER}"
         )
+        with _of_source(name):
+            check_tokenizer(corpus, other.tokenizer, f"the source {first!r}", remedy)
+            check_named(corpus, config, default)
+    return prepared
 
 
-def _read(config: text.Config, spec: SourceSpec) -> Parts | None:
-    """The documents of a source for memory, to train on and held out; None: it is too large."""
-    wanted = Wanted(spec.files, config.field, config.held_out, config.tokenizer, config.vocab_size)
-    if config.documents == "files" and not is_for_memory(wanted, config.cache):
-        _check_no_limit(spec, "is larger than what is held in memory")
-        return None
+@contextlib.contextmanager
+def _of_source(name: str) -> Iterator[None]:
+    """A context in which a ValueError names the source."""
     try:
-        train, held_out = text.split(config, text.read_documents_of(config))
+        yield
     except ValueError as error:
-        raise ValueError(f"data: the source {spec.name!r}: {error}") from error
+        raise ValueError(f"data: the source {name!r}: {error}") from error
+
+
+def _read(config: text.Config, spec: SourceSpec, prepared: Mapping[str, Prepared]) -> Parts | None:
+    """The documents of a source for memory, to train on and held out; None: it is too large."""
+    given = [f"{corpus.folder}/{TOKENIZER}" for corpus in prepared.values()]
+    tokenizer, *_ = [*given, config.tokenizer]
+    wanted = Wanted(spec.files, config.field, config.held_out, tokenizer, config.vocab_size)
+    with _of_source(spec.name):
+        if config.documents == "files" and not is_for_memory(wanted, config.cache):
+            return None
+        train, held_out = text.split(config, text.read_documents_of(config))
     return train[: spec.limit_documents], held_out
 
 
@@ -170,7 +207,8 @@ def _sample(
         parts = read[source.name]
         if parts is None:
             splits = plan_splits(source.files, shard_bytes=2**28)
-            yield from sample_texts(splits, config.field, num_bytes=left)
+            wanted = trains_on(hash_limit(config.held_out))
+            yield from sample_texts(splits, config.field, num_bytes=left, wanted=wanted)
             continue
         for document in parts[0]:
             if left <= 0:
@@ -188,16 +226,16 @@ def _text(
     seed: int,
 ) -> text.Text:
     parts, corpus = read.get(spec.name), prepared.get(spec.name)
-    if parts is None and corpus is None:
-        corpus = text.find_prepared(config, config, None, tokenizer)
-    try:
-        if corpus is not None:
-            check_tokenizer(corpus, tokenizer, "the mixture")
-            return text.prepared_text(config, corpus, seed=seed)
-        assert parts is not None
-        return text.make_text(config, _limited(parts, spec, tokenizer), tokenizer, seed=seed)
-    except ValueError as error:
-        raise ValueError(f"data: the source {spec.name!r}: {error}") from error
+    with _of_source(spec.name):
+        if parts is not None:
+            return text.make_text(config, _limited(parts, spec, tokenizer), tokenizer, seed=seed)
+        if corpus is None:
+            corpus = text.find_prepared(config, config, None, tokenizer)
+        assert corpus is not None
+        check_tokenizer(corpus, tokenizer, "the run")
+        train = corpus.train.first(spec.limit_documents, spec.limit_tokens)
+        corpus = dataclasses.replace(corpus, train=train)
+        return text.prepared_text(config, corpus, seed=seed)
 
 
 def _limited(parts: Parts, spec: SourceSpec, tokenizer: Tokenizer) -> Parts:

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from zoo.base.addresses import Location, files_matching, is_remote, location
 from zoo.base.files import local_path
-from zoo.data.prepared.format import MANIFEST, SHARDS, DamagedError, tokenizer_digest
+from zoo.data.prepared.format import (
+    MANIFEST,
+    SHARDS,
+    DamagedError,
+    read_manifest,
+    tokenizer_digest,
+)
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import Tokenizer, get_tokenizer
@@ -71,41 +77,72 @@ def is_for_memory(wanted: Wanted, cache: Path | None) -> bool:
     return _contents(wanted, cache) is None
 
 
-def _contents(wanted: Wanted, cache: Path | None) -> list[tuple[str, int, float]] | None:
-    """The paths, sizes and times of files that are to be prepared; None: for memory."""
+def is_small(wanted: Wanted) -> bool:
+    """Whether the text's files are few enough to be held in memory, and none is compressed."""
+    return _are_small(_files(wanted))
+
+
+def was_prepared(wanted: Wanted, cache: Path | None, fingerprint: str) -> bool:
+    """Whether the folder `cache` has the text prepared, as a corpus of that fingerprint."""
+    if cache is None:
+        return False
+    with tempfile.TemporaryDirectory() as temporary:
+        local = local_path(cache, "data.cache")
+        _, folder = _target(wanted, _files(wanted), local, Path(temporary))
+    found = (folder / MANIFEST).exists() and read_manifest(folder).fingerprint
+    return found == fingerprint
+
+
+Files = list[tuple[str, int, float | int | None]]  # paths, sizes, and times where they are known
+
+
+def _files(wanted: Wanted) -> Files:
     found: dict[Location, str] = {}
     for pattern in _patterns(wanted):
         found |= files_matching(pattern, "data.files")
     stats = {str(path): path.stat() for path in found}
-    size = sum(stat.st_size for stat in stats.values())
+    return [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
+
+
+def _are_small(found: Files) -> bool:
+    plain = not any(is_remote(path) or path.endswith(COMPRESSED) for path, *_ in found)
+    return plain and sum(size for _, size, _ in found) <= IN_MEMORY
+
+
+def _contents(wanted: Wanted, cache: Path | None) -> Files | None:
+    """The files that are to be prepared; None: they are for memory."""
+    found = _files(wanted)
+    size = sum(size for _, size, _ in found)
     if size > BY_ITSELF:
         raise ValueError(
             f"data.files={wanted.files!r} has {size / 2**30:,.1f} GiB in {len(found):,} files: "
             f"above {BY_ITSELF / 2**30:.0f} GiB a run does not tokenize by itself. Do it once, on "
             f"all cores: {_command(wanted)}, and then give --data FOLDER"
         )
-    plain = not any(is_remote(path) or path.endswith(COMPRESSED) for path in stats)
-    if cache is None or (size <= IN_MEMORY and plain):
-        return None
-    return [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
+    return None if cache is None or _are_small(found) else found
 
 
-def _prepared(wanted: Wanted, contents: list[tuple[str, int, float]], cache: Path) -> Prepared:
+def _target(wanted: Wanted, found: Files, cache: Path, temporary: Path) -> tuple[str, Path]:
+    """(the tokenizer's name, or its folder, which is `temporary`; the folder of the corpus)."""
+    spec = wanted.tokenizer
+    if spec != "bpe":
+        tokenizer = get_tokenizer(spec) if isinstance(spec, str) else spec
+        tokenizer.save(temporary)
+        spec = str(temporary)
+    known = "bpe" if spec == "bpe" else tokenizer_digest(temporary)
+    size = wanted.vocab_size if spec == "bpe" else 0
+    key = json.dumps([found, wanted.field, wanted.held_out, known, size])
+    return spec, cache / "prepared" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _prepared(wanted: Wanted, contents: Files, cache: Path) -> Prepared:
     with tempfile.TemporaryDirectory() as temporary:
-        spec = wanted.tokenizer
-        if spec != "bpe":
-            tokenizer = get_tokenizer(spec) if isinstance(spec, str) else spec
-            tokenizer.save(Path(temporary))
-            spec = temporary
-        known = "bpe" if spec == "bpe" else tokenizer_digest(Path(temporary))
-        size = wanted.vocab_size if spec == "bpe" else 0
-        key = json.dumps([contents, wanted.field, wanted.held_out, known, size])
-        folder = cache / "prepared" / hashlib.sha256(key.encode()).hexdigest()[:32]
+        spec, folder = _target(wanted, contents, cache, Path(temporary))
         if not (folder / MANIFEST).exists():
             prepare(
                 _patterns(wanted),
                 folder,
-                tokenizer=str(spec),
+                tokenizer=spec,
                 vocab_size=wanted.vocab_size,
                 field=wanted.field,
                 held_out=wanted.held_out,

@@ -3,7 +3,7 @@
 import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +40,11 @@ def hash_of(text: bytes) -> bytes:
 def hash_limit(fraction: float) -> int:
     """The number that a hash is below if it is below that fraction of all hashes."""
     return -int(-Fraction(fraction) * 2**128 // 1)
+
+
+def trains_on(limit: int) -> Callable[[str], bool]:
+    """A function: whether a text's hash is not below the limit, so that it is not held out."""
+    return lambda text: int.from_bytes(hash_of(text.encode()), "big") >= limit
 
 
 def number_of(record: Any) -> int:

@@ -1,6 +1,7 @@
 """A prepared corpus, opened: the manifest is read at once, shards are mapped when they are used."""
 
 import bisect
+import copy
 import functools
 import itertools
 import json
@@ -54,6 +55,7 @@ class Part:
 
     counts = None
     framed = False
+    limit = ""  # in words, of the first documents of a part
 
     num_positions: int
     """Positions of all documents."""
@@ -69,6 +71,42 @@ class Part:
         self.num_bytes = sum(record.bytes for record in stored)
         self.num_positions = int(self._positions[-1])
         self.fingerprint = f"{manifest.fingerprint} {part}"
+
+    def first(self, documents: int | None = None, tokens: int | None = None) -> "Part":
+        """So many of its first documents, or those of the first tokens; one document at least.
+
+        They come in the order of the shards and, within a shard, of their hashes. The bytes of
+        their text are in proportion to their tokens.
+        """
+        count = len(self) if documents is None else min(documents, len(self))
+        if tokens is not None:
+            count = min(count, max(1, self._documents_of(tokens)))
+        if count == len(self):
+            return self
+        part = copy.copy(self)
+        part.num_positions = self._positions_before(count)
+        part.num_tokens = part.num_positions - count * (self.frame - 1)
+        part.num_bytes = round(self.num_bytes * part.num_tokens / self.num_tokens)
+        part._documents = np.minimum(self._documents, count)
+        part._positions = np.minimum(self._positions, part.num_positions)
+        part.limit = f" first {count}"
+        part.fingerprint = f"{self.fingerprint}{part.limit}"
+        return part
+
+    def _documents_of(self, tokens: int) -> int:
+        """How many of the first documents have at most so many tokens; reads one shard at most."""
+        ends = self._positions - self._documents * (self.frame - 1)
+        shard = int(np.searchsorted(ends, tokens, side="right")) - 1
+        if shard == len(ends) - 1:
+            return len(self)
+        first, last = self._documents[shard : shard + 2].tolist()
+        tokens_of = lambda i: self._positions_before(i) - i * (self.frame - 1)  # noqa: E731
+        return first + bisect.bisect_right(range(first + 1, last), tokens, key=tokens_of)
+
+    def _positions_before(self, i: int) -> int:
+        """Positions of the documents before that one."""
+        shard, number = self._shard_of(i)
+        return int(self._positions[shard]) + self._end_before(shard, number)
 
     def __len__(self) -> int:
         return int(self._documents[-1])
@@ -196,7 +234,7 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """A hash of all of its content: equal ones mean equal batches."""
-        return self.manifest.fingerprint
+        return self.manifest.fingerprint + self.train.limit
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:

@@ -234,11 +234,8 @@ def _described(splits: Sequence[Split]) -> dict[str, Any]:
 
 def _train(splits: Sequence[Split], field: str, vocab_size: int, limit: int) -> Tokenizer:
     """Byte pairs of a sample of what is not held out."""
-
-    def wanted(text: str) -> bool:
-        return int.from_bytes(hashes.hash_of(text.encode()), "big") >= limit
-
-    return BPETokenizer.train(sample_texts(splits, field, wanted=wanted), vocab_size)
+    sample = sample_texts(splits, field, wanted=hashes.trains_on(limit))
+    return BPETokenizer.train(sample, vocab_size)
 
 
 def _save(tokenizer: Tokenizer, out: Path) -> None:

@@ -50,6 +50,13 @@ _REFUSED = {
 }
 
 
+def is_divisible(path: str) -> bool:
+    """Whether a file is read in pieces; ArrayRecord at an address is not, but copied as a whole."""
+    format = format_of(path)
+    copied = format is _RECORDS and is_remote(path)
+    return format.divisible and not copied and not compression_of(path)
+
+
 def format_of(path: str) -> Format:
     """The format of a file, by its suffix, or the one before .gz or .zst."""
     return FORMATS.get(_suffixes(path)[0], TEXT)
@@ -72,8 +79,6 @@ def check_readable(path: str) -> None:
     reason = _REFUSED.get(suffix)
     if compression and not format.compressible:
         reason = f"{suffix} files compress their content by themselves: decompress it"
-    if not reason and format.read is read_array_record and is_remote(path):
-        reason = "ArrayRecord files are read from local folders alone: copy it here"
     if reason:
         raise ValueError(f"{path} cannot be read: {reason}; or leave it out of the pattern")
     if compression == ".zst":

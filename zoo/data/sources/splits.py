@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.base.addresses import Location, files_matching
-from zoo.data.sources.formats import check_readable, format_of
+from zoo.data.sources.formats import check_readable, is_divisible
 from zoo.data.sources.pieces import Piece, whole_file
-from zoo.data.sources.streams import compression_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Spli
 
     `patterns` are paths, globs or addresses: a list, or several with commas between them. JSON
     lines, Parquet and ArrayRecord are divided into pieces of at most `shard_bytes`; a row group of
-    Parquet, a compressed file, CSV and text stay in one piece. Small files share a split.
+    Parquet, a compressed file, CSV, text, and ArrayRecord at an address stay in one piece. Small
+    files share a split.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
@@ -88,8 +88,7 @@ def divide(files: Iterable[Piece], shard_bytes: int) -> list[Split]:
 
 
 def _pieces(file: Piece, shard_bytes: int) -> list[Piece]:
-    whole = compression_of(file.path) or not format_of(file.path).divisible
-    count = 1 if whole else max(1, -(-file.size // shard_bytes))
+    count = max(1, -(-file.size // shard_bytes)) if is_divisible(file.path) else 1
     bounds = [file.size * i // count for i in range(count + 1)]
     return [
         dataclasses.replace(file, begin=begin, end=end) for begin, end in itertools.pairwise(bounds)

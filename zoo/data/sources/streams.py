@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import importlib
 import io
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from os.path import splitext
@@ -72,6 +74,19 @@ def found(piece: Piece) -> Iterator[Any]:
         ) from own
     if own is not None:
         raise own
+
+
+@contextlib.contextmanager
+def local_copy(place: Any) -> Iterator[Any]:
+    """A file of this machine with the content of a file; of an address a copy, which goes."""
+    if not is_remote(place):
+        yield place
+        return
+    with tempfile.NamedTemporaryFile(prefix="zoo-copy-") as copy:
+        with _buffered(place) as remote:
+            shutil.copyfileobj(remote, copy, _BLOCK)
+        copy.flush()
+        yield copy.name
 
 
 def extra(module: str, name: str, path: str) -> ModuleType:

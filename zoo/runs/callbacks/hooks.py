@@ -56,6 +56,7 @@ class Hooks:
                     "them: set the attribute `name` of one"
                 )
             self.callbacks[callback.name] = callback
+        self._given = {name: callback.arrays for name, callback in self.callbacks.items()}
         self.loop.callbacks = tuple(self.callbacks.values())
 
     def __bool__(self) -> bool:
@@ -181,9 +182,11 @@ class Hooks:
 
         Raises:
             RunError: it has arrays of a callback that is not there.
-            CheckpointError: it has others of one that is.
+            CheckpointError: it has others of one that is, or damaged ones.
         """
-        for callback in self.callbacks.values():
+        self._kept = {}
+        for name, callback in self.callbacks.items():
+            callback.arrays = self._given[name]
             initial = self._call(callback, "initial_arrays", state)
             callback.arrays = jax.tree.map(self._placed, initial)
             _check_arrays(callback)
@@ -200,12 +203,18 @@ class Hooks:
                 )
             self._kept[name] = found[name]
             loop.say(f"the callback {name!r} is not there any more; its state is kept as it is")
+        # All arrays first: where some are damaged, it begins again at the step before.
+        arrays = {
+            name: self._restored(name, callback.arrays)
+            for name, callback in self.callbacks.items()
+            if name in found
+        }
         for name, callback in self.callbacks.items():
             if name in found:
-                callback.values = found[name]
-                callback.arrays = self._restored(name, callback.arrays)
+                callback.values, callback.arrays = found[name], arrays[name]
             elif callback.values or callback.arrays is not None:
                 loop.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
+        self._given.clear()
         self._restore_stop(step, meta.get("stopped"))
 
     def _restored(self, name: str, arrays: PyTree) -> PyTree:

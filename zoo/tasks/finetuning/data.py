@@ -13,7 +13,7 @@ from zoo.data.preferences import make_pairs, read_preferences
 from zoo.data.prepared.agreement import check_tokenizer
 from zoo.data.tokenizer import Tokenizer
 from zoo.runs.run import Run
-from zoo.tasks import language
+from zoo.tasks import begun, language
 from zoo.tasks.finetuning.config import Config, Data
 
 _REMEDY = "prepare the text again, with --tokenizer and the model's folder"
@@ -24,7 +24,8 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
     config = run.config.data
     text.check_label(config, label)
     if config.format == "text":
-        prepared = text.find_prepared(config, Data(), label, tokenizer)
+        for_memory = begun.for_memory(run)
+        prepared = text.find_prepared(config, Data(), label, tokenizer, for_memory=for_memory)
         if prepared is not None:
             check_tokenizer(prepared, tokenizer, "the model to fine-tune", _REMEDY)
             data = text.prepared_text(config, prepared, seed=run.config.seed)
