@@ -93,7 +93,7 @@ def read_text(
             steps=config.steps,
             seed=config.seed,
             tokenizer_folder=lambda make: run.once("tokenizer", make),
-            default=type(config).data,
+            default=default,
         )
         mixtures.record(run, mixed)
         say_what_there_is(run, mixed)

@@ -144,12 +144,15 @@ def per_source(
 
     The batch has `source`, int32[batch], the index of each row's source in `names`. The metrics
     have `name/loss` of each, nan where the batch has no target of it; without an auxiliary loss.
+    Any other loss is as it was, without such metrics.
     """
 
     @functools.wraps(loss_fn)
     def loss(model: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Any, ...]:
         shares_BS = jax.nn.one_hot(batch["source"], len(names), dtype=jnp.float32)
         total, weight, metrics, *states = loss_fn(model, {**batch, "source": shares_BS}, key)
+        if "source" not in metrics:
+            return total, weight, metrics, *states
         totals, weights = metrics["source"]
         of_sources = {f"{name}/loss": (totals[i], weights[i]) for i, name in enumerate(names)}
         others = {name: value for name, value in metrics.items() if name != "source"}
