@@ -214,7 +214,8 @@ class PairPlan(BucketPlan):
             if counted is not None and not counted[1 - first : stop].any():
                 return False
             kept.append(corpus.ids(document, 0, stop))
-        return not np.array_equal(*kept)
+        chosen, rejected = kept
+        return not np.array_equal(chosen, rejected)
 
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The two pieces in a row of an epoch; none in a row of padding."""

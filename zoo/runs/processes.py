@@ -34,8 +34,8 @@ def keep_freed_memory() -> None:
 
 def is_on_cpu() -> bool:
     """Whether JAX computes on this machine's CPU, as far as that is known before it starts."""
-    if jax.config.jax_platforms:
-        return jax.config.jax_platforms.split(",")[0] == "cpu"
+    if given := getattr(jax.config, "jax_platforms", None):
+        return str(given).split(",")[0] == "cpu"
     plugins = entry_points(group="jax_plugins")
     return not plugins and not any(map(find_spec, ("jax_plugins", "libtpu")))
 
