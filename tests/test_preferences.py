@@ -173,18 +173,16 @@ def test_texts_and_chats_do_not_mix(tmp_path):
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"beta=0: must be positive"):
-        preferences.dpo(beta=0)
-    with pytest.raises(ValueError, match=r"beta=-1: must be positive"):
-        preferences.orpo(beta=-1)
+    with pytest.raises(ValueError, match=r"beta=0.0: must be positive"):
+        preferences.dpo(beta=0.0)
+    with pytest.raises(ValueError, match=r"beta=-1.0: must be positive"):
+        preferences.orpo(beta=-1.0)
     with pytest.raises(ValueError, match=r"label_smoothing=0.5: must be in \[0, 0.5\)"):
         preferences.dpo(label_smoothing=0.5)
-    with pytest.raises(ValueError, match=r"reference='none': choose 'batch' or 'base'"):
-        preferences.dpo(reference="none")  # type: ignore[arg-type]
 
 
 def test_a_missing_reference_is_refused(plan):
-    batch, model = plan.batch(0), model_of()
+    batch, model = jax.tree.map(jnp.asarray, plan.batch(0)), model_of()
     with pytest.raises(ValueError, match="no 'reference': make the log-probabilities"):
         preferences.dpo()(model, batch, None)
     with pytest.raises(ValueError, match="the model has none: adapt it"):
@@ -239,7 +237,7 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
             table = np.asarray([[x for x, _ in plain_log_probs(reference, i)] for i in range(4)])
             plan = plan.with_reference(table)
     batch = {name: jnp.asarray(x) for name, x in plan.batch(0).items()}
-    chunks = losses.num_chunks(model.readout(), jnp.zeros((4, 16, CONFIG.d_model)))
+    chunks = losses.num_chunks(jax.ShapeDtypeStruct((4, 16, CONFIG.vocab_size), jnp.float32))
     assert (chunks > 1) == (limit < 2**29)
     chosen = lora.trainable(model) if kind == "base" else True
     params, rest = eqx.partition(model, chosen if kind == "base" else eqx.is_inexact_array)
@@ -256,7 +254,7 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
     assert len(leaves) > 3
     assert max(float(jnp.abs(x).max()) for x in leaves) > 1e-2
     for x, y in zip(leaves, jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-6 * max(1.0, float(jnp.abs(y).max())))
+        np.testing.assert_allclose(x, y, atol=3e-6 * max(1.0, float(jnp.abs(y).max())))
     log_probs = [[float(x) for x, _ in plain_log_probs(model, pair)] for pair in range(4)]
     found = [float(metrics[f"{name}_log_prob"]) for name in ("chosen", "rejected")]
     np.testing.assert_allclose(found, np.sum(log_probs, 0), rtol=1e-5)
@@ -297,7 +295,7 @@ def test_a_table_reaches_the_closed_form_optimum(beta):
     step = zoo.make_train_step(preferences.dpo(beta=beta), optimizer, precision="fp32")
     for _ in range(400):
         state, _ = step(state, batch)
-    optimum = jnp.exp(reference) * jnp.asarray(strengths, jnp.float32) ** (1 / beta)
+    optimum = jnp.exp(reference) * jnp.asarray([strengths], jnp.float32) ** (1 / beta)
     optimum /= optimum.sum(1, keepdims=True)
     found = jax.nn.softmax(state.model.logits)
     np.testing.assert_allclose(found, optimum, atol=2e-4)
@@ -377,7 +375,7 @@ def test_adapters_need_one_base(plan):
     )
     one, temp = needed(preferences.dpo(reference="base"), make_policy, lora.trainable)
     two, _ = needed(with_second, lambda key: Both(make_policy(key), make_base(key)), policy_of)
-    print(f"base {base:,}; one base: arguments {one:,}, temporary {temp:,}; two: {two:,}")
+    _, plain = needed(losses.next_token, make_policy, lora.trainable)
     assert base < one < 1.2 * base
     assert two - one == pytest.approx(base, rel=0.01)
-    assert temp < 0.75 * base  # no copy of it is made either
+    assert temp < 1.01 * plain  # no copy of it is made either
