@@ -27,7 +27,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the lines of a file are made into a task: flags of `zoo eval`, or keys of a .toml file."""
+    """How a file is made into a task: flags of `zoo eval`, or keys of a `.toml` file."""
 
     kind: Kind | None = None
     """Kind of the task; recognised by the fields of its first line if not given."""
