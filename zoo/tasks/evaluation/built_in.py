@@ -1,7 +1,15 @@
-"""Tasks that come with the zoo, by name: each a function that makes the records of a task file."""
+"""Tasks that come with the zoo, by name."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-# A record is a line of a task file (see `task`), and a task the same on every call.
-MAKERS: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {}
+
+class BuiltIn(NamedTuple):
+    """A task made by a function, the same on every call; `settings` are as in a `.toml` file."""
+
+    records: Callable[[], Iterable[dict[str, Any]]]
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+TASKS: dict[str, BuiltIn] = {}

@@ -14,6 +14,7 @@ from zoo.decoding.sampling import bucket_of
 from zoo.nn.protocols import HasReadout
 from zoo.training.losses import LOGITS_BYTES, cross_entropy
 
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of what continues it
 Row = tuple[np.ndarray, int]  # ids, and how many of the last ones are scored
 
 

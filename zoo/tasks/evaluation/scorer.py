@@ -1,6 +1,7 @@
 """Log-likelihoods and continuations of token ids by a model, in batches of a few shapes."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,17 +13,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
-from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.parameters import is_operand
 from zoo.nn.precision import Precision
 from zoo.sharding.placement import on_host
-from zoo.tasks.evaluation.rows import Batch, Row, batched, row_scores
+from zoo.tasks.evaluation.encoding import encode_pair as encode_pair
+from zoo.tasks.evaluation.encoding import prefix_id, windows
+from zoo.tasks.evaluation.rows import Batch, Pair, Row, batched, row_scores
 from zoo.tasks.generation import make_stops, stream_texts
 from zoo.training.step import make_eval_step
 
-Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of what continues it
 DEFAULT_LENGTH = 2048  # of a model without a limit, as in lm-eval
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,7 @@ class Scorer:
     @property
     def prefix_id(self) -> int:
         """The id that stands before a text without a context: the begin of text, or its end."""
-        begin = getattr(self._tokenizer, "bos_id", begin_id(self._tokenizer))
-        return end_id(self._tokenizer) if begin is None else begin
+        return prefix_id(self._tokenizer)
 
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[LogLikelihood]:
         """The log-likelihood of each continuation after its context.
@@ -109,21 +109,9 @@ class Scorer:
 
         A text longer than a row is cut into `windows`: each token is scored once.
         """
-        cut = [self.windows(text) for text in texts]
-        scores = iter(self.log_likelihoods([pair for windows in cut for pair in windows]))
-        return [joined([next(scores) for _ in windows]) for windows in cut]
-
-    def windows(self, text: Sequence[int]) -> list[Pair]:
-        """The rows of a whole text: its parts of `max_length` tokens, each after the token before.
-
-        These are the windows of lm-eval: the last one has as much context as a row has room for.
-        """
-        length, size = self.max_length, len(text)
-        found: list[Pair] = [([self.prefix_id], text[:length])] if size else []
-        for done in range(length, size, length):
-            stop = min(done + length, size)
-            found.append((text[stop - length - 1 : done], text[done:stop]))
-        return found
+        cut = [windows(text, self.prefix_id, self.max_length) for text in texts]
+        scores = iter(self.log_likelihoods([pair for rows in cut for pair in rows]))
+        return [joined([next(scores) for _ in rows]) for rows in cut]
 
     def generate(
         self,
@@ -207,7 +195,8 @@ class Scorer:
     def _row(self, context: Sequence[int], continuation: Sequence[int]) -> Row:
         """The ids of a row, cut to one more than are read, and how many of them are scored."""
         # The last token is never read.
-        ids = self._cut([*context, *continuation][:-1], self.max_length) + [*continuation[-1:]]
+        read = self._cut([*context, *continuation][:-1], self.max_length)
+        ids = [*read, continuation[-1]]
         array = np.asarray(ids, np.int32)
         if (wrong := array[(array < 0) | (array >= self._vocab_size)]).size:
             raise ValueError(
@@ -278,12 +267,13 @@ def row_length(model: PyTree, max_length: int | None = None) -> int:
 
 
 def precision_of(model: PyTree) -> Precision:
-    """The precision of the dtype of a model's parameters, the widest one of several."""
-    leaves = [x for x in jax.tree.leaves(model, is_leaf=is_operand) if hasattr(x, "dtype")]
-    floats = {x.dtype for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)}
-    widest = jnp.result_type(*floats)
+    """The precision of the dtype of most of a model's numbers, or of its skeleton's."""
+    sizes: dict[Any, int] = {}
+    for x in jax.tree.leaves(model, is_leaf=is_operand):
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+            sizes[jnp.dtype(x.dtype)] = sizes.get(jnp.dtype(x.dtype), 0) + math.prod(x.shape)
     half: dict[Any, Precision] = {jnp.dtype("bfloat16"): "bf16", jnp.dtype("float16"): "fp16"}
-    return half.get(widest, "fp32")
+    return half.get(max(sizes, key=sizes.__getitem__), "fp32")
 
 
 def joined(parts: Sequence[LogLikelihood]) -> LogLikelihood:
@@ -302,20 +292,3 @@ def _in_order(streamed: Iterator[dict[int, Any]], count: int) -> list[Any]:
 def _before(text: str, stops: Sequence[str]) -> str:
     """The text up to the first of the stops."""
     return text[: min([len(text), *(at for stop in stops if (at := text.find(stop)) >= 0)])]
-
-
-def encode_pair(
-    tokenizer: Tokenizer, context: str, continuation: str, *, begin: bool = True
-) -> tuple[list[int], list[int]]:
-    """The ids of a context and of its continuation, tokenised together as lm-eval does.
-
-    Blanks at the end of the context move to the continuation; the whole is encoded, and split at
-    the length of the context alone. With `begin`, the token that the tokenizer's texts begin with
-    comes first, as it does in training. An empty context has no ids (the scorer's `prefix_id`).
-    """
-    stripped = context.rstrip()
-    continuation = context[len(stripped) :] + continuation
-    before, whole = tokenizer.encode_batch([stripped, stripped + continuation])
-    first = begin_id(tokenizer) if begin else None
-    ids = ([] if first is None else [first]) + before.tolist()
-    return ids, whole[len(before) :].tolist()
