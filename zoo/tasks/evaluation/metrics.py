@@ -45,9 +45,9 @@ def estimates(
 
 
 def _of_choices(task: Task, scores: Sequence[Sequence[LogLikelihood]]) -> dict[str, Estimate]:
-    """`acc`, the share of examples whose right choice is the likeliest, and `acc_norm`, that of
+    """`acc`, by the likeliest choice, and `acc_norm`, by the likeliest per byte.
 
-    those whose right choice is the likeliest per byte; of a classification `acc` and `macro_f1`.
+    Of a classification `acc` and `macro_f1`.
     """
     answers = np.array([example.answer for example in task.examples])
     likeliest = np.array([np.argmax([one.total for one in each]) for each in scores])
@@ -147,8 +147,6 @@ def bootstrap(value: Callable[[np.ndarray], float], size: int) -> Estimate:
     if size == 1:
         return Estimate(whole, math.nan, math.nan, math.nan, "bootstrap")
     rng = np.random.default_rng(0)
-    drawn = np.array(
-        [value(rng.integers(0, size, size)) for _ in range(RESAMPLES)]
-    )
+    drawn = np.array([value(rng.integers(0, size, size)) for _ in range(RESAMPLES)])
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Estimate(whole, float(drawn.std(ddof=1)), float(low), float(high), "bootstrap")
