@@ -421,8 +421,15 @@ def test_accuracy_is_plain_and_per_byte(tmp_path):
     assert found["acc_norm"].value == 0.75  # per byte of three: -0.67, -1.33, -0.83, -0.67
     wanted = np.std([1, 1, 0, 0], ddof=1) / 2
     assert found["acc"].stderr == pytest.approx(wanted)
-    assert found["acc"].low == pytest.approx(max(0, 0.5 - 1.96 * wanted), abs=1e-4)
-    assert found["acc"].by == "normal"
+    # Wilson's interval holds the p with |share - p| <= 1.96 sqrt(p (1 - p) / n).
+    for bound in (found["acc"].low, found["acc"].high, found["acc_norm"].low):
+        value = 0.75 if bound == found["acc_norm"].low else 0.5
+        assert abs(value - bound) == pytest.approx(
+            1.96 * np.sqrt(bound * (1 - bound) / 4), abs=1e-4
+        )
+    none = judged(tmp_path, lines[:2], scores(-2, -1, -2, -1))["acc"]
+    assert (none.value, none.low, none.stderr) == (0, 0, 0)
+    assert none.high > 0.5
 
 
 def test_macro_f1_is_that_of_each_class(tmp_path):
@@ -490,7 +497,7 @@ def test_damaged_and_foreign_results_are_refused(tmp_path):
     results = Results(path, mark)
     results.add({0: "one"})
     results.add({1: "two"})
-    with pytest.raises(ResultsError, match=r"t\.jsonl has results of another task \(t, and now u"):
+    with pytest.raises(ResultsError, match=r"t\.jsonl has results with task='t', and .* has 'u'"):
         Results(path, {**mark, "task": "u"})
     whole = path.read_text()
     for damaged in (whole.replace("one", "onu"), whole.replace('"one"]', '"one"'), whole[3:]):
@@ -548,9 +555,14 @@ def test_command_agrees_with_transformers_and_resumes(golden_model, tmp_path, ca
     bits = found["text"]["metrics"]["bits_per_byte"]["value"]
     assert bits == pytest.approx(nats / size / np.log(2), rel=1e-6)
     monkeypatch.setattr(command, "Scorer", None)  # nothing is left to score
+    main.main([*flags[:4], *flags[6:]])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["tasks"] == found
+    capsys.readouterr()
     main.main(flags)
     assert capsys.readouterr().out == first
-    with pytest.raises(ResultsError, match=r"task\.jsonl has results of another max_length \(64,"):
+    with pytest.raises(
+        ResultsError, match=r"task\.jsonl has results with max_length=64, and .* has 32"
+    ):
         main.main([*flags, "--max-length=32"])
 
 

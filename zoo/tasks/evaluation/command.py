@@ -3,9 +3,10 @@
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,34 +92,33 @@ class Config:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options of `Scorer.generate` for how tokens are drawn."""
-        if self.temperature == 0:
-            return {}
-        names = ("temperature", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names}
+        """What drawn answers depend on; a row's random numbers do on its place in a batch."""
+        names = ("temperature", "top_k", "top_p", "seed", "batch_tokens")
+        return {name: getattr(self, name) for name in names} if self.temperature else {}
 
 
 def main(config: Config) -> None:
     """Read, check, load, score, print, and write."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if config.distributed:
         processes.join_processes()
     out = None if config.out is None else local_path(config.out, "out")
-    folder = find(config.model)
-    tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     tasks = [read_task(name, config.settings, config.limit) for name in config.task]
     _check_names(tasks)
+    folder = find(config.model)
     skeleton = models.skeleton(folder, quantize=config.quantize)
     length = row_length(skeleton, config.max_length)
+    tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     _check_vocabulary(config.model, skeleton, tokenizer)
     precision = config.precision or precision_of(skeleton)
     requests = [make_requests(task, tokenizer, length) for task in tasks]
     if out is not None:
         files.make_folder(out, "out")
     same = {
-        "model": models.weights_checksum(folder),
+        "weights": models.weights_checksum(folder),
         "precision": precision,
-        "quantize": str(config.quantize),
-        "max_length": str(length),
+        "quantize": config.quantize,
+        "max_length": length,
     }
     kept = [
         Results(out and out / f"{task.name}.jsonl", same | _fingerprint(config, task, asked))
@@ -140,8 +140,7 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         show(config.model, precision, tasks, found)
         if out is not None:
-            text = json.dumps(_as_json(config, same, tasks, found), indent=1) + "\n"
-            files.replace(out / "results.json", lambda path: path.write_text(text))
+            write(out / "results.json", {"model": config.model, **same}, tasks, found)
             print(f"the results are in {out / 'results.json'}")
 
 
@@ -164,7 +163,9 @@ def evaluate(
             max_new_tokens=settings.max_new_tokens,
             known=known,
             key=jax.random.key(config.seed) if config.temperature else None,
-            **config.sampling,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
         )
     else:
         batches = scorer.stream([request.pair for request in requests], known)
@@ -200,20 +201,17 @@ def _check_vocabulary(name: str, skeleton: Any, tokenizer: Tokenizer) -> None:
         )
 
 
-def _fingerprint(config: Config, task: Task, requests: Sequence[Request]) -> dict[str, str]:
+def _fingerprint(config: Config, task: Task, requests: Sequence[Request]) -> dict[str, Any]:
     """What a task's results depend on beside the model: its ids, and how answers are generated."""
     digest = hashlib.sha256()
     for request in requests:
         for ids in request.pair:
             digest.update(len(ids).to_bytes(4, "little") + np.asarray(ids, np.int32).tobytes())
-    found = {"task": digest.hexdigest()[:16], "batch_tokens": "any"}
-    if task.kind == "generate":  # a row's random numbers depend on its place in a batch
-        sampling = {**config.sampling, "seed": config.seed, "batch_tokens": config.batch_tokens}
-        chosen = sampling if config.temperature else {}
-        settings = task.settings
-        found["generation"] = json.dumps(
-            {"stop": settings.stops, "max_new_tokens": settings.max_new_tokens, **chosen}
-        )
+    found: dict[str, Any] = {"task": digest.hexdigest()[:16]}
+    if task.kind == "generate":
+        found["stop"] = [*task.settings.stops]
+        found["max_new_tokens"] = task.settings.max_new_tokens
+        found["sampling"] = config.sampling
     return found
 
 
@@ -240,42 +238,46 @@ def show(
         settings = task.settings
         head = [task.name, task.kind, f"{settings.num_shots}", f"{len(task.examples):,}"]
         for name, x in metrics.items():
-            error, interval = f"{x.stderr:.4f}", f"{x.low:.4f} to {x.high:.4f}"
-            if math.isnan(x.stderr):
-                error, interval = "", "one example"
+            error = "" if math.isnan(x.stderr) else f"{x.stderr:.4f}"
+            interval = "" if math.isnan(x.low) else f"{x.low:.4f} to {x.high:.4f}"
             table.add_row(*head, name, f"{x.value:.4f}", error, interval)
             head = [""] * 4
     out = console()
     out.print(table)
-    if any(x.by == "bootstrap" for metrics in found for x in metrics.values()):
-        out.print(
-            f"intervals: normal for acc and matches, of {RESAMPLES} bootstrap resamples for others"
-        )
+    used = {x.by for metrics in found for x in metrics.values()}
+    kinds = {"wilson": "Wilson's for shares of examples", "bootstrap": f"of {RESAMPLES} resamples"}
+    out.print("intervals: " + "; ".join(text for by, text in kinds.items() if by in used))
 
 
-def _as_json(
-    config: Config,
-    same: dict[str, str],
+def write(
+    path: Path,
+    same: Mapping[str, Any],
     tasks: Sequence[Task],
     found: Sequence[dict[str, Estimate]],
-) -> dict[str, Any]:
+) -> None:
+    """Write the metrics as JSON; other tasks that are there, of the same model, stay."""
+
     def plain(x: Estimate) -> dict[str, Any]:
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in x._asdict().items()
         }
 
-    return {
-        "model": config.model,
-        "weights": same["model"],
-        **{name: same[name] for name in ("precision", "quantize", "max_length")},
-        "tasks": {
-            task.name: {
-                "kind": task.kind,
-                "examples": len(task.examples),
-                "metrics": {name: plain(x) for name, x in metrics.items()},
-                "settings": asdict(task.settings),
-            }
-            for task, metrics in zip(tasks, found, strict=True)
-        },
-    }
+    content: dict[str, Any] = {**same, "tasks": _tasks_in(path, same)}
+    for task, metrics in zip(tasks, found, strict=True):
+        content["tasks"][task.name] = {
+            "kind": task.kind,
+            "examples": len(task.examples),
+            "metrics": {name: plain(x) for name, x in metrics.items()},
+            "settings": asdict(task.settings),
+        }
+    text = json.dumps(content, indent=1) + "\n"
+    files.replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _tasks_in(path: Path, same: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        return content["tasks"] if all(content[name] == x for name, x in same.items()) else {}
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return {}  # the results of batches are what it is made of

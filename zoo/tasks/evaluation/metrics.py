@@ -1,7 +1,7 @@
 """The metrics of a task, with standard errors and 95 % intervals.
 
-Means over examples have the standard error of a mean, and intervals of a normal distribution
-around it; ratios of sums, and F1, have those of 1000 bootstrap resamples of the examples.
+Shares of examples have the standard error of a mean, and Wilson's interval (1927), which holds near
+0 and 1 too; ratios of sums, and F1, have those of 1000 bootstrap resamples of the examples.
 """
 
 import math
@@ -21,13 +21,13 @@ NORMAL_95 = 1.959964
 
 
 class Estimate(NamedTuple):
-    """A metric, its standard error and 95 % interval; these are nan for a single example."""
+    """A metric, its standard error and 95 % interval; nan where one example does not give it."""
 
     value: float
     stderr: float
     low: float
     high: float
-    by: Literal["normal", "bootstrap"]
+    by: Literal["wilson", "bootstrap"]
 
 
 def estimates(
@@ -51,7 +51,7 @@ def _of_choices(task: Task, scores: Sequence[Sequence[LogLikelihood]]) -> dict[s
     """
     answers = np.array([example.answer for example in task.examples])
     likeliest = np.array([np.argmax([one.total for one in each]) for each in scores])
-    found = {"acc": mean(likeliest == answers)}
+    found = {"acc": share(likeliest == answers)}
     if task.kind == "classification":
         return found | {"macro_f1": macro_f1(answers, likeliest)}
     if task.settings.letters:  # they are all one byte long
@@ -62,7 +62,7 @@ def _of_choices(task: Task, scores: Sequence[Sequence[LogLikelihood]]) -> dict[s
         )
         for each, example in zip(scores, task.examples, strict=True)
     ]
-    return found | {"acc_norm": mean(np.array(per_byte) == answers)}
+    return found | {"acc_norm": share(np.array(per_byte) == answers)}
 
 
 def _of_texts(task: Task, texts: Sequence[str]) -> dict[str, Estimate]:
@@ -74,10 +74,10 @@ def _of_texts(task: Task, texts: Sequence[str]) -> dict[str, Estimate]:
     found = {}
     if exact := [(answer, example) for answer, example in pairs if example.targets]:
         right = [answer in _right(example.targets, task) for answer, example in exact]
-        found["exact_match"] = mean(np.array(right))
+        found["exact_match"] = share(np.array(right))
     if matched := [(answer, example.pattern) for answer, example in pairs if example.pattern]:
         right = [re.search(pattern, answer) is not None for answer, pattern in matched]
-        found["regex_match"] = mean(np.array(right))
+        found["regex_match"] = share(np.array(right))
     return found
 
 
@@ -119,13 +119,14 @@ def _of_whole_texts(task: Task, windows: Sequence[Sequence[LogLikelihood]]) -> d
     return {name: bootstrap(ratio(name, np.array(units)), size) for name, units in counts.items()}
 
 
-def mean(values: np.ndarray) -> Estimate:
-    """The mean of zeros and ones over examples, with the standard error of the mean."""
-    numbers = values.astype(np.float64)
-    value = float(numbers.mean())
-    stderr = float(numbers.std(ddof=1) / math.sqrt(len(numbers))) if len(numbers) > 1 else math.nan
-    low, high = (float(np.clip(value + sign * NORMAL_95 * stderr, 0, 1)) for sign in (-1, 1))
-    return Estimate(value, stderr, low, high, "normal")
+def share(right: np.ndarray) -> Estimate:
+    """The share of right examples, with the standard error of a mean and Wilson's interval."""
+    size, value = len(right), float(right.mean())
+    stderr = float(right.std(ddof=1) / math.sqrt(size)) if size > 1 else math.nan
+    spread = NORMAL_95**2 / size
+    centre = (value + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * (value * (1 - value) + spread / 4)) / (1 + spread)
+    return Estimate(value, stderr, max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 
 def macro_f1(answers: Int[np.ndarray, "examples"], found: Int[np.ndarray, "examples"]) -> Estimate:

@@ -24,13 +24,13 @@ class Results:
     """The results so far of a task with this fingerprint, by the index of their request.
 
     Where there is a `path`, process 0 keeps them there, and each process gets those of an earlier
-    evaluation that was stopped. `fingerprint` has a text for each thing that results depend on.
+    evaluation that was stopped. `fingerprint` has all that results depend on, by name, in JSON.
 
     Raises:
         ResultsError: the file is damaged, or of another fingerprint.
     """
 
-    def __init__(self, path: Path | None, fingerprint: Mapping[str, str]):
+    def __init__(self, path: Path | None, fingerprint: Mapping[str, Any]):
         self.path = path
         self.known: dict[int, Result] = {}
         if path is None:
@@ -57,7 +57,7 @@ class Results:
             files.sync(self.path)
 
 
-def _open(path: Path, fingerprint: Mapping[str, str]) -> dict[int, Result]:
+def _open(path: Path, fingerprint: Mapping[str, Any]) -> dict[int, Result]:
     """The results in a file, which begins with its fingerprint; a torn last line is cut off."""
     header = _line({"fingerprint": dict(fingerprint)})
     data = path.read_bytes() if path.exists() else b""
@@ -98,13 +98,13 @@ def _content(path: Path, number: int, line: bytes) -> dict[str, Any]:
         ) from error
 
 
-def _check_fingerprint(path: Path, content: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+def _check_fingerprint(path: Path, content: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     found = content["fingerprint"]
     if differing := [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]:
         name = differing[0]
         raise ResultsError(
-            f"{path} has results of another {name} ({found.get(name)}, and now "
-            f"{wanted.get(name)}): give another --out, or remove the file"
+            f"{path} has results with {name}={found.get(name)!r}, and this evaluation has "
+            f"{wanted.get(name)!r}: give another --out, or remove the file"
         )
 
 
