@@ -541,7 +541,10 @@ def test_command_agrees_with_transformers_and_resumes(golden_model, tmp_path, ca
     kept = (tmp_path / "out" / "task.jsonl").read_bytes()
     main.main(flags)
     first = capsys.readouterr().out
-    assert (tmp_path / "out" / "task.jsonl").read_bytes().startswith(kept)
+    lines = (tmp_path / "out" / "task.jsonl").read_bytes()
+    assert lines.startswith(kept)
+    places = [at for line in lines.splitlines()[1:] for at in json.loads(line)["results"]]
+    assert len(places) == len({*places}) == sum(len(one["choices"]) for one in records("task"))
     for name in ("task", "multiple_choice", "acc_norm", "bits_per_byte", "95 % interval"):
         assert name in first
     wanted = [
