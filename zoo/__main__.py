@@ -24,6 +24,7 @@ from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors
+from zoo.tasks.evaluation import command as evaluating
 from zoo.wrappers import lora
 
 
@@ -105,6 +106,14 @@ def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
     planning.main(config)
 
 
+def evaluate(config: Annotated[evaluating.Config, tyro.conf.arg(name="")]) -> None:
+    """Evaluate a model on tasks: choices by their likelihood, generated answers, whole texts.
+
+    For example: python -m zoo eval lm-python --task questions.jsonl --out results
+    """
+    evaluating.main(config)
+
+
 def report(run: tyro.conf.Positional[str] = "") -> None:
     """Print versions, devices and settings, to paste into a bug report.
 
@@ -119,6 +128,7 @@ COMMANDS: dict[str, Any] = {
     "describe": describe,
     "verify": verify,
     "plan": plan,
+    "eval": evaluate,
     "prepare": preparing.main,
     "report": report,
 }
