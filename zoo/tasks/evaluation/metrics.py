@@ -147,8 +147,6 @@ def bootstrap(value: Callable[[np.ndarray], float], size: int) -> Estimate:
     if size == 1:
         return Estimate(whole, math.nan, math.nan, math.nan, "bootstrap")
     rng = np.random.default_rng(0)
-    drawn = np.array(
-        [value(rng.integers(0, size, size)) for _ in range(RESAMPLES)]
-    )
+    drawn = np.array([value(rng.integers(0, size, size)) for _ in range(RESAMPLES)])
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Estimate(whole, float(drawn.std(ddof=1)), float(low), float(high), "bootstrap")
