@@ -85,7 +85,8 @@ class Config:
         require(self.temperature >= 0, f"temperature={self.temperature}: must not be negative")
         require(
             not self.distributed or bool(self.mesh),
-            "distributed: name the devices of all processes by --mesh, as in --mesh data=-1",
+            "distributed: name the devices of all processes by --mesh, as in --mesh "
+            f"{sharding.storage_mesh(-1)}",
         )
 
     @property

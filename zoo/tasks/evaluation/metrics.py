@@ -45,9 +45,9 @@ def estimates(
 
 
 def _of_choices(task: Task, scores: Sequence[Sequence[LogLikelihood]]) -> dict[str, Estimate]:
-    """`acc`, the share of examples whose right choice is the likeliest, and `acc_norm`, that of
+    """`acc`, by the likeliest choice, and `acc_norm`, by the likeliest per byte.
 
-    those whose right choice is the likeliest per byte; of a classification `acc` and `macro_f1`.
+    Of a classification `acc` and `macro_f1`.
     """
     answers = np.array([example.answer for example in task.examples])
     likeliest = np.array([np.argmax([one.total for one in each]) for each in scores])

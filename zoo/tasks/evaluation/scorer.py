@@ -164,10 +164,12 @@ class Scorer:
             for number, batch in enumerate(batches):
                 if set(batch.places) <= set(known):
                     continue
+                given = [cut[place] for place in batch.places]
+                given += given[-1:] * (batch.rows - len(given))  # the shape of the other batches
                 rows, steps = stream_texts(
                     self._model,
                     self._tokenizer,
-                    [cut[place] for place in batch.places],
+                    given,
                     ends,
                     max_new_tokens=max_new_tokens,
                     temperature=temperature,
@@ -179,7 +181,7 @@ class Scorer:
                 for row in rows:
                     row.end()
                 found = [_before(row.text, ends.texts) for row in rows]
-                yield dict(zip(batch.places, found, strict=True))
+                yield dict(zip(batch.places, found, strict=False))
 
         return texts()
 
