@@ -26,13 +26,11 @@ class Function(NamedTuple):
     """Its file and line."""
     name: str
     before: str
-    """Lines of its file and the first of its own, up to and with its name."""
+    """Lines of its file and the first of its own, up to its parameters."""
     signature: str
     """The rest of the first line, `(self, key, default=None):` for example."""
     body: str
     """The lines after it, dedented as if the function were at top level, without a docstring."""
-    num_parameters: int
-    """Parameters besides a method's own object."""
 
 
 def python_bodies(documents: Sequence[Document] | None = None) -> list[dict[str, Any]]:
@@ -51,17 +49,18 @@ def python_bodies(documents: Sequence[Document] | None = None) -> list[dict[str,
 
 
 def python_signatures(documents: Sequence[Document] | None = None) -> list[dict[str, Any]]:
-    """Completion: a function's parameters, after the lines of its file that end in its name.
+    """Completion: a function's signature from its first parameter on.
 
-    Methods without a parameter besides their object are left out.
+    The prompt is the lines of its file before it, and its name and first parameter.
 
     Raises:
-        ValueError: no held-out function.
+        ValueError: no held-out function has a second one.
     """
-    found = [f for f in _held_out(documents) if f.num_parameters]
-    if not found:
-        raise ValueError("no held-out function has a parameter: there is nothing to complete")
-    return [{"context": f.before, "target": f.signature} for f in _chosen(found)]
+    found = [(f, re.fullmatch(r"(\(\w+)(,.*:)", f.signature)) for f in _held_out(documents)]
+    parts = {f: (f.before + match[1], match[2]) for f, match in found if match}
+    if not parts:
+        raise ValueError("no held-out function has two parameters: there is nothing to complete")
+    return [{"context": parts[f][0], "target": parts[f][1]} for f in _chosen([*parts])]
 
 
 def _held_out(documents: Sequence[Document] | None) -> list[Function]:
@@ -101,9 +100,7 @@ def _read(document: Document, lines_of: Mapping[str, list[str]]) -> Iterator[Fun
     body = "\n".join(lines[start : node.end_lineno]).strip("\n").rstrip()
     at = int(first) + node.lineno - 2  # the line of its signature in the file
     before = _last_lines([*lines_of[file][:at], lines_of[file][at].removesuffix(head[2])])
-    names = [x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)]
-    count = len(names) - (names[:1] in (["self"], ["cls"]))
-    yield Function(document.name, node.name, before, head[2], body, count)
+    yield Function(document.name, node.name, before, head[2], body)
 
 
 def _last_lines(lines: Sequence[str]) -> str:
