@@ -24,7 +24,7 @@ from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors
-from zoo.tasks.evaluation import built_in
+from zoo.tasks.evaluation import built_in, classifiers
 from zoo.tasks.evaluation import command as evaluating
 from zoo.wrappers import lora
 
@@ -112,7 +112,7 @@ def evaluate(config: Annotated[evaluating.Config, tyro.conf.arg(name="")]) -> No
 
     For example: python -m zoo eval lm-python --task questions.jsonl --out results
     """
-    evaluating.main(config)
+    (classifiers if classifiers.classes_of(config.model) else evaluating).main(config)
 
 
 def task(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:

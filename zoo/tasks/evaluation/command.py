@@ -140,7 +140,7 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         show(config.model, precision, tasks, found)
         if out is not None:
-            text = json.dumps(_as_json(config, same, tasks, found), indent=1) + "\n"
+            text = json.dumps(as_json(config, same, tasks, found), indent=1) + "\n"
             files.replace(out / "results.json", lambda path: path.write_text(text))
             print(f"the results are in {out / 'results.json'}")
 
@@ -253,12 +253,14 @@ def show(
         )
 
 
-def _as_json(
+def as_json(
     config: Config,
     same: dict[str, str],
     tasks: Sequence[Task],
     found: Sequence[dict[str, Estimate]],
 ) -> dict[str, Any]:
+    """The content of results.json."""
+
     def plain(x: Estimate) -> dict[str, Any]:
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
