@@ -77,7 +77,7 @@ def _held_out(documents: Sequence[Document] | None) -> list[Function]:
 
 
 def _without_constants(text: str) -> str:
-    return re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", text)
+    return re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", text.strip())
 
 
 def _read(document: Document, lines_of: Mapping[str, list[str]]) -> Iterator[Function]:
