@@ -83,6 +83,7 @@ def test_signatures_follow_the_lines_before_them():
     "left_out",
     [
         "def f(self,\n      key):\n    return self.result[key], self.results[key], key",
+        "def f(self, key,  # one:\n      other):\n    return self.result[key], self.results[key]",
         "def f(self, key):  # why\n    return self.result[key], self.results[key], key",
         'def f(self, key):\n    """A docstring that is all that there is of it, and long."""',
         "def f(self, key): return self.result[key], self.results[key], key",
