@@ -64,7 +64,7 @@ class ZooLM(LM):
         tokenizer: Tokenizer | None = None,
         *,
         mesh: Mesh | str | None = None,
-        dtype: Precision | None = None,
+        dtype: str | None = None,
         max_length: int | None = None,
         batch_tokens: int = 8192,
         begin: bool = True,
