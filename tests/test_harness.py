@@ -76,16 +76,16 @@ def golden_model(tmp_path) -> Path:
 
 
 def test_scores_are_those_of_transformers(stand_in, golden_model):
-    lm = stand_in.ZooLM(str(golden_model), mesh="data=2", batch_tokens=256)
-    task = texts("task")
+    lm = stand_in.ZooLM(str(golden_model), mesh="data=2")
+    task = texts("task")[:4]
     pairs = [(one["context"], f" {choice}") for one in task for choice in one["choices"]]
     found = lm.loglikelihood(asked(*pairs))
-    wanted = [tuple(score) for choices in SCORES["choices"] for score in choices]
+    wanted = [tuple(score) for choices in SCORES["choices"][:4] for score in choices]
     assert [x for x, _ in found] == pytest.approx([x for x, _ in wanted], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
-    whole = [(one["text"],) for one in texts("text")]
+    whole = [(one["text"],) for one in texts("text")[:2]]
     rolled = lm.loglikelihood_rolling(asked(*whole))
-    assert rolled == pytest.approx(SCORES["texts"], rel=1e-5)
+    assert rolled == pytest.approx(SCORES["texts"][:2], rel=1e-5)
     kept = {(method, request): result for method, request, result in lm.cache_hook}
     assert len(kept) == len({*pairs}) + len(whole)
     assert kept["loglikelihood", pairs[-1]] == found[-1]
@@ -107,14 +107,16 @@ def test_answers_come_in_the_order_of_their_requests(stand_in, model):
     lm = stand_in.ZooLM(model, ByteTokenizer(), seed=3)
     greedy, long = {"until": ["\n\n"], "max_gen_toks": 4}, {"max_gen_toks": 6, "until": []}
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "max_gen_toks": 6}
-    requests = asked(("a", greedy), ("b", drawn), ("a", long), ("c", greedy), ("b", drawn))
+    requests = asked(("b", drawn), ("a", greedy), ("a", long), ("c", greedy), ("b", drawn))
     found = lm.generate_until(requests)
     texts = lm.scorer.generate([[256, *b"a"], [256, *b"c"]], max_new_tokens=4, stops=["\n\n"])
     [text] = lm.scorer.generate([[256, *b"a"]], max_new_tokens=6)
-    assert [found[0], found[3], found[2]] == [*texts, text]
-    assert len({texts[0], texts[1], found[1], found[4]}) == 4  # each draws for itself
-    assert stand_in.ZooLM(model, ByteTokenizer(), seed=3).generate_until(requests) == found
-    assert stand_in.ZooLM(model, ByteTokenizer(), seed=4).generate_until(requests) != found
+    assert [found[1], found[3], found[2]] == [*texts, text]
+    assert len({texts[0], texts[1], found[0], found[4]}) == 4  # each draws for itself
+    both = [requests[0], requests[4]]
+    again = stand_in.ZooLM(model, ByteTokenizer(), seed=3).generate_until(both)
+    other = stand_in.ZooLM(model, ByteTokenizer(), seed=4).generate_until(both)
+    assert again == [found[0], found[4]] != other
     assert [entry[:2] for entry in lm.cache_hook].count(("generate_until", ("a", long))) == 1
 
 
