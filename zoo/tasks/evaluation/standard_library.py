@@ -68,7 +68,7 @@ def _held_out(documents: Sequence[Document] | None) -> list[Function]:
     training, held_out = held_out_split([d for d in documents if d.name.endswith(".py")])
     seen = {_without_constants(document.text) for document in functions(training)}
     lines_of = {document.name: document.text.split("\n") for document in held_out}
-    found = []
+    found: list[Function] = []
     for document in functions(held_out):
         if (text := _without_constants(document.text)) not in seen:
             seen.add(text)
