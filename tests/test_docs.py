@@ -41,7 +41,10 @@ SLOW = {
     "docs/reference/wrappers.md",
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
 }
-NOT_RUN = {"docs/guides/hugging-face.md": ["network"]}
+NOT_RUN = {
+    "docs/guides/evaluation.md": ["lm-eval", "lm-eval"],
+    "docs/guides/hugging-face.md": ["network"],
+}
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")
 OTHER_PROGRAMS = {"bash", "cd", "gcloud", "kubectl", "mkdocs", "mypy", "ruff", "sbatch", "tail"}

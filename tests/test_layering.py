@@ -136,7 +136,8 @@ def run(program: str, folder: Path) -> list[str]:
 def test_same_named_modules_are_not_imported(tmp_path: Path):
     for decoy in ("models", "recipes"):
         (tmp_path / f"{decoy}.py").write_text(f"raise SystemExit('the decoy {decoy} was imported')")
-    names = ["zoo." + name.replace("/", ".") for name in MODULES]
+    needs_extra = {"tasks/evaluation/harness"}  # its class extends one of lm-eval's
+    names = ["zoo." + name.replace("/", ".") for name in sorted({*MODULES} - needs_extra)]
     names = [name.removesuffix(".__init__") for name in names]
     program = (
         f"import importlib, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ZOO.parent)!r}]\n"

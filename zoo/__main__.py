@@ -24,6 +24,7 @@ from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors
+from zoo.tasks.evaluation import built_in, classifiers
 from zoo.tasks.evaluation import command as evaluating
 from zoo.wrappers import lora
 
@@ -111,7 +112,17 @@ def evaluate(config: Annotated[evaluating.Config, tyro.conf.arg(name="")]) -> No
 
     For example: python -m zoo eval lm-python --task questions.jsonl --out results
     """
-    evaluating.main(config)
+    (classifiers if classifiers.classes_of(config.model) else evaluating).main(config)
+
+
+def task(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:
+    """Write a task that comes with the zoo, as eval and other harnesses read it.
+
+    Args:
+        name: Name of the task: python-bodies or python-signatures.
+        folder: Folder for its examples, <name>.jsonl, and for <name>.toml with its settings.
+    """
+    print(f"the task is in {built_in.write(name, folder)}")
 
 
 def report(run: tyro.conf.Positional[str] = "") -> None:
@@ -129,6 +140,7 @@ COMMANDS: dict[str, Any] = {
     "verify": verify,
     "plan": plan,
     "eval": evaluate,
+    "task": task,
     "prepare": preparing.main,
     "report": report,
 }

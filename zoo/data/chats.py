@@ -38,7 +38,7 @@ class ChatTemplate:
                 "the data as prompts and completions"
             )
         assert isinstance(tokenizer, BPETokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.source = tokenizer, source
         self.has_marks = GENERATION.search(source) is not None
         self.writes_time = "strftime_now" in source
         self._now = now

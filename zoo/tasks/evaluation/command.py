@@ -254,8 +254,12 @@ def write(
     same: Mapping[str, Any],
     tasks: Sequence[Task],
     found: Sequence[dict[str, Estimate]],
+    beside: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the metrics as JSON; other tasks that are there, of the same model, stay."""
+    """Write the metrics as JSON, and what is `beside` them for each task.
+
+    Other tasks that are there, of the same model, stay.
+    """
 
     def plain(x: Estimate) -> dict[str, Any]:
         return {
@@ -271,6 +275,8 @@ def write(
             "metrics": {name: plain(x) for name, x in metrics.items()},
             "settings": asdict(task.settings),
         }
+    for task, more in zip(tasks, beside, strict=False):
+        content["tasks"][task.name] |= more
     text = json.dumps(content, indent=1) + "\n"
     files.replace(path, lambda temporary: temporary.write_text(text))
 

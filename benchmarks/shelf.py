@@ -1,0 +1,85 @@
+"""Evaluate the language models of the shelf on the zoo's own tasks, beside chance.
+
+python -m benchmarks.shelf
+
+Each row comes from `python -m zoo eval`. The functions are those of the running Python's standard
+library in the files that the models were not trained on, so that figures of one version of Python
+compare with each other.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.report import Table, provenance, save
+from zoo.data.tokenizer import FILE_NAME
+from zoo.publishing.shelf import published
+from zoo.tasks.evaluation.built_in import TASKS
+
+METRICS = {"python-bodies": ("acc", "acc_norm"), "python-signatures": ("exact_match",)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Evaluate the language models of the shelf on the zoo's own tasks."""
+
+    limit: int | None = None
+    """Number of first examples of each task to take; all if not given."""
+    results: Path = Path(__file__).parent / "results"
+    """Where the tables are saved."""
+
+
+def main(config: Config) -> None:
+    """Evaluate, print and save the table."""
+    table = Table("the zoo's own tasks, fp32, no shots")
+    for name, card in published().items():
+        if (card.folder / FILE_NAME).is_file():
+            table.rows += _rows(name, config.limit)
+    table.notes.append(
+        "chance: of four bodies, one at random; of signatures, always the most frequent answer"
+    )
+    table.print()
+    command = " ".join(["python -m benchmarks.shelf", *sys.argv[1:]])
+    source = {"date": date.today().isoformat(), "command": command, **provenance()}
+    save("shelf", [table], source, config.results)
+
+
+def _rows(model: str, limit: int | None) -> list[dict[str, Any]]:
+    flags = [f"--task={name}" for name in METRICS]
+    flags += [] if limit is None else [f"--limit={limit}"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "zoo", "eval", model, *flags, f"--out={folder}"]
+        subprocess.run([*command, "--precision=fp32"], check=True)
+        found = json.loads((Path(folder) / "results.json").read_text())["tasks"]
+    return [
+        {
+            "model": model,
+            "task": task,
+            "examples": found[task]["examples"],
+            "metric": metric,
+            "value": found[task]["metrics"][metric]["value"],
+            "± s.e.": found[task]["metrics"][metric]["stderr"],
+            "chance": chance(list(TASKS[task].records())[:limit]),
+        }
+        for task, metrics in METRICS.items()
+        for metric in metrics
+    ]
+
+
+def chance(records: list[dict[str, Any]]) -> float:
+    """The share of right answers without a model: by drawing one, or always the most frequent."""
+    if "choices" in records[0]:
+        return sum(1 / len(record["choices"]) for record in records) / len(records)
+    return Counter(record["target"] for record in records).most_common(1)[0][1] / len(records)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
