@@ -42,8 +42,9 @@ class Clock(eqx.Module):
 class LayerCache(eqx.Module):
     """The keys and values of one layer, in the dtype that it computed them in.
 
-    On a mesh an array is [batch, kv_heads, slots, head_dim]. On one device the first two axes are
-    one: XLA for CPU copies a ring that has an axis of size 1 three times in every step.
+    An array is [batch, kv_heads, slots, head_dim], on one device without those of the first two
+    axes that have size 1: XLA for CPU copies a ring with such an axis three times in every step,
+    and four times one that is reshaped where it is read.
     """
 
     keys: Float[Array, "*rings slots head_dim"]
@@ -180,4 +181,5 @@ def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots he
 def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
     if is_sharding():
         return constrain(x_BKSH, "batch", "kv_heads", None, "head_dim")
-    return x_BKSH.reshape(-1, *x_BKSH.shape[2:])
+    rings = [size for size in x_BKSH.shape[:2] if size > 1]
+    return x_BKSH.reshape(*rings, *x_BKSH.shape[2:])
