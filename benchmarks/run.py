@@ -18,6 +18,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 import benchmarks.checkpoint
+import benchmarks.engines
 import benchmarks.ensemble
 import benchmarks.example
 import benchmarks.generate
@@ -28,6 +29,7 @@ import benchmarks.programs
 import benchmarks.quantized
 import benchmarks.recipe
 import benchmarks.rnn
+import benchmarks.speculative
 import benchmarks.transformer
 from benchmarks.report import Table, provenance, save
 from benchmarks.timing import Timing
@@ -46,6 +48,8 @@ Name = Literal[
     "pipeline",
     "checkpoint",
     "generate",
+    "engines",
+    "speculative",
     "lora",
     "quantized",
 ]
@@ -75,6 +79,10 @@ class Config:
     checkpoint: benchmarks.checkpoint.Options = field(default_factory=benchmarks.checkpoint.Options)
     rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
     generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
+    engines: benchmarks.engines.Options = field(default_factory=benchmarks.engines.Options)
+    speculative: benchmarks.speculative.Options = field(
+        default_factory=benchmarks.speculative.Options
+    )
     lora: benchmarks.lora.Options = field(default_factory=benchmarks.lora.Options)
     quantized: benchmarks.quantized.Options = field(default_factory=benchmarks.quantized.Options)
 
@@ -93,6 +101,8 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "startup": lambda config: benchmarks.recipe.measure_startup(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
     "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
+    "engines": lambda config: benchmarks.engines.measure(config.engines, config.timing),
+    "speculative": lambda config: benchmarks.speculative.measure(config.speculative, config.timing),
     "lora": lambda config: benchmarks.lora.measure(config.lora, config.timing),
     "quantized": lambda config: benchmarks.quantized.measure(config.quantized),
 }

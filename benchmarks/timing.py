@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from benchmarks.peers.common import Built, Precision
 
@@ -59,20 +59,20 @@ class SkippedError(Exception):
     """A peer cannot run here; the message gives the reason."""
 
 
-class Worker:
-    """The process of a peer, which is built and warmed up on construction.
+class Process:
+    """A module of benchmarks in a process of its own, which answers JSON lines with JSON lines.
 
     Raises:
-        SkippedError: the peer's library is missing, or it failed; with its error's last line.
+        SkippedError: it has failed; with its error's last line.
     """
 
-    def __init__(self, peer: Peer, shape: Any, precision: Precision, timing: Timing):
+    def __init__(self, module: str, *arguments: str, huge_pages: bool = True):
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # peers share a GPU
-        if timing.huge_pages:
+        if huge_pages:
             environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed on exit
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
+            [sys.executable, "-m", module, *arguments],
             cwd=Path(__file__).parents[1],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
@@ -80,19 +80,9 @@ class Worker:
             stderr=self._errors,
             text=True,
         )
-        request = {"peer": asdict(peer), "shape": asdict(shape), "precision": precision}
-        try:
-            self.setup = self._ask(request)
-        except SkippedError:
-            self.__exit__(None, None, None)
-            raise
 
-    def run(self, num_steps: int) -> tuple[float, float]:
-        """Seconds per step, and processor seconds per step of all threads, over that many steps."""
-        answer = self._ask({"num_steps": num_steps})
-        return answer["seconds"] / num_steps, answer["cpu_seconds"] / num_steps
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -105,7 +95,7 @@ class Worker:
         lines = self._errors.read().strip().splitlines()
         raise SkippedError(lines[-1] if lines else f"exit code {self._process.returncode}")
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -119,6 +109,28 @@ class Worker:
             self._process.stdin.close()  # at the end of its requests it exits
         self._process.wait()
         self._errors.close()
+
+
+class Worker(Process):
+    """The process of a peer, which is built and warmed up on construction.
+
+    Raises:
+        SkippedError: the peer's library is missing, or it failed; with its error's last line.
+    """
+
+    def __init__(self, peer: Peer, shape: Any, precision: Precision, timing: Timing):
+        super().__init__("benchmarks.worker", huge_pages=timing.huge_pages)
+        request = {"peer": asdict(peer), "shape": asdict(shape), "precision": precision}
+        try:
+            self.setup = self.ask(request)
+        except SkippedError:
+            self.__exit__(None, None, None)
+            raise
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Seconds per step, and processor seconds per step of all threads, over that many steps."""
+        answer = self.ask({"num_steps": num_steps})
+        return answer["seconds"] / num_steps, answer["cpu_seconds"] / num_steps
 
 
 class Turns(NamedTuple):

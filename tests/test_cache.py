@@ -1,5 +1,6 @@
 """zoo.decoding.cache: a ring of slots attends as if all tokens in reach were still in a row."""
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -67,3 +68,24 @@ def test_ring_caches_shard_rows_and_heads():
         for ring in jax.tree.leaves((layer, written, taken)):
             assert ring.shape == (4, 2, 5, 4)
             assert ring.addressable_shards[0].data.shape == (2, 1, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"),
+    [(2, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 1), (1, 2), (2, 1)])],
+)
+def test_no_step_copies_a_ring(rows: int, heads: int):
+    """Which took three quarters of a step's time."""
+    slots = 48
+    x = jnp.zeros((rows, 1, heads, 8), jnp.float32)
+    cache = Cache((LayerCache.filled(x, x, slots),), Clock.after(jnp.ones((rows, 1), bool)))
+
+    def step(_: Any, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        cache, x = carry
+        layer = cache.layers[0].write(x * 2, x * 3, cache.clock)
+        return Cache((layer,), cache.clock.tick()), layer.attend(x, cache.clock)
+
+    loop = jax.jit(lambda *carry: jax.lax.fori_loop(0, 5, step, carry), donate_argnums=0)
+    program = loop.lower(cache, x).compile().as_text()
+    assert re.search(rf"f32\[[\d,]*{slots},8\]", program)
+    assert re.findall(rf"f32\[[\d,]*{slots},8\]\S* copy\(.*", program) == []

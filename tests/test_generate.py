@@ -103,7 +103,7 @@ def test_windowed_cache_holds_only_its_window():
         prefill = eqx.filter_eval_shape(decoder_of(decoder(name)).prefill, tokens, mask, 64)
         assert prefill[1].layers
         for layer in prefill[1].layers:
-            assert layer.keys.shape == layer.values.shape == (2 * 8, slots, 4)
+            assert layer.keys.shape == layer.values.shape == (2, 8, slots, 4)
 
 
 @pytest.mark.parametrize("name", ["rotary", "lstm"])

@@ -442,6 +442,26 @@ def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: 
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt2"])
+def test_exports_name_all_sizes(kind: str, tmp_path: Path):
+    """Other programs refuse a null, or have a default of their own for it."""
+    options: dict = {
+        "llama": {},
+        "qwen3": {"qk_norm": True},
+        "mixtral": {"num_experts": 4},
+        "gpt2": {"norm": "layer", "positions": "learned", "bias": True, "mlp": "gelu"},
+    }[kind]
+    config = transformer.Config(vocab_size=8, d_model=8, num_layers=1, num_heads=2, **options)
+    assert config.d_ff is config.num_kv_heads is config.head_dim is None
+    zoo.save(tmp_path, transformer.Transformer(config, key=jax.random.key(0)), format="hf")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["model_type"] == kind
+    names = {"n_inner"} if kind == "gpt2" else {"intermediate_size", "num_key_value_heads"}
+    names |= {"head_dim"} if kind in ("llama", "qwen3", "mixtral") else set()
+    assert {name: values[name] for name in names if not isinstance(values[name], int)} == {}
+    assert zoo.load(tmp_path).config == hf.canonical.of_transformer(config)
+
+
 def test_unexportable_models_are_refused(tmp_path: Path):
     with pytest.raises(PublishError, match=r"qwen3 is the nearest, without norm_placement='both'"):
         zoo.save(

@@ -24,6 +24,8 @@ KEY = jax.random.key(0)
 def model_of(name: str) -> Any:
     if name == "transformer":
         return drawn_transformer(vocab_size=VOCAB, num_layers=2, window=4)
+    if name == "unwindowed":
+        return drawn_transformer(vocab_size=VOCAB, num_layers=2)
     return drawn_rnn(name, vocab_size=VOCAB, num_layers=1)
 
 
@@ -67,7 +69,15 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
-@pytest.mark.parametrize("names", [("transformer", "lstm"), ("lstm", "transformer")], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("transformer", "lstm"),
+        ("lstm", "transformer"),
+        pytest.param(("unwindowed", "unwindowed"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("drafted", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str], drafted: int):
     model = model_of(names[0])

@@ -139,18 +139,21 @@ class AttentionDecoder(eqx.Module):
         clock = cache.clock
         ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
-        pending: list[NewTokens] = []
+        pending: list[NewTokens | LayerCache] = []
         kinds = self.config.all_layer_kinds
         for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
 
             def attend(
                 q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
             ) -> Array:
-                pending.append(NewTokens(k, v))
-                window = self.config.window_of(kind)  # noqa: B023
-                return before.attend_ahead(  # noqa: B023
-                    q, pending[-1], clock, window=window, soft_cap=soft_cap, scale=scale
-                )
+                new, window = NewTokens(k, v), self.config.window_of(kind)  # noqa: B023
+                options = {"soft_cap": soft_cap, "scale": scale}
+                if window is None:
+                    written = before.write_ahead(new, clock)  # noqa: B023
+                    pending.append(written)
+                    return written.attend_written(q, clock, **options)
+                pending.append(new)
+                return before.attend_ahead(q, new, clock, window=window, **options)  # noqa: B023
 
             x_BTE, _ = gather(block)(x_BTE, None, rotaries[kind], None, None, attend)
         logits = self.model.readout()(self.model.finish(x_BTE))

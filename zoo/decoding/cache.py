@@ -42,8 +42,9 @@ class Clock(eqx.Module):
 class LayerCache(eqx.Module):
     """The keys and values of one layer, in the dtype that it computed them in.
 
-    On a mesh an array is [batch, kv_heads, slots, head_dim]. On one device the first two axes are
-    one: XLA for CPU copies a ring that has an axis of size 1 three times in every step.
+    An array is [batch, kv_heads, slots, head_dim], on one device without those of the first two
+    axes that have size 1: XLA for CPU copies a ring with such an axis three times in every step,
+    and four times one that is reshaped where it is read.
     """
 
     keys: Float[Array, "*rings slots head_dim"]
@@ -121,6 +122,33 @@ class LayerCache(eqx.Module):
         seen_BTS = seen_TS[None] & seen_BS[:, None]
         return attend_to_slots(q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale)
 
+    def write_ahead(self, new: "NewTokens", clock: Clock) -> "LayerCache":
+        """The ring, which has room, with all new tokens in it; those not kept are written over."""
+
+        def put(ring: Array, x_BTKH: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(
+                ring, _place(x_BTKH.swapaxes(1, 2)), clock.index, ring.ndim - 2
+            )
+
+        return LayerCache(put(self.keys, new.keys), put(self.values, new.values))
+
+    def attend_written(
+        self,
+        q_BTNH: Float[Array, "batch new heads head_dim"],
+        clock: Clock,
+        *,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "batch new heads head_dim"]:
+        """The attention output of tokens written ahead of the clock, each over those up to it."""
+        batch, count = q_BTNH.shape[:2]
+        slots = jnp.arange(self.keys.shape[-2], dtype=jnp.int32)
+        last_T = clock.index + jnp.arange(count, dtype=jnp.int32)
+        seen_BS = slots[None] >= (clock.index - clock.positions)[:, None]
+        seen_BTS = (slots[None] <= last_T[:, None])[None] & seen_BS[:, None]
+        keys, values = (_with_rows(x, batch) for x in (self.keys, self.values))
+        return attend_to_slots(q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale)
+
     def write_first(self, new: "NewTokens", count: Int[Array, ""], clock: Clock) -> "LayerCache":
         """The ring with the first `count` of the new tokens in it."""
 
@@ -158,16 +186,19 @@ class Cache(eqx.Module):
 
 
 class PendingCache(eqx.Module):
-    """A cache, and the tokens that have been read after it, of which some are to be kept."""
+    """A cache, and the tokens that have been read after it, of which some are to be kept.
+
+    Those of a layer without a window are in its ring already: it has room, and nothing is lost.
+    """
 
     before: Cache
-    new: tuple[NewTokens, ...]
+    new: tuple[NewTokens | LayerCache, ...]
 
     def commit(self, count: Int[Array, ""]) -> Cache:
         """The cache with the first `count` of them."""
         clock = self.before.clock
         layers = tuple(
-            layer.write_first(new, count, clock)
+            new if isinstance(new, LayerCache) else layer.write_first(new, count, clock)
             for layer, new in zip(self.before.layers, self.new, strict=True)
         )
         return Cache(layers, Clock(clock.index + count, clock.positions + count))
@@ -180,4 +211,5 @@ def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots he
 def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
     if is_sharding():
         return constrain(x_BKSH, "batch", "kv_heads", None, "head_dim")
-    return x_BKSH.reshape(-1, *x_BKSH.shape[2:])
+    rings = [size for size in x_BKSH.shape[:2] if size > 1]
+    return x_BKSH.reshape(*rings, *x_BKSH.shape[2:])

@@ -186,6 +186,7 @@ class Family:
 
     def write(self, config: Any) -> dict[str, Any]:
         """The content of `config.json` for a configuration without a `difference`."""
+        config = self.canonical(config)  # all sizes: other programs have other defaults
         values = {"architectures": [self.architecture], "model_type": self.model_type}
         for rule in self.rules:
             values |= rule.write(config)

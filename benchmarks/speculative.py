@@ -1,0 +1,112 @@
+"""Speculative decoding: how many drafted tokens are kept, and the speed beside plain decoding.
+
+python -m benchmarks.run speculative --speculative.draft runs/draft/model
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import zoo
+from benchmarks.report import Table
+from benchmarks.timing import Timing, median_ratio
+from zoo.decoding import sampling
+
+TEXT = "import argparse\nimport os\nimport sys\n\n\ndef main():\n"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Continuations with a draft and without, in turn."""
+
+    model: str = "lm-python"
+    """The model: what `zoo.load` takes."""
+    draft: str = ""
+    """A smaller model of the same tokenizer; if empty, the model itself, which is right always."""
+    draft_tokens: tuple[int, ...] = (2, 4, 6)
+    """Numbers of drafted tokens per step."""
+    batch_sizes: tuple[int, ...] = (1, 8)
+    """Numbers of rows."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """0 is greedy."""
+    new_tokens: int = 128
+    """Tokens per row, without stops."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("draft_tokens", 1), ("batch_sizes", 1), ("new_tokens", 2)):
+            if np.min(value := getattr(self, name)) < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def measure(options: Options, timing: Timing) -> list[Table]:
+    """One table per temperature and batch size."""
+    model = zoo.load(options.model, dtype="fp32")
+    draft = zoo.load(options.draft, dtype="fp32") if options.draft else model
+    tokenizer = zoo.tokenizer.load_tokenizer(zoo.published()["lm-python"].folder)
+    ids = tokenizer.encode(TEXT)
+    tables = []
+    for temperature in options.temperatures:
+        for batch in options.batch_sizes:
+            prompts = np.asarray([np.roll(ids, row) for row in range(batch)], np.int32)
+            table = _table(options, timing, (model, draft), prompts, temperature)
+            table.print()
+            tables.append(table)
+    return tables
+
+
+def _table(
+    options: Options, timing: Timing, models: Any, prompts: np.ndarray, temperature: float
+) -> Table:
+    model, draft = models
+    calls = {0: _continuation(options, model, None, 0, prompts, temperature)}
+    for count in options.draft_tokens:
+        calls[count] = _continuation(options, model, draft, count, prompts, temperature)
+    plain = calls[0]()
+    found = {count: call() for count, call in calls.items()}
+    seconds: dict[int, list[float]] = {count: [] for count in calls}
+    for _ in range(timing.rounds):
+        for count, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[count].append(time.perf_counter() - start)
+    table = Table(f"speculative decoding, temperature {temperature}, batch {len(prompts)}, fp32")
+    for count, times in seconds.items():
+        tokens, steps = found[count]
+        per_step = (options.new_tokens - 1) / steps
+        table.rows.append(
+            {
+                "drafted per step": count,
+                "kept": f"{(per_step - 1) / count:.0%}" if count else None,
+                "tokens per step": per_step,
+                "tokens/s": tokens.size / statistics.median(times),
+                "speedup": median_ratio(seconds[0], times),
+                "step / plain step": median_ratio(times, seconds[0]) * per_step,
+            }
+        )
+        if temperature == 0 and (tokens != plain[0]).any():
+            table.failures.append(f"{count} drafted: greedy tokens differ from those of the model")
+    table.notes.append("a speed-up needs more tokens per step than a step takes of plain ones")
+    return table
+
+
+def _continuation(
+    options: Options, model: Any, draft: Any, count: int, prompts: np.ndarray, temperature: float
+) -> Callable[[], tuple[np.ndarray, int]]:
+    """A function that gives the new tokens, and the number of the model's steps after the first."""
+    num_tokens = options.new_tokens
+
+    def call() -> tuple[np.ndarray, int]:
+        rows = sampling.Rows(model, prompts, num_tokens, (), draft, count)
+        key = None if temperature == 0 else jax.random.key(0)
+        drawn = rows.sampling(temperature=temperature, top_k=None, top_p=None, key=key)
+        state, advance = sampling._begin(rows, drawn)
+        state = advance(state, num_tokens)
+        tokens = np.asarray(state.tokens)[:, :num_tokens]
+        return tokens, int(getattr(state, "steps", num_tokens - 1))
+
+    return call
