@@ -9,10 +9,8 @@ each implementation; and that of a small one (8 and 2 heads of 64, fp32) for thi
 compiles in a process of its own. Writes a table and the numbers to `benchmarks/results`.
 """
 
-import dataclasses
 import datetime
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.report import Table, provenance, save
 from zoo import sharding
 from zoo.nn.attention import attention, chunked
 from zoo.planning import collectives, flops, hlo, targets
@@ -35,119 +34,120 @@ Kind = Literal["unrolled", "chunked", "splash"]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One compilation."""
-
-    target: str
-    """Chip to compile for, as of a plan."""
-    kind: Kind
-    """Implementation."""
-    length: int
-    """Positions of the row."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int, Any]:
-        """Query heads, key-value heads, their size, and the dtype."""
-        return (8, 2, 64, jnp.float32) if self.target == "cpu:1" else (32, 8, 128, jnp.bfloat16)
-
-
-@dataclass(frozen=True)
 class Config:
     """Compile attention at increasing lengths."""
 
     target: str = "v5e:1x1"
     """TPU."""
-    lengths: tuple[int, ...] = (4_096, 8_192, 32_768, 131_072)
+    lengths: tuple[int, ...] = (4_096, 8_192, 32_768)
     """Positions of a row there."""
     cpu_lengths: tuple[int, ...] = (4_096, 16_384, 65_536)
     """Positions of a row on the CPU."""
-    limit: float = 600.0
-    """Seconds after which a compilation is given up, with all that are longer."""
+    limit: float = 540.0
+    """Seconds after which a compilation is given up, and all that are longer."""
     out: Path = Path("benchmarks/results")
-    """Folder of the results; those in the file of today are not compiled again."""
-    case: Case | None = None
-    """Compile this one alone, and print it as JSON."""
+    """Folder of the results."""
 
 
 def main(config: Config) -> None:
-    """Compile what the results lack, and write the table of all of them."""
-    if config.case is not None:
-        print(json.dumps(measure(config.case)))
-        return
-    stem = config.out / f"{datetime.date.today()}-attention"
-    numbers = stem.with_suffix(".json")
-    found = json.loads(numbers.read_text())["rows"] if numbers.exists() else []
-    rows: list[dict[str, Any]] = []
-    for case in cases(config):
-        done = next((r for r in found if r["case"] == dataclasses.asdict(case)), None)
-        same = [r for r in rows if (r["case"]["target"], r["case"]["kind"]) == _series(case)]
-        if done is None and any("failure" in row for row in same):
-            done = {"case": dataclasses.asdict(case), "failure": "not tried, as a shorter one"}
-        rows.append(done or in_process(case, config.limit))
-        print(rows[-1], flush=True)
-        header = {"command": "python -m benchmarks.attention", **versions()}
-        numbers.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(table(rows))
+    """Compile all, and write the tables."""
+    on_tpu = "one layer of Llama 3 8B (32 and 8 heads of 128, bf16), causal, forward and backward"
+    on_cpu = "8 and 2 heads of 64, fp32, causal, forward and backward"
+    tables = [
+        table(config.target, on_tpu, ("unrolled", "chunked", "splash"), config.lengths, config),
+        table("cpu:1", on_cpu, ("unrolled", "chunked"), config.cpu_lengths, config),
+    ]
+    source = {"command": "python -m benchmarks.attention", "date": str(datetime.date.today())}
+    save("attention", tables, {**source, **provenance()}, config.out)
 
 
-def _series(case: Case) -> tuple[str, str]:
-    return case.target, case.kind
+def table(
+    target: str, title: str, kinds: tuple[Kind, ...], lengths: tuple[int, ...], config: Config
+) -> Table:
+    """The implementations by length."""
+    found = Table(f"{target}: {title}")
+    for kind in kinds:
+        for length in lengths:
+            row, failure = in_process(target, kind, length, config.limit)
+            if failure:
+                found.notes.append(f"{kind} at {length:,} and more: {failure}")
+                break
+            found.rows.append(row)
+            print(row, flush=True)
+    found.notes.append(
+        "temporaries and accessed: the compiler's own; moved: between the chip and its memory, as "
+        "a plan counts them, a kernel's block by block (a loop's body as often as it runs)"
+    )
+    return found
 
 
-def cases(config: Config) -> list[Case]:
-    """All of them, each implementation by length."""
-    kinds: tuple[Kind, ...] = ("splash", "chunked", "unrolled")
-    on_tpu = [Case(config.target, kind, n) for kind in kinds for n in config.lengths]
-    return on_tpu + [Case("cpu:1", kind, n) for kind in kinds[1:] for n in config.cpu_lengths]
-
-
-def in_process(case: Case, limit: float) -> dict[str, Any]:
+def in_process(target: str, kind: Kind, length: int, limit: float) -> tuple[dict[str, Any], str]:
     """The numbers of one compilation, or why there are none."""
-    flags = [f"--case.{name}={value}" for name, value in dataclasses.asdict(case).items()]
-    # A subcommand of tyro's: the case is optional.
-    command = [sys.executable, "-m", "benchmarks.attention", "case:case", *flags]
+    program = f"from benchmarks.attention import measure; measure({target!r}, {kind!r}, {length})"
+    command = [sys.executable, "-c", program]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"case": dataclasses.asdict(case), "failure": f"not compiled in {limit:.0f} s"}
+        return {}, f"not compiled in {limit:.0f} s"
     if process.returncode:
-        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"case": dataclasses.asdict(case), "failure": reason[:300]}
-    return json.loads(process.stdout.splitlines()[-1])
+        lines = [line for line in process.stderr.splitlines() if "Error" in line]
+        return {}, (lines or ["no message"])[-1][:200]
+    return json.loads(process.stdout.splitlines()[-1]), ""
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Compile one, and ask the compiler."""
+def measure(target: str, kind: Kind, length: int) -> None:
+    """Compile one, and print what the compiler says of it."""
     jax.config.update("jax_platforms", "cpu")
-    mesh = sharding.make_mesh("", targets.parse(case.target).devices())
-    heads, kv_heads, size, dtype = case.sizes
-    whole = NamedSharding(mesh, PartitionSpec())
-    q, k = (
-        jax.ShapeDtypeStruct((1, case.length, n, size), dtype, sharding=whole)
-        for n in (heads, kv_heads)
-    )
-    implementation = "splash" if case.kind == "splash" else "chunked"
-    few = sys.maxsize if case.kind == "unrolled" else chunked.MOST_UNROLLED
-
-    def step(q: Any, k: Any, v: Any, g: Any) -> Any:
-        attend = lambda q, k, v: attention(q, k, v, causal=True, implementation=implementation)
-        out, backward = jax.vjp(attend, q, k, v)
-        return out, backward(g)
-
+    mesh = sharding.make_mesh("", targets.parse(target).devices())
+    few = sys.maxsize if kind == "unrolled" else chunked.MOST_UNROLLED
     with mock.patch.object(chunked, "MOST_UNROLLED", few), jax.set_mesh(mesh):
         began = time.monotonic()
-        traced = jax.jit(step).trace(q, k, k, q)
+        inputs = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            for x in shapes(target, length)
+        ]
+        traced = jax.jit(step("splash" if kind == "splash" else "chunked")).trace(*inputs)
         lowered = traced.lower()
         lowered_at = time.monotonic()
         compiled = lowered.compile()
         done = time.monotonic()
-    stats = compiled.memory_analysis()
-    return {
-        "case": dataclasses.asdict(case),
-        "temporaries": stats.temp_size_in_bytes,
-        "accessed": compiled.cost_analysis().get("bytes accessed"),
-        "flops": flops.count(traced.jaxpr),
-        "program": len(compiled.as_text()),
-        "trace_seconds": round(lowered_at - began, 1),
-        "compile_seconds": round(done - lowered_at, 1),
+    program = hlo.read(compiled.as_text())
+    moved = collectives.memory_traffic(program) + flops.kernel_bytes(traced.jaxpr)
+    row = {
+        "implementation": kind,
+        "length": f"{length:,}",
+        "temporaries MiB": compiled.memory_analysis().temp_size_in_bytes / MiB,
+        "accessed GiB": compiled.cost_analysis()["bytes accessed"] / GiB,
+        "moved GiB": moved / GiB,
+        "TFLOP": flops.count(traced.jaxpr) / 1e12,
+        "program kB": len(compiled.as_text()) // 1000,
+        "trace s": round(lowered_at - began, 1),
+        "compile s": round(done - lowered_at, 1),
     }
+    print(json.dumps(row))
+
+
+def shapes(target: str, length: int) -> list[jax.ShapeDtypeStruct]:
+    """Queries, keys, values, and the gradient of the output."""
+    small = target == "cpu:1"
+    heads, kv_heads, size = (8, 2, 64) if small else (32, 8, 128)
+    dtype = jnp.float32 if small else jnp.bfloat16
+    q, k = (jax.ShapeDtypeStruct((1, length, n, size), dtype) for n in (heads, kv_heads))
+    return [q, k, k, q]
+
+
+def step(implementation: Any) -> Any:
+    """The output and the gradients of causal attention."""
+
+    def run(q: Any, k: Any, v: Any, g: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, causal=True, implementation=implementation)
+
+        out, backward = jax.vjp(attend, q, k, v)
+        return out, backward(g)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=Config.__doc__))

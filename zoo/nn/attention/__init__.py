@@ -1,4 +1,4 @@
-"""Softmax attention: one function in front of several implementations, and decoding's over slots."""
+"""Softmax attention: one function before several implementations, and decoding's over slots."""
 
 from zoo.nn.attention.choice import Implementation as Implementation
 from zoo.nn.attention.choice import attention as attention

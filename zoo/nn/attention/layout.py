@@ -18,6 +18,7 @@ class Layout(NamedTuple):
     keys: str
 
     def of_queries(self, x_BTNH: Array, num_kv_heads: int) -> Array:
+        """From [B, T, N, H]."""
         batch, time, heads, size = x_BTNH.shape
         x = x_BTNH.reshape(batch, time, num_kv_heads, heads // num_kv_heads, size)
         return jnp.einsum(f"btkgh->{self.queries}", x)
@@ -34,12 +35,15 @@ class Layout(NamedTuple):
         return jnp.einsum(f"{self.queries}->bkgth", products).sum(-1, keepdims=True)
 
     def slice_queries(self, x: Array, chunk: Chunk) -> Array:
+        """The queries of a chunk."""
         return jax.lax.slice_in_dim(x, chunk.start, chunk.stop, axis=self.queries.index("t"))
 
     def slice_keys(self, x: Array, chunk: Chunk) -> Array:
+        """The keys of a chunk."""
         return jax.lax.slice_in_dim(x, chunk.first_key, chunk.last_key, axis=self.keys.index("s"))
 
     def pad_keys(self, x: Array, chunk: Chunk, num_keys: int) -> Array:
+        """Zeros for the keys that a chunk does not see."""
         unseen = [(0, 0)] * 4
         unseen[self.keys.index("s")] = (chunk.first_key, num_keys - chunk.last_key)
         return jnp.pad(x, unseen)
@@ -53,6 +57,7 @@ def layout_for(dtype: Any) -> Layout:
 
 
 def einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
+    """A product that is accumulated, and returned, in fp32."""
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
 

@@ -5,7 +5,6 @@ Legend of suffixes: as in `zoo.nn.attention.choice`.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax

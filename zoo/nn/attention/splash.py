@@ -140,7 +140,8 @@ def _on_one_device(
     )
 
     def one_row(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        both = None if segment_ids is None else splash_attention.SegmentIds(segment_ids, segment_ids)
+        ids = segment_ids
+        both = None if ids is None else splash_attention.SegmentIds(ids, ids)
         return kernel(q, k, v, both)
 
     with jax.named_scope(_scope(mask, length, blocks)):
