@@ -187,7 +187,7 @@ def test_splash_matches_chunked_attention_on_a_mesh():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "window", "soft_cap", "heads", "packed"),
-    itertools.product([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True]),
+    [*itertools.product([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True])],
 )
 def test_splash_matches_chunked_attention(
     causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool

@@ -123,7 +123,8 @@ def _times(equation: Any) -> int:
     """How often the program inside of an equation runs, on all devices together."""
     params = equation.params
     if equation.primitive.name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # by the release of JAX
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
     if equation.primitive.name == "while":
         raise ValueError(
             f"a loop with products in it, in {equation.source_info.name_stack or 'the step'}: how "
