@@ -355,6 +355,24 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
     assert kernel == own * 9 / 7 + output_times_gradient
 
 
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
+    q = jax.ShapeDtypeStruct((2, 256, 8, 128), jnp.bfloat16)
+    attend = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None, blocks=BLOCKS)
+
+    def counted(policy):
+        call = remat.checkpoint(attend, policy)
+        total = lambda *qkv: call(*qkv).astype(jnp.float32).sum()
+        traced = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q)
+        return flops.count(traced), flops.kernel_bytes(traced)
+
+    with sharding.rules.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
+        assert counted(policy) == counted("none")
+        assert counted("none")[0] > 0
+
+
+BLOCKS = Blocks(128, 128, 128)
 EXPERTS = {"attention": "xla", "causal": False, "mlp": "swiglu", "num_experts": 4}
 
 

@@ -106,8 +106,10 @@ def _ragged_dot(equation: Any) -> float:
 
 def _total(jaxpr: Any, amount: Callable[[Any, str], float | None], scope: str = "") -> float:
     """The sum of an amount over a jaxpr, loops and devices included; None looks inside."""
-    total = 0.0
+    total, used = 0.0, _used_in(jaxpr)
     for equation in _equations(jaxpr):
+        if kernels.is_kernel(equation) and used.isdisjoint(equation.outvars):
+            continue  # JAX leaves it in a program that recomputes other things; XLA drops it
         names = f"{scope}/{equation.source_info.name_stack}"
         found = amount(equation, names)
         if found is None:
@@ -117,6 +119,13 @@ def _total(jaxpr: Any, amount: Callable[[Any, str], float | None], scope: str = 
             found = sum(inner) and sum(inner) * _times(equation)
         total += found
     return total
+
+
+def _used_in(jaxpr: Any) -> set[Any]:
+    """The variables that an equation takes, or that the jaxpr returns."""
+    taken = [x for equation in _equations(jaxpr) for x in equation.invars]
+    taken += getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return {x for x in taken if not isinstance(x, core.Literal)}
 
 
 def _times(equation: Any) -> int:

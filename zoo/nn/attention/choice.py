@@ -76,7 +76,7 @@ def attention(
         is_causal=causal,
         scale=scale,
         local_window_size=None if window is None else (window - 1, 0 if causal else window - 1),
-        implementation=implementation,
+        implementation="cudnn" if implementation == "cudnn" else "xla",
     )
 
 

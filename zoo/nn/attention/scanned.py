@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from zoo.nn.attention import masks
@@ -50,7 +49,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
         return (out, update(top, new_top, at, 3), update(total, new_total, at, 3)), None
 
     per_query = jax.eval_shape(functools.partial(layout.sum_of_products, q), q).shape
-    empty = (jnp.zeros(q.shape), jnp.full(per_query, MASKED), jnp.zeros(per_query))
+    empty: Any = (jnp.zeros(q.shape), jnp.full(per_query, MASKED), jnp.zeros(per_query))
     (out, top, total), _ = jax.lax.scan(body, empty, _pairs(length, mask))
     out = (out / _by_query(layout, total)).astype(q.dtype)
     residuals = (q_BTNH, k_BSKH, v_BSKH, segment_ids, out, top + jnp.log(total))
@@ -83,7 +82,7 @@ def _backward(mask, scale, soft_cap, residuals, g_BTNH):
         where = (pair[0], pair[1], pair[1])
         return tuple(map(_add, carry, added, where, axes)), None
 
-    zeros = tuple(jnp.zeros(x.shape) for x in (q, k, v))
+    zeros: Any = tuple(jnp.zeros(x.shape) for x in (q, k, v))
     (dq, dk, dv), _ = jax.lax.scan(body, zeros, _pairs(length, mask))
     dq_BTNH = layout.to_heads(dq.astype(q.dtype), q_BTNH.shape)
     dk_BSKH, dv_BSKH = (
@@ -95,8 +94,8 @@ def _backward(mask, scale, soft_cap, residuals, g_BTNH):
 scanned.defvjp(_forward, _backward)
 
 
-def _pairs(length: int, mask: Mask) -> Int[np.ndarray, "pairs 2"]:
-    return np.array([*masks.pairs(length, mask, masks.CHUNK, masks.CHUNK)], np.int32)
+def _pairs(length: int, mask: Mask) -> Int[Array, "pairs 2"]:
+    return jnp.array([*masks.pairs(length, mask, masks.CHUNK, masks.CHUNK)], jnp.int32)
 
 
 def _pad(x: Array) -> Array:

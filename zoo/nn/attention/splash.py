@@ -49,14 +49,15 @@ def splash(
     if segment_ids is not None:
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)), constant_values=_NO_SEGMENT)
     q_BTNH = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype)
-    qkv = [
+    q_BNTH, k_BKSH, v_BKSH = (
         jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
         for x in (q_BTNH, k_BSKH, v_BSKH)
-    ]
+    )
     attend = functools.partial(
         _on_one_device, mask=mask, soft_cap=soft_cap, blocks=blocks, interpret=interpret
     )
-    return _on_each_device(attend, *qkv, segment_ids).swapaxes(1, 2)[:, :length]
+    out_BNTH = _on_each_device(attend, q_BNTH, k_BKSH, v_BKSH, segment_ids)
+    return out_BNTH.swapaxes(1, 2)[:, :length]
 
 
 def _on_each_device(
