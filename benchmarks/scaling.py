@@ -90,7 +90,6 @@ def measure(config: Config, devices: int, tensor: int) -> dict[str, Any]:
         "collectives": collectives.bytes_by_kind(estimate.collectives),
         "minimum": minimum(estimate, config),
         "largest": dict(largest),
-        "unknown_loops": estimate.unknown_loops,
     }
 
 

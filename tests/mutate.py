@@ -1,7 +1,7 @@
 """How well the tests bite: change one small thing in a module of zoo, and see whether they fail.
 
-    python tests/mutate.py nn/attention sharding/axes --count 30 --seed 0
-    python tests/mutate.py nn/attention --seed 0 --only 7       # one mutant again
+    python tests/mutate.py nn/attention/chunked sharding/axes --count 30 --seed 0
+    python tests/mutate.py nn/attention/chunked --seed 0 --only 7       # one mutant again
 
 Mutants are made in a copy of the checkout. The same seed gives the same ones, as long as the module
 stays as it is, and a larger `--count` adds to those of a smaller. Each runs in a fork of a process
@@ -54,7 +54,8 @@ TESTS = {
     "decoding/beam_search": "tests/test_beam_search.py",
     "decoding/cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
     "decoding/sampling": "tests/test_generate.py",
-    "nn/attention": "tests/test_attention.py",
+    "nn/attention/chunked": "tests/test_attention.py",
+    "nn/attention/scanned": "tests/test_attention.py",
     "nn/precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
     "nn/remat": "tests/test_remat.py",
     "publishing/adapters": "tests/test_lora.py",

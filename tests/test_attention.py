@@ -1,5 +1,8 @@
 """zoo.nn.attention against softmax attention as the textbook has it, forward and backward."""
 
+import contextlib
+import itertools
+import tracemalloc
 from typing import Any
 
 import jax
@@ -9,8 +12,10 @@ import pytest
 from helpers import equations, value_and_gradients
 from jaxtyping import Array
 
-from zoo.nn import attention as attention_module
-from zoo.nn.attention import attend_to_slots, attention
+from zoo import sharding
+from zoo.nn.attention import attend_to_slots, attention, chunked, masks, scanned, splash
+from zoo.nn.attention.blocks import Blocks, blocks_for
+from zoo.nn.attention.masks import Mask
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
@@ -67,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunked_attention_matches_textbook_formula(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_module, "_CHUNK", 16)
+    monkeypatch.setattr(masks, "CHUNK", 16)
     case = {"causal": True, "window": None, "segments": False, "soft_cap": None, **CASES[name]}
     length, soft_cap = case["length"], case["soft_cap"]
     *qkv, g = inputs(length, case.get("heads", 2), case.get("kv_heads", 2))
@@ -96,8 +101,8 @@ def test_chunked_attention_matches_textbook_formula(name: str, monkeypatch: pyte
 def test_chunks_cover_queries_and_visible_keys(length: int):
     for causal in (True, False):
         for window in (None, 1, 7, 64, 200):
-            mask = attention_module._Mask(causal, window)
-            chunks = list(attention_module._chunks(length, length, mask))
+            mask = Mask(causal, window)
+            chunks = list(masks.chunks(length, length, mask))
             queries = [q for chunk in chunks for q in range(chunk.start, chunk.stop)]
             assert queries == list(range(length))
             for chunk in chunks:
@@ -109,6 +114,154 @@ def test_chunks_cover_queries_and_visible_keys(length: int):
                 # Nor are those that it does not see multiplied for nothing.
                 products = sum((c.stop - c.start) * (c.last_key - c.first_key) for c in chunks)
                 assert products <= 0.8 * length**2
+
+
+@pytest.mark.parametrize("name", ["over a chunk", "window", "all"])
+def test_scanned_chunks_match_the_unrolled(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(masks, "CHUNK", 16)
+    case = {"causal": True, "window": None, "segments": False, "soft_cap": None, **CASES[name]}
+    length = case["length"]
+    *qkv, g = inputs(length, case.get("heads", 2), case.get("kv_heads", 2))
+    segment_ids = segments(length) if case["segments"] else None
+    mask = Mask(case["causal"], case["window"])
+
+    def run(most_unrolled: int) -> tuple:
+        monkeypatch.setattr(chunked, "MOST_UNROLLED", most_unrolled)
+        call = lambda *qkv: chunked.chunked(*qkv, segment_ids, mask, 0.3, case["soft_cap"])
+        return value_and_gradients(call, g, *qkv)
+
+    taken = []
+    scan = scanned.scanned
+    monkeypatch.setattr(chunked, "scanned", lambda *args: (taken.append(1), scan(*args))[1])
+    for x, want in zip(run(0), run(9), strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    assert len(taken) == 1
+
+
+def grown(length: int, causal: bool = True) -> tuple[int, int]:
+    """The equations of a gradient's program, and the largest of its arrays."""
+    q = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    total = lambda *qkv: attention(*qkv, causal=causal, implementation="chunked").sum()
+    found = [*equations(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))]
+    return len(found), max(x.aval.size for e in found for x in e.outvars)
+
+
+def test_a_long_row_grows_no_program():
+    (few, small), (same, large) = grown(8_192), grown(32_768)
+    assert few == same
+    assert large <= 4 * small
+
+
+@pytest.mark.parametrize(
+    ("mask", "count"), [(Mask(True, None), 10), (Mask(False, None), 16), (Mask(True, 100), 7)]
+)
+def test_pairs_are_those_that_see_each_other(mask: Mask, count: int):
+    pairs = [*masks.pairs(4 * 512 - 7, mask, 512, 512)]
+    assert len(pairs) == len(set(pairs)) == count
+
+
+def splash_and_chunked(
+    mask: Mask, soft_cap: Any, packed: bool, heads: tuple[int, int], length: int = 200
+) -> tuple[tuple, tuple]:
+    """Outputs and gradients of the kernel, interpreted, and of the zoo's own."""
+    *qkv, g = inputs(length, *heads)
+    segment_ids = segments(length) if packed else None
+    options = {"blocks": Blocks(128, 128, 128), "interpret": True}
+    args = (segment_ids, mask, 0.3, soft_cap)
+    kernel = jax.jit(lambda *qkv: splash.splash(*qkv, *args, **options))
+    own = jax.jit(lambda *qkv: chunked.chunked(*qkv, *args))
+    return value_and_gradients(kernel, g, *qkv), value_and_gradients(own, g, *qkv)
+
+
+def assert_equal(got: tuple, wanted: tuple) -> None:
+    for x, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_splash_matches_chunked_attention_on_a_mesh():
+    with sharding.rules.use(sharding.make_mesh("fsdp=2,tensor=4")):
+        assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("causal", "window", "soft_cap", "heads", "packed"),
+    [*itertools.product([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True])],
+)
+def test_splash_matches_chunked_attention(
+    causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool
+):
+    assert_equal(*splash_and_chunked(Mask(causal, window), soft_cap, packed, heads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(8, 2), (8, 4), (24, 8)])
+def test_splash_takes_whole_kv_heads_beside_split_queries(heads: tuple[int, int]):
+    rules = {**sharding.RULES, "kv_heads": None}
+    with sharding.rules.use(sharding.make_mesh("fsdp=2,tensor=4"), rules):
+        assert_equal(*splash_and_chunked(Mask(True, None), None, True, heads, 128))
+
+
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 300), Mask(False, 140)])
+def test_blocks_of_lazy_masks_are_those_of_the_dense(mask: Mask):
+    lazy, dense = splash._lazy(mask, 1024), np.asarray(mask.seen(0, 0, (1024, 1024), None))[0, 0, 0]
+    for rows, columns in itertools.product(range(0, 1024, 128), repeat=2):
+        block = slice(rows, rows + 128), slice(columns, columns + 128)
+        assert lazy[block].any() == dense[block].any()
+        assert lazy[block].all() == dense[block].all()
+    mask_sizes = {lazy[slice(0, 128), slice(k, k + 128)].size for k in range(0, 1024, 128)}
+    assert mask_sizes == {1, 128 * 128}
+
+
+def splash_gradient(length: int) -> Any:
+    """The jaxpr of the kernel's gradient."""
+    q = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
+    call = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None)
+    total = lambda *qkv: call(*qkv).astype(jnp.float32).sum()
+    return jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q)
+
+
+def test_tracing_a_long_row_keeps_no_square_on_the_host():
+    tracemalloc.start()
+    splash_gradient(16_384)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16_384**2 / 8
+
+
+def test_blocks_pad_an_eighth_at_most():
+    for length in (128, 200, 640, 1_000, 4_224, 8_192, 100_000):
+        blocks = blocks_for(length)
+        assert -length % max(blocks.queries, blocks.keys) <= max(length // 8, 127)
+        assert blocks.keys % blocks.keys_per_product == 0
+    assert blocks_for(8_192) == (512, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "splash"),
+        ({"length": 100}, "rows of 128 positions or more.*100"),
+        ({"dtype": jnp.float16}, "bf16 or fp32.*float16"),
+        ({"platform": "cpu"}, "a TPU, and this run is on 'cpu'"),
+    ],
+    ids=str,
+)
+def test_auto_uses_splash_where_supported(
+    changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    case = {"length": 128, "dtype": jnp.bfloat16, "platform": "tpu", **changes}
+    monkeypatch.setattr(jax, "default_backend", lambda: case["platform"])
+    q, *_ = inputs(case["length"], dtype=case["dtype"])
+    kernel = lambda q, *_: jnp.full_like(q, 7)
+    monkeypatch.setattr("zoo.nn.attention.choice.splash", kernel)
+    attend = lambda **options: attention(
+        q, q, q, causal=False, window=9, soft_cap=2.0, segment_ids=segments(len(q[0])), **options
+    )
+    assert (attend() == 7).all() == (message == "splash")
+    ok = contextlib.nullcontext()
+    with ok if message == "splash" else pytest.raises(ValueError, match=message):
+        attend(implementation="splash")
 
 
 def test_default_chunk_size_matches_xla():
@@ -218,9 +371,10 @@ CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
         ({"head_dim": 256}, "up to 128.*head_dim=256"),
         ({"causal": False, "window": 3}, "causal attention for a window, and window=3"),
         ({"packed": True, "length": 5}, "an even length for packed rows.*5"),
+        ({"packed": True, "length": 2050}, "a mask of .seq, seq. for packed rows of 2050"),
         ({}, None),
         ({"causal": False, "length": 5}, None),
-        ({"window": 3, "packed": True}, None),
+        ({"window": 3}, None),
     ],
     ids=str,
 )

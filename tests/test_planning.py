@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import make_transformer, small_config
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
+from zoo.nn.attention import chunked, splash
+from zoo.nn.attention.blocks import Blocks
+from zoo.nn.attention.masks import Mask
 from zoo.nn.quantized import quantize
 from zoo.planning import (
     chips,
@@ -29,6 +33,7 @@ from zoo.planning import (
     suggestions,
     targets,
 )
+from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
 from zoo.runs import planned
 from zoo.runs.processes import RunError
@@ -97,6 +102,30 @@ def test_unknown_loops_count_once():
     program = hlo.read(text)
     assert collectives.unknown_loops(program) == ["loop"]
     assert {c.times for c in collectives.collectives(program)} == {1}
+
+
+def test_a_plan_refuses_unknown_loops():
+    text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
+    program = hlo.read(text.replace("constant(3)", "parameter(1)"))
+    with pytest.raises(hlo.HLOError, match=r"\['loop'\].*jax.lax.scan"):
+        planning_job._traffic(program, None, 1)
+
+
+def test_lines_after_a_kernel_are_read():
+    text = """HloModule m
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  %k = f32[16]{0} custom-call(%p), custom_call_target="tpu_custom_call", attributes={metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %r = f32[16]{0} negate(%k)
+}
+"""
+    program = hlo.read(text)
+    assert program.entry.root.name == "r"
+    assert program.entry.instructions["k"].op_name == "jit(f)/kernel"
+    assert collectives.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
 
 
 def test_text_without_program_is_refused():
@@ -213,7 +242,6 @@ def test_fsdp_gathers_forward_and_backward():
     estimate = make_estimate(job(model={"num_layers": 6, "remat": "full"}), targets.parse("cpu:8"))
     times = [c.times for c in estimate.collectives if c.kind == "all-gather" and c.bytes > 64]
     assert times.count(6) == 2 * 9  # each parameter of a layer
-    assert estimate.unknown_loops == []
 
 
 # What a plan says.
@@ -274,6 +302,77 @@ def test_flops_count_loops_and_branches():
     assert flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4)))) == (7 + 2) * 2 * 4**3
 
 
+def test_a_loop_of_unknown_length_is_refused():
+    f = lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ x, x)
+    with pytest.raises(ValueError, match=r"a loop with products.*jax\.lax\.scan"):
+        flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4))))
+    counted = lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x + x, x)
+    assert flops.count(jax.make_jaxpr(counted)(jnp.ones((4, 4)))) == 0
+
+
+def kernel_call(estimate=None):
+    """A product by blocks: those of the left are kept along the second axis of the grid."""
+
+    def kernel(x_ref, y_ref, z_ref):
+        z_ref[...] = x_ref[...] @ y_ref[...]
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(4, 2),
+        in_specs=[
+            pl.BlockSpec((8, 32), lambda i, j: (i, 0)),
+            pl.BlockSpec((32, 16), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((8, 16), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((32, 32), jnp.float32),
+        cost_estimate=estimate,
+    )
+    return jax.make_jaxpr(call)(jnp.ones((32, 32)), jnp.ones((32, 32)))
+
+
+def test_kernels_count_by_their_grid_or_their_estimate():
+    assert flops.count(kernel_call()) == 2 * 32**3
+    assert flops.kernel_bytes(kernel_call()) == 4 * (4 * 8 * 32 + 8 * 32 * 16 + 8 * 8 * 16)
+    estimated = kernel_call(pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=9))
+    assert (flops.count(estimated), flops.kernel_bytes(estimated)) == (7, 9)
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 600), Mask(False, None)])
+def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch):
+    monkeypatch.setattr(chunked, "MOST_UNROLLED", 0)
+    q = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.float32)
+
+    def counted(attend):
+        total = lambda *qkv: attend(*qkv, None, mask, 1.0, None).sum()
+        return flops.count(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))
+
+    own = counted(chunked.chunked)
+    with sharding.rules.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
+        kernel = counted(functools.partial(splash.splash, blocks=Blocks(512, 512, 512)))
+    # Of the same chunks; its two kernels of the backward pass both compute the logits.
+    output_times_gradient = 2 * math.prod(q.shape)
+    assert kernel == own * 9 / 7 + output_times_gradient
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
+    q = jax.ShapeDtypeStruct((2, 256, 8, 128), jnp.bfloat16)
+    attend = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None, blocks=BLOCKS)
+
+    def counted(policy):
+        call = remat.checkpoint(attend, policy)
+        total = lambda *qkv: call(*qkv).astype(jnp.float32).sum()
+        traced = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q)
+        return flops.count(traced), flops.kernel_bytes(traced)
+
+    with sharding.rules.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
+        assert counted(policy) == counted("none")
+        assert counted("none")[0] > 0
+
+
+BLOCKS = Blocks(128, 128, 128)
 EXPERTS = {"attention": "xla", "causal": False, "mlp": "swiglu", "num_experts": 4}
 
 
@@ -625,7 +724,7 @@ def test_tpu_slices_are_planned_without_tpus():
     )  # fmt: skip
     estimate = make_estimate(dataclasses.replace(wanted, remat="full"), targets.parse("v5e:2x4"))
     assert estimate.memory.fits
-    assert estimate.unknown_loops == []
+    assert "splash_mha_fwd" in estimate.text
     layer_gathers = [
         c for c in estimate.collectives
         if c.kind == "all-gather" and c.times == 3 and c.group_size == 4 and c.bytes > 10_000

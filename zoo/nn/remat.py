@@ -16,11 +16,22 @@ from zoo.nn.parameters import gather
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
 
+# The name of arrays that every policy keeps: what a flash kernel gives, as large as a layer's input
+# and far dearer to compute again in a long row.
+KEPT = "flash"
+
+
+def _and_kept(policy: Callable[..., Any]) -> Callable[..., Any]:
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(policy, policies.save_only_these_names(KEPT))
+
+
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,  # keep every intermediate
-    "dots": jax.checkpoint_policies.dots_saveable,  # keep every product
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # …with a weight
-    "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input alone
+    "dots": _and_kept(jax.checkpoint_policies.dots_saveable),  # keep every product
+    # …with a weight
+    "dots_no_batch": _and_kept(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": _and_kept(jax.checkpoint_policies.nothing_saveable),  # keep a layer's input alone
 }
 
 

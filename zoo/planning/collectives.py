@@ -137,7 +137,8 @@ def memory_traffic(program: Program) -> float:
     """Bytes between a device and its memory in a step: the reads and writes of each fusion.
 
     A fusion that slices a stack of layers reads the slice, one that writes into it the slice too,
-    a lookup the rows that it finds, and a copy that runs beside other work what it moves.
+    a lookup the rows that it finds, and a copy that runs beside other work what it moves. Pallas
+    kernels are left out: `flops.kernel_bytes` counts them, block by block.
     """
     total = 0.0
     for visit in hlo.visits(program):
@@ -145,6 +146,8 @@ def memory_traffic(program: Program) -> float:
             continue
         for instruction in visit.computation.instructions.values():
             if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
+                continue
+            if instruction.attribute(r'custom_call_target="(tpu_custom_call)"'):
                 continue
             total += visit.times * sum(_accesses(program, visit.computation, instruction))
     return total

@@ -1,12 +1,14 @@
 """Floating-point operations of a traced step, recomputation and masked products included."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend import core
 from jaxtyping import PyTree
 
+from zoo.planning import kernels
 from zoo.transformer.config import Config, num_flops_per_token
 from zoo.transformer.model import Transformer
 from zoo.wrappers.lora import Adapted, is_adapted
@@ -15,30 +17,51 @@ from zoo.wrappers.lora import Adapted, is_adapted
 def count(jaxpr: Any) -> float:
     """FLOPs of the products of a jaxpr, on all devices together: two per multiply and add.
 
-    Loops count as often as they run (one of no fixed length once), of branches the dearest. Within
-    a `shard_map` they are those of one device: see `has_local_parts`.
+    Loops count as often as they run, of branches the dearest, a kernel as `kernels.flops` says,
+    and the program of one device in a `shard_map` as often as there are devices.
+
+    Raises:
+        ValueError: products in a loop or a kernel of which it is not known how often it runs.
     """
-    total = 0.0
-    for equation in _equations(jaxpr):
+
+    def products(equation: Any, scope: str) -> float | None:
         if equation.primitive.name == "dot_general":
-            total += _dot(equation)
-            continue
+            return _dot(equation)
         if equation.primitive.name.startswith("ragged_dot"):
-            total += _ragged_dot(equation)
-            continue
-        inner = [count(x) for x in _inner(equation)]
-        if equation.primitive.name == "cond":
-            inner = [max(inner)]
-        total += sum(inner) * equation.params.get("length", 1 if inner else 0)
-    return total
+            return _ragged_dot(equation)
+        if kernels.is_kernel(equation):
+            return kernels.flops(equation, scope, count)
+        return None
+
+    return _total(jaxpr, products)
 
 
-def has_local_parts(jaxpr: Any) -> bool:
-    """Whether a part of a jaxpr is a program of one device, with the shapes of its share."""
-    return any(
-        equation.primitive.name == "shard_map" or any(map(has_local_parts, _inner(equation)))
-        for equation in _equations(jaxpr)
+def kernel_bytes(jaxpr: Any) -> float:
+    """Bytes that the kernels of a jaxpr move, on all devices together.
+
+    Raises:
+        ValueError: as `count`.
+    """
+    return _total(
+        jaxpr,
+        lambda equation, scope: (
+            kernels.num_bytes(equation, scope) if kernels.is_kernel(equation) else None
+        ),
     )
+
+
+def has_local_experts(jaxpr: Any, is_local: bool = False) -> bool:
+    """Whether a device has some of the experts, and so rows that it multiplies by none of its own.
+
+    How many these are is known only as it runs.
+    """
+    for equation in _equations(jaxpr):
+        if is_local and equation.primitive.name.startswith("ragged_dot"):
+            return True
+        inside = is_local or equation.primitive.name == "shard_map"
+        if any(has_local_experts(x, inside) for x in _inner(equation)):
+            return True
+    return False
 
 
 def per_token(model: PyTree, seq_len: int) -> float | None:
@@ -79,6 +102,44 @@ def _ragged_dot(equation: Any) -> float:
     # A matrix of each group is the sum of the products of its own rows.
     summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
     return flops / groups[-1] if summed else flops
+
+
+def _total(jaxpr: Any, amount: Callable[[Any, str], float | None], scope: str = "") -> float:
+    """The sum of an amount over a jaxpr, loops and devices included; None looks inside."""
+    total, used = 0.0, _used_in(jaxpr)
+    for equation in _equations(jaxpr):
+        if kernels.is_kernel(equation) and used.isdisjoint(equation.outvars):
+            continue  # JAX leaves it in a program that recomputes other things; XLA drops it
+        names = f"{scope}/{equation.source_info.name_stack}"
+        found = amount(equation, names)
+        if found is None:
+            inner = [_total(x, amount, names) for x in _inner(equation)]
+            if equation.primitive.name == "cond":
+                inner = [max(inner)]
+            found = sum(inner) and sum(inner) * _times(equation)
+        total += found
+    return total
+
+
+def _used_in(jaxpr: Any) -> set[Any]:
+    """The variables that an equation takes, or that the jaxpr returns."""
+    taken = [x for equation in _equations(jaxpr) for x in equation.invars]
+    taken += getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return {x for x in taken if not isinstance(x, core.Literal)}
+
+
+def _times(equation: Any) -> int:
+    """How often the program inside of an equation runs, on all devices together."""
+    params = equation.params
+    if equation.primitive.name == "shard_map":
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # by the release of JAX
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    if equation.primitive.name == "while":
+        raise ValueError(
+            f"a loop with products in it, in {equation.source_info.name_stack or 'the step'}: how "
+            "often it runs is known only as it runs; write it as jax.lax.scan"
+        )
+    return params.get("length", 1)
 
 
 def _equations(jaxpr: Any) -> Any:

@@ -100,7 +100,7 @@ def read(text: str) -> Program:
     computations: dict[str, Computation] = {}
     current: Computation | None = None
     entry = ""
-    for line in text.splitlines():
+    for line in _lines(text):
         if current is None or (line[:1] not in ("", " ", "}") and line.rstrip().endswith("{")):
             match = re.match(r"(ENTRY )?%?([\w.\-]+) ?\(.*->.*\{$", line)
             if match:
@@ -115,6 +115,18 @@ def read(text: str) -> Program:
         raise HLOError(f"no ENTRY computation in a text that begins {text[:60]!r}")
     partitions = re.search(r"num_partitions=(\d+)", text[: text.find("\n")])
     return Program(computations, computations[entry], int(partitions.group(1)) if partitions else 1)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a text; the metadata of a kernel has line breaks in it, which are joined."""
+    line = ""
+    for part in text.splitlines():
+        if part.startswith(('"', "}}")):
+            line += part
+            continue
+        yield line
+        line = part
+    yield line
 
 
 def _instruction(line: str) -> Instruction:
@@ -164,7 +176,8 @@ def num_bytes(type_: str, *, in_main_memory: bool = False) -> int:
 def visits(program: Program) -> Iterator[Visit]:
     """Every computation that a step runs, as often as it is called, with how often that is.
 
-    A loop whose number of turns the text does not give counts once, and is named.
+    A loop whose number of turns the text does not give counts once, and is named, for a plan to
+    refuse it.
     """
     scopes = iter(range(1 << 62))
 

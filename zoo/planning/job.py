@@ -86,7 +86,6 @@ class Estimate:
     traffic: float
     """Bytes between a device and its memory."""
     collectives: list[collectives.Collective]
-    unknown_loops: list[str]
     compile_seconds: float
     text: str = ""
     """The compiled program."""
@@ -112,7 +111,8 @@ def make_estimate(
     keeps much the same. A program that has been compiled already may be given as `compiled`.
 
     Raises:
-        ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide.
+        ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide; a loop
+            or a kernel of which it is not known how often it runs.
     """
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
@@ -129,10 +129,9 @@ def make_estimate(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         parameters=count(state.model, job.training.trainable),
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
-        flops=_flops(job, traced),
-        traffic=collectives.memory_traffic(program) if program else 0.0,
+        flops=_flops(job, target, traced),
+        traffic=_traffic(program, traced, mesh.size) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
-        unknown_loops=collectives.unknown_loops(program) if program else [],
         compile_seconds=time.monotonic() - began,
         text=text,
     )
@@ -154,11 +153,22 @@ def _trace(
         return state, step.trace(state, job.batch)
 
 
-def _flops(job: Job, traced: Any) -> float:
+def _flops(job: Job, target: Target, traced: Any) -> float:
     """FLOPs of a step; experts on a mesh are counted as one device would compute them all."""
-    if flops.has_local_parts(traced.jaxpr):
-        _, traced = _trace(job, None)
+    if flops.has_local_experts(traced.jaxpr):
+        _, traced = _trace(job, sharding.make_mesh("", target.devices()[:1]))
     return flops.count(traced.jaxpr)
+
+
+def _traffic(program: hlo.Program, traced: Any, num_devices: int) -> float:
+    """Bytes between a device and its memory in a step."""
+    if unknown := collectives.unknown_loops(program):
+        raise hlo.HLOError(
+            f"loops of which the compiled program does not say how often they run: {unknown}; "
+            "what is in them would count once: write them as jax.lax.scan"
+        )
+    kernels = flops.kernel_bytes(traced.jaxpr) / num_devices
+    return collectives.memory_traffic(program) + kernels
 
 
 def _compile(traced: Any, quick: bool) -> tuple[Any, str]:

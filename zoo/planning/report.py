@@ -114,9 +114,6 @@ def _collectives(estimate: Estimate) -> Rows:
         times = sum(c.times for c in estimate.collectives if c.kind == kind)
         rows.append((kind, gigabytes(total), f"{times:,} times"))
     rows.append(("all", gigabytes(sum(totals.values(), 0.0)), ""))
-    if estimate.unknown_loops:
-        names = ", ".join(estimate.unknown_loops)
-        rows.append(("", "", f"counted once, as their turns are not known: {names}"))
     return rows
 
 

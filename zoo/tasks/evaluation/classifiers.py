@@ -26,7 +26,7 @@ from zoo.tasks.classification import Predictions, calibration_error, confusion_m
 from zoo.tasks.evaluation import command
 from zoo.tasks.evaluation.encoding import begin_ids
 from zoo.tasks.evaluation.forms import Example, Form
-from zoo.tasks.evaluation.metrics import Estimate, bootstrap, macro_f1, mean
+from zoo.tasks.evaluation.metrics import Estimate, bootstrap, macro_f1, share
 from zoo.tasks.evaluation.rows import batched
 from zoo.tasks.evaluation.scorer import DEFAULT_LENGTH, precision_of
 from zoo.tasks.evaluation.task import Settings, Task
@@ -185,7 +185,7 @@ def judged(
         return calibration_error(probabilities[chosen], labels[chosen])
 
     return {
-        "acc": mean(likeliest == labels),
+        "acc": share(likeliest == labels),
         "macro_f1": macro_f1(labels, likeliest),
         "calibration_error": bootstrap(calibration, len(labels)),
     }

@@ -1,0 +1,134 @@
+"""Attention: one function in front of several implementations, and the choice among them.
+
+Legend of suffixes: B batch, T queries, S keys, N query heads, K key-value heads, G query heads per
+key-value head, H head size.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from zoo.nn.attention.chunked import chunked
+from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.splash import splash
+from zoo.nn.derivatives import in_forward_mode
+from zoo.nn.precision import platform
+
+Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash"]
+
+
+def attention(
+    q_BTNH: Float[Array, "batch queries heads head_dim"],
+    k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    *,
+    causal: bool,
+    segment_ids: Int[Array, "batch keys"] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "batch queries heads head_dim"]:
+    """Softmax attention with grouped queries over packed rows; the softmax is in fp32.
+
+    Queries and keys are the same positions. A query sees the keys of its own segment, not later
+    ones if `causal`, and no further than `window - 1` positions away. `soft_cap` bounds the
+    logits by `soft_cap * tanh(logits / soft_cap)`; `scale` defaults to head_dim**-0.5.
+
+    Implementations:
+
+    - "splash" is JAX's flash kernel for TPUs, `jax.experimental.pallas.ops.tpu.splash_attention`.
+    - "cudnn" is cuDNN's flash kernel, by `jax.nn.dot_product_attention`, for packed rows of up to
+      2,048 positions: to that function segments are a mask of [seq, seq].
+    - "chunked" is the zoo's own, in plain XLA: memory grows with seq, not its square, the program
+      with neither, and every product takes inputs of the compute dtype, forward and backward.
+    - "xla" is `jax.nn.dot_product_attention`'s, which keeps all logits.
+    - "auto" takes the platform's kernel where it applies, else "chunked".
+
+    Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions of
+    JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no windows,
+    no soft cap and no grouped queries.
+
+    Raises:
+        ValueError: an implementation that does not apply here, with the reason.
+    """
+    mask = Mask(causal, window)
+    refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, segment_ids is not None)
+    refusal = refuses(implementation)
+    if implementation == "auto":
+        implementation = next((x for x in _KERNELS if not refuses(x)), "chunked")
+    elif refusal:
+        raise ValueError(f"attention={implementation!r} {refusal}; choose 'auto' or 'chunked'")
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    if implementation in ("chunked", "splash"):
+        attend = chunked if implementation == "chunked" else splash
+        return attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=None
+        if segment_ids is None
+        else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None],
+        is_causal=causal,
+        scale=scale,
+        local_window_size=None if window is None else (window - 1, 0 if causal else window - 1),
+        implementation="cudnn" if implementation == "cudnn" else "xla",
+    )
+
+
+# To cuDNN segments are a mask, in bf16: at this length 8 MiB per row.
+_MASK_LENGTH = 2048
+_KERNELS: tuple[Implementation, ...] = ("splash", "cudnn")
+
+
+def _refusal(
+    q_BTNH: Array, mask: Mask, soft_cap: float | None, packed: bool, implementation: str
+) -> str | None:
+    """Why an implementation cannot serve, or None if it can."""
+    if implementation in ("auto", "chunked"):
+        return None
+    if implementation not in ("xla", *_KERNELS):
+        return "is no implementation"
+    if soft_cap is not None and implementation != "splash":
+        return f"has no soft cap, and attention_soft_cap={soft_cap}"
+    if implementation == "xla":
+        return None
+    if in_forward_mode():
+        return "has no rule for forward mode"
+    if implementation == "splash":
+        return _refusal_of_splash(q_BTNH)
+    return _refusal_of_cudnn(q_BTNH, mask, packed)
+
+
+def _refusal_of_splash(q_BTNH: Array) -> str | None:
+    if platform() != "tpu":
+        return f"needs a TPU, and this run is on {platform()!r}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"needs bf16 or fp32, and the precision is {q_BTNH.dtype}"
+    if q_BTNH.shape[1] < 128:
+        return f"needs rows of 128 positions or more, and this one has {q_BTNH.shape[1]}"
+    return None
+
+
+def _refusal_of_cudnn(q_BTNH: Array, mask: Mask, packed: bool) -> str | None:
+    if platform() != "gpu":
+        return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
+    if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:
+        return f"needs a multiple of 8 up to 128, and head_dim={q_BTNH.shape[-1]}"
+    if mask.window is not None and not mask.causal:
+        return f"needs causal attention for a window, and window={mask.window} is without it"
+    length = q_BTNH.shape[1]
+    if packed and length > _MASK_LENGTH:
+        return (
+            f"would keep a mask of [seq, seq] for packed rows of {length} positions, and takes up "
+            f"to {_MASK_LENGTH}"
+        )
+    if packed and length % 2:
+        return f"needs an even length for packed rows, and this one is {length}"
+    return None
