@@ -375,6 +375,7 @@ CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
         ({}, None),
         ({"causal": False, "length": 5}, None),
         ({"window": 3}, None),
+        ({"window": 3, "packed": True}, None),
     ],
     ids=str,
 )

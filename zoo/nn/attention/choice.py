@@ -48,9 +48,9 @@ def attention(
     - "xla" is `jax.nn.dot_product_attention`'s, which keeps all logits.
     - "auto" takes the platform's kernel where it applies, else "chunked".
 
-    Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions of
-    JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no windows,
-    no soft cap and no grouped queries.
+    Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions
+    of JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no
+    windows, no soft cap and no grouped queries.
 
     Raises:
         ValueError: an implementation that does not apply here, with the reason.
