@@ -364,13 +364,13 @@ def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path, cap
     fit(config(parts, steps=8), Recording(), Marked())
     for step in ("8", "4") if damaged == "all" else ("8",):
         assert flip(folder / step) > MARK.nbytes
-    found = [Recording(), Marked()]
     if damaged == "all":
         for _ in range(2):  # and it does not start anew
             with pytest.raises(CheckpointError, match=r"undamaged:\n  step 4: callbacks\.marked"):
-                fit(config(parts), *found)
+                fit(config(parts), Recording(), Marked())
         assert {path.name for path in folder.iterdir()} == {"4", "8.damaged"}
         return
+    found = [Recording(), Marked()]
     state, _ = fit(config(parts), *found)
     assert "step 8: callbacks.marked cannot be read" in caplog.text
     assert "step 4 is used instead" in caplog.text
