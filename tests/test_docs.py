@@ -43,11 +43,12 @@ SLOW = {
 }
 NOT_RUN = {
     "docs/guides/evaluation.md": ["lm-eval", "lm-eval"],
-    "docs/guides/hugging-face.md": ["network"],
+    "docs/guides/hugging-face.md": ["network", "a finished run", "transformers", "ctranslate2"],
 }
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")
 OTHER_PROGRAMS = {"bash", "cd", "gcloud", "kubectl", "mkdocs", "mypy", "ruff", "sbatch", "tail"}
+OTHER_PROGRAMS |= {"ct2-transformers-converter"}
 
 
 class Block(NamedTuple):
