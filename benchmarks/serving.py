@@ -70,7 +70,7 @@ def main(config: Config) -> None:
         if exported is None:
             exported = _exported(config, completions[config.num_prompts :], Path(folder))
         tokenizer = zoo.tokenizer.load_tokenizer(exported)
-        asked = [tokenizer.encode(x["prompt"]) for x in completions[: config.num_prompts]]
+        asked = [tokenizer.encode(x["prompt"]).tolist() for x in completions[: config.num_prompts]]
         table = compare(config, exported, asked)
     table.print()
     command = shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]])
