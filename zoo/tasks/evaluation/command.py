@@ -228,25 +228,34 @@ def show(
     model: str, precision: str, tasks: Sequence[Task], found: Sequence[dict[str, Estimate]]
 ) -> None:
     """Print the table of all tasks."""
-    table = Table("task", "kind", box=None, title=f"{model}, {precision}", title_justify="left")
-    for name in ("shots", "examples"):
-        table.add_column(name, justify="right")
-    table.add_column("metric")
+    title = f"{model}, {precision}"
+    # Of 80 columns at most: what is said of a task stands below its name.
+    table = Table("task", box=None, collapse_padding=True, pad_edge=False)
+    table.add_column("examples", justify="right")
+    table.add_column("metric", no_wrap=True)
     for name in ("value", "± s.e.", "95 % interval"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for task, metrics in zip(tasks, found, strict=True):
-        settings = task.settings
-        head = [task.name, task.kind, f"{settings.num_shots}", f"{len(task.examples):,}"]
-        for name, x in metrics.items():
-            error = "" if math.isnan(x.stderr) else f"{x.stderr:.4f}"
-            interval = "" if math.isnan(x.low) else f"{x.low:.4f} to {x.high:.4f}"
-            table.add_row(*head, name, f"{x.value:.4f}", error, interval)
-            head = [""] * 4
+        shots = task.settings.num_shots
+        said = [task.name, task.kind, *([f"{shots} shots"] if shots else [])]
+        count = f"{len(task.examples):,}"
+        rows = [_cells(name, x) for name, x in metrics.items()]
+        for i in range(max(len(said), len(rows))):
+            cells = rows[i] if i < len(rows) else [""] * 4
+            table.add_row(said[i] if i < len(said) else "", count if i == 0 else "", *cells)
     out = console()
+    out.print(title, style="italic", highlight=False, soft_wrap=True)
     out.print(table)
     used = {x.by for metrics in found for x in metrics.values()}
     kinds = {"wilson": "Wilson's for shares of examples", "bootstrap": f"of {RESAMPLES} resamples"}
     out.print("intervals: " + "; ".join(text for by, text in kinds.items() if by in used))
+
+
+def _cells(name: str, x: Estimate) -> list[str]:
+    """A metric's name, value, error and interval."""
+    error = "" if math.isnan(x.stderr) else f"{x.stderr:.4f}"
+    interval = "" if math.isnan(x.low) else f"{x.low:.4f} to {x.high:.4f}"
+    return [name, f"{x.value:.4f}", error, interval]
 
 
 def write(
