@@ -694,7 +694,7 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
 
     monkeypatch.setattr(planned, "make_job", lambda *x: jobs.append(make_job(*x)) or jobs[-1])
     monkeypatch.setattr(CompiledStep, "__call__", step)
-    monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_: sys.exit())
+    monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_, **__: sys.exit())
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
     # A checkpoint under way holds a copy of what is trained, for a moment.
