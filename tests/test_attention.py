@@ -178,6 +178,7 @@ def assert_equal(got: tuple, wanted: tuple) -> None:
         np.testing.assert_allclose(x, want, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_splash_matches_chunked_attention_on_a_mesh():
     with sharding.rules.use(sharding.make_mesh("fsdp=2,tensor=4")):
         assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4)))

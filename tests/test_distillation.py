@@ -197,10 +197,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(x, marks=() if x == "all" else pytest.mark.slow) for x in VARIANTS]
-)
-@pytest.mark.parametrize("kind", ["on the fly", pytest.param("stored", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["on the fly", "stored"])
 def test_mesh_accumulation_and_padding_change_nothing(kind: str, variant: str):
     student, teacher = drawn_rnn("gru"), drawn_transformer()
     options, batch = dict(VARIANTS[variant]), BATCH
