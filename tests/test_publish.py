@@ -634,6 +634,7 @@ def test_checksums_of_weights(tmp_path: Path):
 OVERRIDES = {"dropout": 0.25, "remat": "full"}
 
 
+@pytest.mark.slow
 def test_loaded_models_take_other_values_for_training(tmp_path: Path):
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     for name, folder in folders_of_three_kinds(tmp_path).items():
