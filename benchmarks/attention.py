@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.report import Table, provenance, save
 from zoo import sharding
 from zoo.nn.attention import attention, chunked
-from zoo.planning import collectives, flops, hlo, targets
+from zoo.planning import flops, hlo, targets, traffic
 
 MiB, GiB = 2.0**20, 2.0**30
 Kind = Literal["unrolled", "chunked", "splash"]
@@ -112,7 +112,7 @@ def measure(target: str, kind: Kind, length: int) -> None:
         compiled = lowered.compile()
         done = time.monotonic()
     program = hlo.read(compiled.as_text())
-    moved = collectives.memory_traffic(program) + flops.kernel_bytes(traced.jaxpr)
+    moved = traffic.memory_traffic(program) + flops.kernel_bytes(traced.jaxpr)
     row = {
         "implementation": kind,
         "length": f"{length:,}",

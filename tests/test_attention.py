@@ -16,6 +16,7 @@ from zoo import sharding
 from zoo.nn.attention import attend_to_slots, attention, chunked, masks, scanned, splash
 from zoo.nn.attention.blocks import Blocks, blocks_for
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.parts import WHOLE
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
@@ -205,7 +206,9 @@ def test_splash_takes_whole_kv_heads_beside_split_queries(heads: tuple[int, int]
 
 @pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 300), Mask(False, 140)])
 def test_blocks_of_lazy_masks_are_those_of_the_dense(mask: Mask):
-    lazy, dense = splash._lazy(mask, 1024), np.asarray(mask.seen(0, 0, (1024, 1024), None))[0, 0, 0]
+    shape = splash.Shape(WHOLE, 1024, 1024)
+    lazy = splash._lazy(mask, shape, Blocks(128, 128, 128))
+    dense = np.asarray(mask.seen(0, 0, (1024, 1024), None))[0, 0, 0]
     for rows, columns in itertools.product(range(0, 1024, 128), repeat=2):
         block = slice(rows, rows + 128), slice(columns, columns + 128)
         assert lazy[block].any() == dense[block].any()

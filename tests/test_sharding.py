@@ -4,6 +4,7 @@ import ast
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import equinox as eqx
 import jax
@@ -21,6 +22,7 @@ from zoo.nn.parameters import gather, gather_foreign
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
 from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.specs import between
 from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
@@ -63,19 +65,21 @@ def model() -> Model:
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
-        ("", (1, 1, 1)),
-        ("data=8", (8, 1, 1)),
-        (" fsdp = 4 , tensor=2", (1, 4, 2)),
-        ("data=-1", (8, 1, 1)),
-        ("tensor=2,data=-1", (4, 1, 2)),
-        ("fsdp=3", (1, 3, 1)),
-        ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
+        ("", {}),
+        ("data=8", {"data": 8}),
+        (" fsdp = 4 , tensor=2", {"fsdp": 4, "tensor": 2}),
+        ("data=-1", {"data": 8}),
+        ("tensor=2,data=-1", {"data": 4, "tensor": 2}),
+        ("fsdp=3", {"fsdp": 3}),
+        ({"fsdp": -1, "tensor": 4}, {"fsdp": 2, "tensor": 4}),
+        ("fsdp=2,context=-1", {"fsdp": 2, "context": 4}),
     ],
 )
-def test_make_mesh(spec: Any, sizes: tuple[int, ...]):
+def test_make_mesh(spec: Any, sizes: dict[str, int]):
     mesh = make_mesh(spec)
-    assert mesh.shape_tuple == tuple(zip(("data", "fsdp", "tensor"), sizes, strict=True))
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_names == sharding.MESH_AXES
+    assert mesh.shape == dict.fromkeys(sharding.MESH_AXES, 1) | sizes
+    assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_make_mesh_of_given_devices():
@@ -150,6 +154,9 @@ def test_a_mesh_axis_shards_one_dimension_only():
     mesh = make_mesh(CUBE)
     spec = sharding.partition_spec(("batch", "embed", "mlp", "heads"), mesh)
     assert spec == P(("data", "fsdp"), None, "tensor", None)
+    assert sharding.partition_spec((("batch", "seq", "mlp"),), mesh) == P(
+        ("data", "fsdp", "tensor")
+    )
     assert sharding.partition_spec(("mlp", None), mesh, without=frozenset({"tensor"})) == P(
         None, None
     )
@@ -239,7 +246,7 @@ def test_unknown_axis_kinds_are_refused():
 )
 def test_rules_set_the_axis_kind(rule: Any, of_scale: bool):
     rules = {**sharding.RULES, "group": rule}
-    mesh = make_mesh("tensor=2")
+    mesh = make_mesh("fsdp=2,tensor=2")
     with sharding.use(mesh, rules):
         assert optimizers.matrices(grouped()) == Grouped(of_scale, True)
         assert (optimizers.muon_dimensions(grouped()).scale is None) is not of_scale
@@ -378,6 +385,7 @@ UNNAMED = {
     ("rnn", ("batch", "inner_seq", None, "hidden")): "the gates of a cell",
     ("decoding", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
     ("wrappers", ("batch", None)): "the classes",
+    ("nn", ("batch", "inner_seq", None)): "what each part of the tokens adds to a table's gradient",
 }
 
 
@@ -419,6 +427,22 @@ def test_constrain_shards_an_activation():
     expected = NamedSharding(mesh, P(("data", "fsdp"), "tensor", None))
     found = inside(mesh, constrain, x, sharding.SEQUENCE_PARALLEL)
     assert found.is_equivalent_to(expected, 3)
+    mesh = make_mesh("fsdp=2,context=2,tensor=2")
+    expected = NamedSharding(mesh, P("fsdp", "context", "tensor"))
+    assert inside(mesh, constrain, x).is_equivalent_to(expected, 3)
+    expected = NamedSharding(mesh, P("fsdp", ("context", "tensor"), None))
+    found = inside(mesh, constrain, x, sharding.SEQUENCE_PARALLEL)
+    assert found.is_equivalent_to(expected, 3)
+
+
+def test_mesh_axes_of_a_dimension_are_text():
+    assert sharding.split_by("seq") == ""
+    with sharding.use(make_mesh("fsdp=2,context=4"), sharding.SEQUENCE_PARALLEL):
+        assert sharding.split_by("seq") == "context=4"
+        assert sharding.split_by("mlp") == ""
+        with sharding.use(None, sharding.whole_rows()):
+            assert sharding.split_by("seq") == ""
+            assert sharding.split_by("batch") == "fsdp=2"
 
 
 @pytest.mark.parametrize(
@@ -453,6 +477,23 @@ def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
     assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
     without = inside(mesh, lambda tree: tree.weight * 1, tree, rules)
     assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "used", "expected"),
+    [
+        (P("fsdp", "tensor"), P(None, "tensor"), []),
+        (P(("fsdp", "context"), "tensor"), P(None, "tensor"), [P("fsdp", "tensor")]),
+        (P(("tensor", "fsdp", "context"), None), P("tensor", None), [P(("tensor", "fsdp"), None)]),
+    ],
+)
+def test_axes_of_a_dimension_are_gathered_one_by_one(stored: P, used: P, expected: list[P]):
+    found = [tuple(map(mesh_axes_of, spec)) for spec in between(stored, used)]
+    assert found == [tuple(map(mesh_axes_of, spec)) for spec in expected]
+
+
+def mesh_axes_of(entry: Any) -> tuple[str, ...]:
+    return sharding.mesh_axes([entry])
 
 
 def test_gathered_gradients_are_sharded_as_stored():
@@ -522,6 +563,36 @@ def test_partial_slice_meshes_are_refused(monkeypatch):
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
     with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
         make_mesh("fsdp=7")
+
+
+def test_slices_lie_side_by_side_along_data(monkeypatch):
+    # Each of four devices; their order in the list does not matter.
+    monkeypatch.setattr("zoo.sharding.mesh.slice_index", lambda device: device.id % 2)
+    ids = {spec: [x.id for x in make_mesh(spec).devices.flat] for spec in ("data=2,fsdp=4", CUBE)}
+    assert all(order == [0, 2, 4, 6, 1, 3, 5, 7] for order in ids.values())
+    four = make_mesh("data=4,tensor=2").devices.reshape(4, 2)
+    assert [{x.id % 2 for x in row} for row in four] == [{0}, {0}, {1}, {1}]
+    # Machines of GPUs, whose network carries what is stored over them too, keep their own order.
+    assert [x.id for x in make_mesh("fsdp=8").devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "message"),
+    [
+        (
+            "fsdp=8",
+            lambda i: i // 4,
+            "data=1, over 2 slices of 4, 4 TPUs.*'data=2,fsdp=-1'",
+        ),
+        ("data=2,fsdp=4", lambda i: i // 3, "data=2, over 3 slices of 3, 3, 2 TPUs"),
+        ("data=2,fsdp=4", lambda i: i // 5, "data=2, over 2 slices of 5, 3 TPUs"),
+    ],
+)
+def test_slices_that_data_does_not_divide_into_are_refused(spec, where, message, monkeypatch):
+    monkeypatch.setattr("zoo.sharding.mesh.slice_index", lambda device: where(device.id))
+    devices = [Mock(jax.Device, id=i, platform="tpu") for i in range(8)]
+    with pytest.raises(ShardingError, match=message):
+        make_mesh(spec, devices)
 
 
 def test_multiprocess_meshes_need_all_devices(monkeypatch):

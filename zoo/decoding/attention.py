@@ -11,13 +11,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.decoding.cache import Cache, Clock, LayerCache, NewTokens, PendingCache
+from zoo.decoding.cache import (
+    Cache,
+    Clock,
+    LayerCache,
+    NewTokens,
+    PendingCache,
+    StackedCache,
+)
 from zoo.nn.attention import attention
 from zoo.nn.parameters import gather
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
 from zoo.transformer.blocks import Rotary
 from zoo.transformer.config import Config, LayerKind
+
+MOST_APART = 96
+"""Layers that a step of decoding has apart; a loop runs over more, and their caches are stacked."""
 
 
 @runtime_checkable
@@ -95,16 +105,30 @@ class AttentionDecoder(eqx.Module):
             (x_BTE, empty, empty),
             scan=config.scan_layers,
         )
-        windows = [config.window_of(kind) for kind in config.all_layer_kinds]
-        layers = tuple(
-            LayerCache.filled(k, v, min(length, window or length))
-            for k, v, window in zip(keys, values, windows, strict=True)
-        )
+        kinds = config.layer_kinds if self._loops else config.all_layer_kinds
+        slots = [min(length, config.window_of(kind) or length) for kind in kinds]
+        layers: tuple[LayerCache, ...] | tuple[StackedCache, ...]
+        if self._loops:
+            turns = [slice(turn, None, len(kinds)) for turn in range(len(kinds))]
+            stacks = zip(turns, slots, strict=True)
+            layers = tuple(StackedCache.filled(keys[x], values[x], n) for x, n in stacks)
+        else:
+            filled = zip(keys, values, slots, strict=True)
+            layers = tuple(LayerCache.filled(k, v, n) for k, v, n in filled)
         logits = self.model.readout()(self.model.finish(x_BTE[:, -1:]))[:, 0]
         return logits, Cache(layers, Clock.after(mask))
 
+    @property
+    def _loops(self) -> bool:
+        """Whether a step runs over its layers in a loop: many of them compile for minutes."""
+        return self.config.num_layers > MOST_APART
+
     def for_decoding(self) -> "AttentionDecoder":
-        """The model with its blocks apart: no step copies their weights out of the stack."""
+        """The model with its blocks apart, but for many: no step copies their weights out of the
+        stack.
+        """
+        if self._loops:
+            return self
         arrays, static = eqx.partition(self.model.blocks, eqx.is_array)
         blocks = tuple(
             eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)  # noqa: B023
@@ -118,6 +142,8 @@ class AttentionDecoder(eqx.Module):
         """Read one more token per row."""
         clock = cache.clock
         x_B1E, rotaries = self.model.embed(tokens[:, None], clock.positions[:, None])
+        if self._loops:
+            return self._decode_in_a_loop(x_B1E, rotaries, cache)
         layers: list[LayerCache] = []
         kinds = self.config.all_layer_kinds
         for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
@@ -132,6 +158,60 @@ class AttentionDecoder(eqx.Module):
         logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
         return logits, Cache(tuple(layers), clock.tick())
 
+    def _decode_in_a_loop(
+        self, x_B1E: Float[Array, "batch 1 embed"], rotaries: dict, cache: Cache
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        clock, kinds = cache.clock, self.config.layer_kinds
+
+        def layer(turn: int, block: Any, carry: tuple, index: Array) -> tuple:
+            x_B1E, stacks = carry
+            written: list[StackedCache] = []
+
+            def attend(
+                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ) -> Array:
+                at = index // len(kinds)
+                written.append(stacks[turn].write(at, k, v, clock))
+                return written[-1][at].attend(q, clock, soft_cap=soft_cap, scale=scale)
+
+            x_B1E, _ = block(x_B1E, None, rotaries[kinds[turn]], None, None, attend)
+            return x_B1E, (*stacks[:turn], written[-1], *stacks[turn + 1 :])
+
+        functions = [partial(layer, turn) for turn in range(len(kinds))]
+        x_B1E, stacks = scan_layers(functions, self.model.blocks, (x_B1E, cache.layers))
+        logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
+        return logits, Cache(stacks, clock.tick())
+
+    def _extend_in_a_loop(
+        self, x_BTE: Float[Array, "batch new embed"], rotaries: dict, cache: Cache
+    ) -> tuple[Float[Array, "batch new vocab"], PendingCache]:
+        clock, kinds, config = cache.clock, self.config.layer_kinds, self.config
+
+        def layer(turn: int, block: Any, carry: tuple, index: Array) -> tuple:
+            x_BTE, pending = carry
+            at, kept = index // len(kinds), []
+
+            def attend(
+                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ) -> Array:
+                kept.append(NewTokens(k, v))
+                window = config.window_of(kinds[turn])
+                options = {"window": window, "soft_cap": soft_cap, "scale": scale}
+                return cache.layers[turn][at].attend_ahead(q, kept[-1], clock, **options)
+
+            x_BTE, _ = block(x_BTE, None, rotaries[kinds[turn]], None, None, attend)
+            new = jax.tree.map(lambda s, x: s.at[at].set(x), pending[turn], kept[-1])
+            return x_BTE, (*pending[:turn], new, *pending[turn + 1 :])
+
+        shape = (*x_BTE.shape[:2], config.kv_heads, config.head_size)
+        counts = [len(stack.layers.keys) for stack in cache.layers]
+        dtype = cache.layers[0].layers.keys.dtype
+        empty = tuple(NewTokens(*(jnp.zeros((n, *shape), dtype),) * 2) for n in counts)
+        functions = [partial(layer, turn) for turn in range(len(kinds))]
+        x_BTE, pending = scan_layers(functions, self.model.blocks, (x_BTE, empty))
+        logits = self.model.readout()(self.model.finish(x_BTE))
+        return logits, PendingCache(cache, pending)
+
     def extend(
         self, tokens: Int[Array, "batch new"], cache: Cache
     ) -> tuple[Float[Array, "batch new vocab"], PendingCache]:
@@ -139,6 +219,8 @@ class AttentionDecoder(eqx.Module):
         clock = cache.clock
         ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
+        if self._loops:
+            return self._extend_in_a_loop(x_BTE, rotaries, cache)
         pending: list[NewTokens | LayerCache] = []
         kinds = self.config.all_layer_kinds
         for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):

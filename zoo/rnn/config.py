@@ -47,17 +47,17 @@ class Config:
     """How an lstm runs: by lax.scan, or by cuDNN (one NVIDIA GPU, padding last, no packed rows)."""
     hoist: bool = may_differ(False)
     """Take the products with the input out of the scan, into one."""
-    unroll: int = may_differ(1)
-    """Steps that an iteration of the scan runs."""
+    unroll: int | None = may_differ(None)
+    """Steps that an iteration of the scan runs; if not given, 4 in bf16 on a CPU, and else 1."""
     eos_ids: tuple[int, ...] = added((), may_differ=True)
     """Ids of the tokens that end a text, where generation stops."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
         configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
-        for name in ("hidden_size", "num_layers", "unroll"):
+        for name in ("hidden_size", "num_layers"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
-        for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate"):
+        for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate", "unroll"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value}: must be positive")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")

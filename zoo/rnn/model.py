@@ -22,7 +22,7 @@ from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config
 from zoo.rnn.recurrence import Options, Weights, recur
 from zoo.rnn.time import Chunks, Marks, make_marks, over_time
-from zoo.sharding import constrain
+from zoo.sharding import ShardingError, constrain, split_by
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
 Outputs = Float[Array, "batch seq out"] | Float[Array, "batch out"]
@@ -193,6 +193,7 @@ class RNN(CastsInputs):
             inputs.ndim == (2 if config.in_size is None else 3),
             f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
         )
+        self._check_split()
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
         model = gather(self)
         chunks = config.chunks(inputs.shape[1])
@@ -218,6 +219,29 @@ class RNN(CastsInputs):
             count = jnp.maximum(counted.sum(1), 1).astype(jnp.float32)[:, None, None]
             x_BTD = (x_BTD.astype(jnp.float32).sum(1, keepdims=True) / count).astype(x_BTD.dtype)
         return x_BTD, State(finals, segments)
+
+    def _check_split(self) -> None:
+        """Refuse a mesh that splits the steps of a row, where they run one after another."""
+        if not (split := split_by("inner_seq")):
+            return
+        config = self.config
+        if CELLS[config.cell].linear is None:
+            parallel = " or ".join(repr(name) for name in CELLS if CELLS[name].linear is not None)
+            raise ShardingError(
+                f"cell={config.cell!r} takes one step of a row after another, and {split} of the "
+                f"mesh splits rows; take cell={parallel}, or a mesh without that axis"
+            )
+        if self.is_pooled:
+            raise ShardingError(
+                f"pooling={config.pooling!r} leaves one vector of a row, and {split} of the mesh "
+                "splits rows; take pooling='none', or a mesh without that axis"
+            )
+        if config.chunks(1) is not None:
+            raise ShardingError(
+                f"remat={config.remat!r} and truncate={config.truncate!r} take one stretch of a "
+                f"row after another, and {split} of the mesh splits rows; set remat='none' and "
+                "truncate=None, or take a mesh without that axis"
+            )
 
     def _stack(
         self,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array
 
-from zoo.sharding.rules import Axis, Rule, ShardingError, kind_of, mesh_axes, rules_in_use, use
-from zoo.sharding.specs import check_divides, num_shards, partition_spec
+from zoo.sharding.rules import ShardingError, mesh_axes, use, without_axes
+from zoo.sharding.specs import Name, check_divides, num_shards, partition_spec
 
 
 def is_sharding() -> bool:
@@ -24,8 +24,18 @@ def num_parts(*names: str | None) -> int:
     return num_shards(partition_spec(names, mesh), mesh)
 
 
-def constrain(x: Array, *names: str | None) -> Array:
+def split_by(name: str) -> str:
+    """The mesh axes that split a logical axis, such as "context=2"; "" if none does."""
+    if (parts := num_parts(name)) == 1:
+        return ""
+    axes = mesh_axes(partition_spec([name], jax.sharding.get_abstract_mesh()))
+    return f"{'*'.join(axes)}={parts}"
+
+
+def constrain(x: Array, *names: Name) -> Array:
     """Shard an activation by logical axis names, one per dimension; without a mesh, the identity.
+
+    A dimension that merges several has a tuple of their names.
 
     Raises:
         ShardingError: a number of names that is not the rank, an unknown name, or a size that
@@ -42,8 +52,8 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 @contextlib.contextmanager
-def mapped(name: str) -> Iterator[tuple[str, ...] | None]:
-    """Within, `jax.vmap` over a logical axis has the mesh axes of that axis to itself.
+def mapped(*names: str) -> Iterator[tuple[str, ...] | None]:
+    """Within, `jax.vmap` over a logical axis, or some merged, has their mesh axes to itself.
 
     Yields them for `spmd_axis_name`; None where nothing shards it.
     """
@@ -51,12 +61,7 @@ def mapped(name: str) -> Iterator[tuple[str, ...] | None]:
         yield None
         return
     mesh = jax.sharding.get_abstract_mesh()
-    [entry] = partition_spec([name], mesh)
+    [entry] = partition_spec([names], mesh)
     taken = mesh_axes([entry])
-
-    def rest(name: str, rule: Rule) -> Axis:
-        free = tuple(axis for axis in mesh_axes([rule]) if axis not in taken)
-        return Axis(free, kind_of(name) or "dimension")
-
-    with use(None, {name: rest(name, rule) for name, rule in rules_in_use().items()}):
+    with use(None, without_axes(taken)):
         yield taken or None

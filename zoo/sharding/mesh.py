@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -13,14 +14,16 @@ from zoo.sharding.rules import MESH_AXES, ShardingError
 def make_mesh(
     spec: str | Mapping[str, int] = "", devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Make a mesh with the axes `data`, `fsdp` and `tensor` from a text such as "fsdp=4,tensor=2".
+    """Make a mesh from a text such as "fsdp=4,tensor=2".
 
-    An axis that is not named has size 1, one may be -1 (whatever is left), and "" is one device.
-    A mesh smaller than `devices` (default: all of this run's) takes the first of them. Axes are
-    Auto: XLA places what the annotations leave open.
+    Its axes are data, fsdp, expert, context and tensor, the outermost first. One that is not named
+    has size 1, one may be -1 (whatever is left), and "" is one device. A mesh smaller than
+    `devices` (default: all of this run's) takes the first of them. Several slices of TPUs lie side
+    by side along `data`. Axes are Auto: XLA places what the annotations leave open.
 
     Raises:
-        ShardingError: an unknown axis, a size that is no integer, or too many or too few devices.
+        ShardingError: an unknown axis, a size that is no integer, too many or too few devices, or
+            slices that `data` does not divide into.
     """
     given, devices = devices, jax.devices() if devices is None else list(devices)
     sizes = abstract_mesh(spec, len(devices)).shape
@@ -36,17 +39,54 @@ def make_mesh(
             f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "
             f"processes, and needs all of them; for example {'data=-1'!r}"
         )
-    # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
     try:
-        placed = mesh_utils.create_device_mesh(
-            tuple(sizes.values()), devices[:total], allow_split_physical_axes=True
-        )
+        placed = _over_slices(sizes, devices[:total], spec)
     except AssertionError:  # by a slice of TPUs
         raise ShardingError(
             f"mesh {spec!r} has {total} of the {len(devices)} devices, which are no block of the "
             "slice; take all of them, or a half or a quarter"
         ) from None
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _over_slices(
+    sizes: Mapping[str, int], devices: Sequence[jax.Device], spec: str | Mapping[str, int]
+) -> np.ndarray:
+    """The devices in the order of a mesh: slices side by side along `data`, the outermost axis.
+
+    So nothing crosses the slow network between them but the reduction of gradients. GPUs of several
+    machines are in that order too where it fits, and else in their own.
+    """
+    data, *inner = sizes.values()
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(slice_index(device), []).append(device)
+    count = len(slices)
+    if count > 1 and (data % count or len({len(x) for x in slices.values()}) > 1):
+        if devices[0].platform != "tpu":
+            count, slices = 1, {0: list(devices)}
+        else:
+            found = ", ".join(f"{len(x)}" for x in slices.values())
+            raise ShardingError(
+                f"mesh {spec!r} has data={data}, over {count} slices of {found} TPUs: whole slices "
+                f"lie side by side along data; give a multiple of {count}, as in "
+                f"'data={count},fsdp=-1'"
+            )
+    # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
+    meshes = [
+        mesh_utils.create_device_mesh(
+            (data // count, *inner), slices[index], allow_split_physical_axes=True
+        )
+        for index in sorted(slices)
+    ]
+    return np.concatenate(meshes)
+
+
+def slice_index(device: jax.Device) -> int:
+    """The slice of TPUs, the machine of GPUs, or the process of CPUs that a device belongs to."""
+    if device.platform == "cpu":
+        return device.process_index
+    return getattr(device, "slice_index", 0)
 
 
 def abstract_mesh(spec: str | Mapping[str, int], num_devices: int) -> AbstractMesh:
@@ -70,12 +110,14 @@ def abstract_mesh(spec: str | Mapping[str, int], num_devices: int) -> AbstractMe
     )
 
 
-def storage_mesh(num_devices: int, split: int = 1) -> str:
-    """The text of a mesh that stores parameters in as many parts as it has devices (-1: all).
+def storage_mesh(num_devices: int, split: int = 1, num_slices: int = 1) -> str:
+    """The text of a mesh that stores parameters in as many parts as a slice has devices (-1: all).
 
     `split` of the devices compute each layer together.
     """
-    return f"fsdp={num_devices}" if split == 1 else f"fsdp={num_devices // split},tensor={split}"
+    slices = f"data={num_slices}," if num_slices > 1 else ""
+    size = num_devices if num_devices == -1 else num_devices // num_slices // split
+    return f"{slices}fsdp={size}" + (f",tensor={split}" if split > 1 else "")
 
 
 def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:

@@ -6,7 +6,7 @@ a mesh axis. `use` sets the rules, and the names that a user gives to arrays of 
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,10 +14,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax.sharding import Mesh
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 # The axes that only store a parameter: where it is used, it is gathered over them.
-STORAGE_AXES = frozenset({"fsdp"})
+STORAGE_AXES = frozenset({"fsdp", "context"})
+
+# The axes over which tokens go to experts, though they split the batch, and no expert is gathered.
+EXPERT_AXES = frozenset({"expert"})
 
 
 class ShardingError(ValueError):
@@ -49,12 +52,12 @@ class Axis:
 
 LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
     {
-        "batch": Axis(("data", "fsdp"), "activation"),
-        # Between tensor-parallel parts; "tensor" gives sequence parallelism there.
-        "seq": Axis(None, "activation"),
+        "batch": Axis(("data", "fsdp", "expert"), "activation"),
+        # Between tensor-parallel parts; "tensor" too gives sequence parallelism there.
+        "seq": Axis("context", "activation"),
         # Inside them, where sequence parallelism does not split it.
-        "inner_seq": Axis(None, "activation"),
-        "embed": Axis("fsdp"),
+        "inner_seq": Axis("context", "activation"),
+        "embed": Axis(("fsdp", "expert", "context")),
         "mlp": Axis("tensor"),
         "heads": Axis("tensor"),
         "kv_heads": Axis("tensor"),
@@ -67,14 +70,15 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "positions": Axis(None, "end"),
         "features": Axis(None, "end"),  # inputs that are no tokens: any number of them
         "classes": Axis(None, "end"),  # outputs that are no tokens
-        "experts": Axis("tensor", "stack"),  # of a mixture: each device holds whole ones
+        # Of a mixture: each device holds whole ones.
+        "experts": Axis(("expert", "tensor"), "stack"),
         # The first axis of an ensemble, which then leaves the tensor axis to no axis inside.
         "member": Axis("tensor", "stack"),
         # Of modules that are not the zoo's, which have names in `foreign.py`, or none at all.
         "fan_out": Axis("tensor"),
-        "fan_in": Axis("fsdp"),
+        "fan_in": Axis(("fsdp", "expert", "context")),
         "element": Axis(None, "minor"),  # of a convolution's window, or of a norm
-        "unnamed": Axis("fsdp"),
+        "unnamed": Axis(("fsdp", "expert", "context")),
     }
 )
 
@@ -85,7 +89,7 @@ Rules = Mapping[str, Rule]
 
 RULES: Rules = types.MappingProxyType({name: axis.mesh for name, axis in LOGICAL_AXES.items()})
 
-SEQUENCE_PARALLEL: Rules = types.MappingProxyType({**RULES, "seq": "tensor"})
+SEQUENCE_PARALLEL: Rules = types.MappingProxyType({**RULES, "seq": ("context", "tensor")})
 
 # From patterns of dotted paths to names, such as {"*.query_proj.weight": "heads embed"}, of which
 # the first that matches wins; or from a dotted path and an array to names, or None.
@@ -117,6 +121,24 @@ def axes_in_use() -> Axes:
 def strict_in_use() -> bool:
     """Whether a `use` around refuses arrays that nothing names."""
     return _in_use.get().strict
+
+
+def without_axes(taken: Collection[str]) -> Rules:
+    """The rules in use without some mesh axes."""
+
+    def rest(name: str, rule: Rule) -> Axis:
+        free = tuple(axis for axis in mesh_axes([rule]) if axis not in taken)
+        return Axis(free, kind_of(name) or "dimension")
+
+    return {name: rest(name, rule) for name, rule in rules_in_use().items()}
+
+
+def whole_rows() -> Rules:
+    """The rules in use, but for rows whose tokens nothing splits, as decoding reads them."""
+    rules = rules_in_use()
+    split = mesh_axes(rules.get(name) for name in ("seq", "inner_seq"))
+    whole = Axis(None, "activation")
+    return {**without_axes(STORAGE_AXES.intersection(split)), "seq": whole, "inner_seq": whole}
 
 
 def kind_of(name: str) -> Kind | None:

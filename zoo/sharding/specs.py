@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from zoo.sharding.foreign import Named
 from zoo.sharding.rules import (
+    EXPERT_AXES,
     LOGICAL_AXES,
     STORAGE_AXES,
     Rules,
@@ -18,9 +19,12 @@ from zoo.sharding.rules import (
     unknown_axis,
 )
 
+# Of a dimension: a logical axis, several that were merged into one, or none.
+Name = str | tuple[str, ...] | None
+
 
 def partition_spec(
-    names: Sequence[str | None],
+    names: Sequence[Name],
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
     *,
@@ -29,7 +33,8 @@ def partition_spec(
 ) -> PartitionSpec:
     """The PartitionSpec of logical axis names: each takes the mesh axes still free, left to right.
 
-    None names an axis that is not sharded; mesh axes in `without` are left out.
+    None names an axis that is not sharded, and several names one that merges theirs. Mesh axes in
+    `without` are left out, and so are those of size 1.
 
     Raises:
         ShardingError: a name that the rules do not know, or rules for an axis that no mesh has.
@@ -38,11 +43,13 @@ def partition_spec(
     rules = rules_in_use() if rules is None else rules
     used = set(without)
     entries: list[str | tuple[str, ...] | None] = []
-    for name in names:
-        if name is not None and name not in rules:
-            raise unknown_axis(name, names, field, rules)
-        axes = () if name is None else mesh_axes([rules[name]])
-        free = tuple(axis for axis in axes if axis in mesh.axis_names and axis not in used)
+    for merged in names:
+        parts = (merged,) if isinstance(merged, str) else merged or ()
+        for name in parts:
+            if name not in rules:
+                raise unknown_axis(name, parts, field, rules)
+        axes = mesh_axes(rules[name] for name in parts)
+        free = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1 and axis not in used)
         used.update(free)
         entries.append(free[0] if len(free) == 1 else free or None)
     return PartitionSpec(*entries)
@@ -109,18 +116,38 @@ def _wanted(named: Named, mesh: Mesh | AbstractMesh, rules: Rules | None) -> dic
     # Rules that were written without a thought of these names leave them as they are.
     table = {**LOGICAL_AXES, **rules}
     mapped = [() if name is None else mesh_axes([table.get(name)]) for name in named.names]
-    return {axis: [i for i, axes in enumerate(mapped) if axis in axes] for axis in mesh.axis_names}
+    large = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    return {axis: [i for i, axes in enumerate(mapped) if axis in axes] for axis in large}
 
 
 def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The PartitionSpec of a parameter where it is used, which `gather` brings about."""
-    return partition_spec(names, mesh, without=_gathered(mesh))
+    kept = EXPERT_AXES if "experts" in names else frozenset()
+    kept &= frozenset(mesh_axes(partition_spec(["experts"], mesh))) if kept else kept
+    return partition_spec(names, mesh, without=_gathered(mesh) - kept)
 
 
 def in_use(stored: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The PartitionSpec likewise of a parameter that is stored with another."""
     kept = (tuple(a for a in mesh_axes([each]) if a not in _gathered(mesh)) for each in stored)
     return PartitionSpec(*(axes or None for axes in kept))
+
+
+def between(stored: PartitionSpec, used: PartitionSpec) -> list[PartitionSpec]:
+    """The PartitionSpecs on the way from the one to the other; none if no dimension loses two axes.
+
+    Each drops an axis, the last first. Over all dimensions of a slice at once TPUs gather by an
+    all-reduce, which sends twice the bytes.
+    """
+    entries, kept = ([mesh_axes([each]) for each in spec] for spec in (stored, used))
+    steps: list[PartitionSpec] = []
+    while any(len(axes) > len(rest) + 1 for axes, rest in zip(entries, kept, strict=True)):
+        entries = [
+            axes[:-1] if len(axes) > len(rest) + 1 else axes
+            for axes, rest in zip(entries, kept, strict=True)
+        ]
+        steps.append(PartitionSpec(*(axes or None for axes in entries)))
+    return steps
 
 
 def _gathered(mesh: Mesh | AbstractMesh) -> frozenset[str]:

@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-import jax
+from zoo.nn.precision import device_kind
 
 LANES = 128  # a block is a multiple of it
 
@@ -24,12 +24,15 @@ _DEFAULT = {8_192: Blocks(512, 512, 512), 1 << 30: Blocks(1024, 1024, 512)}
 _TABLE: dict[str, dict[int, Blocks]] = {}  # by `device_kind`
 
 
-def blocks_for(length: int) -> Blocks:
-    """The blocks for a row on the chip at hand: halved until they add an eighth of it at most."""
-    by_length = _TABLE.get(_device_kind(), _DEFAULT)
-    blocks = by_length[min(most for most in by_length if length <= most)]
-    queries, keys = _fitting(blocks.queries, length), _fitting(blocks.keys, length)
-    # The row is padded to the larger of the two, which the smaller one divides.
+def blocks_for(length: int, num_keys: int | None = None) -> Blocks:
+    """The blocks for a row on the chip at hand: halved until they add an eighth of it at most.
+
+    `num_keys`, if not as many as the queries, are those that a part of a row sees.
+    """
+    num_keys = length if num_keys is None else num_keys
+    by_length = _TABLE.get(device_kind(), _DEFAULT)
+    blocks = by_length[min(most for most in by_length if num_keys <= most)]
+    queries, keys = _fitting(blocks.queries, length), _fitting(blocks.keys, num_keys)
     return Blocks(queries, keys, min(blocks.keys_per_product, keys))
 
 
@@ -37,8 +40,3 @@ def _fitting(block: int, length: int) -> int:
     while block > LANES and -length % block > length // 8:
         block //= 2
     return block
-
-
-def _device_kind() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.devices()[0] if device is None else device).device_kind

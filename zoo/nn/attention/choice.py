@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.attention.chunked import chunked
+from zoo.nn.attention.heads import Transfer
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import splash
 from zoo.nn.derivatives import in_forward_mode
 from zoo.nn.precision import platform
+from zoo.sharding import num_parts, split_by
 
-Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash"]
+Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
 
 
 def attention(
@@ -47,6 +49,9 @@ def attention(
       with neither, and every product takes inputs of the compute dtype, forward and backward.
     - "xla" is `jax.nn.dot_product_attention`'s, which keeps all logits.
     - "auto" takes the platform's kernel where it applies, else "chunked".
+    - "gather" and "exchange" are "auto", and say how queries meet keys where the mesh splits the
+      tokens of a row: keys and values come to the queries, or devices exchange heads for tokens.
+      The others take what sends less: see `zoo.nn.attention.parts`.
 
     Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions
     of JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no
@@ -55,6 +60,9 @@ def attention(
     Raises:
         ValueError: an implementation that does not apply here, with the reason.
     """
+    transfer: Transfer = "auto"
+    if implementation in ("gather", "exchange"):
+        transfer, implementation = implementation, "auto"
     mask = Mask(causal, window)
     refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, segment_ids is not None)
     refusal = refuses(implementation)
@@ -65,7 +73,7 @@ def attention(
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     if implementation in ("chunked", "splash"):
         attend = chunked if implementation == "chunked" else splash
-        return attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)
+        return attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap, transfer)
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -109,14 +117,17 @@ def _refusal_of_splash(q_BTNH: Array) -> str | None:
         return f"needs a TPU, and this run is on {platform()!r}"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return f"needs bf16 or fp32, and the precision is {q_BTNH.dtype}"
-    if q_BTNH.shape[1] < 128:
-        return f"needs rows of 128 positions or more, and this one has {q_BTNH.shape[1]}"
+    length = q_BTNH.shape[1] // num_parts("inner_seq")
+    if length < 128:
+        return f"needs rows of 128 positions or more per device, and this one has {length}"
     return None
 
 
 def _refusal_of_cudnn(q_BTNH: Array, mask: Mask, packed: bool) -> str | None:
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
+    if split := split_by("inner_seq"):
+        return f"takes whole rows, and {split} of the mesh splits them"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
     if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
+from zoo.nn.attention.heads import Transfer
 from zoo.nn.attention.layout import layout_for, product
 from zoo.nn.attention.logits import logit_gradients, masked_logits
 from zoo.nn.attention.masks import Chunk, Mask
-from zoo.nn.attention.scanned import scanned
+from zoo.nn.attention.parts import is_split, on_each_device
+from zoo.nn.attention.scanned import scanned, scanned_pieces
 from zoo.nn.derivatives import custom_vjp
 
 # Each chunk's program is larger than the one before it, and so is the time to compile it.
@@ -29,8 +31,12 @@ def chunked(
     mask: Mask,
     scale: float,
     soft_cap: float | None,
+    transfer: Transfer = "auto",
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Attention in plain XLA; beyond a few chunks, a program of a size without regard to theirs."""
+    if is_split():
+        attend = functools.partial(scanned_pieces, mask=mask, scale=scale, soft_cap=soft_cap)
+        return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
     few = math.ceil(q_BTNH.shape[1] / masks.CHUNK) <= MOST_UNROLLED
     return (_unrolled if few else scanned)(
         q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap

@@ -1,7 +1,8 @@
 """The keys that a query sees, by position: whole ranges for chunks, and masks within them."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -72,8 +73,21 @@ def chunks(num_queries: int, num_keys: int, mask: Mask) -> Iterator[Chunk]:
 
 def pairs(length: int, mask: Mask, query_size: int, key_size: int) -> Iterator[tuple[int, int]]:
     """The blocks of queries and of keys, by number, of which some query sees some key."""
-    for query in range(math.ceil(length / query_size)):
-        stop = min((query + 1) * query_size, length)
-        first, last = mask.keys_of(query * query_size, stop, length)
+    yield from pairs_of_pieces((0,), length, length, mask, query_size, key_size)
+
+
+def pairs_of_pieces(
+    starts: Sequence[int],
+    length: int,
+    num_keys: int,
+    mask: Mask,
+    query_size: int,
+    key_size: int,
+) -> Iterator[tuple[int, int]]:
+    """The blocks likewise of pieces of `length` queries each, from the positions `starts` on."""
+    per_piece = math.ceil(length / query_size)
+    for piece, query in itertools.product(range(len(starts)), range(per_piece)):
+        start, end = starts[piece] + query * query_size, starts[piece] + length
+        first, last = mask.keys_of(start, min(start + query_size, end), num_keys)
         for key in range(first // key_size, math.ceil(last / key_size)):
-            yield query, key
+            yield piece * per_piece + query, key

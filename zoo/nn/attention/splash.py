@@ -4,24 +4,27 @@ Legend of suffixes: as in `zoo.nn.attention.choice`.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.attention import masks
 from zoo.nn.attention.blocks import Blocks, blocks_for
+from zoo.nn.attention.heads import Transfer
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.parts import (
+    NO_SEGMENT,
+    Places,
+    Segments,
+    on_each_device,
+    pad_pieces,
+    without_padding,
+)
 from zoo.nn.remat import KEPT
-from zoo.sharding import is_sharding
-from zoo.sharding.rules import mesh_axes
-from zoo.sharding.specs import partition_spec
-
-_NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded at the end of a row
 
 
 def splash(
@@ -32,6 +35,7 @@ def splash(
     mask: Mask,
     scale: float,
     soft_cap: float | None,
+    transfer: Transfer = "auto",
     *,
     blocks: Blocks | None = None,
     interpret: bool = False,
@@ -41,87 +45,79 @@ def splash(
     The fused one keeps a gradient of the queries for each block of keys. Remat keeps the output
     and the logarithms of the sums. `interpret` runs the kernel without a TPU.
     """
-    length = q_BTNH.shape[1]
-    blocks = blocks or blocks_for(length)
-    padding = -length % max(blocks.queries, blocks.keys)
-    if padding and not mask.causal and segment_ids is None:
-        segment_ids = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
-    if segment_ids is not None:
-        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)), constant_values=_NO_SEGMENT)
-    q_BTNH = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype)
-    q_BNTH, k_BKSH, v_BKSH = (
-        jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
-        for x in (q_BTNH, k_BSKH, v_BSKH)
-    )
     attend = functools.partial(
-        _on_one_device, mask=mask, soft_cap=soft_cap, blocks=blocks, interpret=interpret
+        _on_one_device,
+        mask=mask,
+        scale=scale,
+        soft_cap=soft_cap,
+        blocks=blocks,
+        interpret=interpret,
     )
-    out_BNTH = _on_each_device(attend, q_BNTH, k_BKSH, v_BKSH, segment_ids)
-    return out_BNTH.swapaxes(1, 2)[:, :length]
-
-
-def _on_each_device(
-    attend: Callable[..., Array],
-    q_BNTH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array,
-    segment_ids: Array | None,
-) -> Float[Array, "batch heads queries head_dim"]:
-    """`attend` on each device's rows and heads: XLA does not split a kernel by itself."""
-    if not is_sharding():
-        return attend(q_BNTH, k_BKSH, v_BKSH, segment_ids)
-    mesh = jax.sharding.get_abstract_mesh()
-    rows, heads = partition_spec(["batch", "heads"], mesh)
-    _, kv_heads = partition_spec(["batch", "kv_heads"], mesh)
-    of_queries = PartitionSpec(rows, heads)
-    of_keys = PartitionSpec(rows, kv_heads if kv_heads == heads else None)
-    total_heads, total_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
-
-    def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        if kv_heads != heads:
-            group = total_heads // total_kv_heads
-            first = _index(heads, mesh) * q.shape[1]
-            k, v = (_heads_of(x, first, q.shape[1], group) for x in (k, v))
-        return attend(q, k, v, segment_ids)
-
-    # The kernel's results do not say over which axes they vary, which the check would ask for.
-    return jax.shard_map(
-        local,
-        in_specs=(of_queries, of_keys, of_keys, PartitionSpec(rows)),
-        out_specs=of_queries,
-        check_vma=False,
-    )(q_BNTH, k_BKSH, v_BKSH, segment_ids)
-
-
-def _index(entry: Any, mesh: AbstractMesh) -> Array | int:
-    """The number of this device's part, along the mesh axes of an entry of a spec."""
-    axes = mesh_axes([entry])
-    return jax.lax.axis_index(axes) if axes else 0
-
-
-def _heads_of(x_BKSH: Array, first: Array | int, num_heads: int, group: int) -> Array:
-    """The key-value heads of `num_heads` query heads from `first` on, of `group` each."""
-    if num_heads % group == 0 or group % num_heads == 0:
-        num = max(num_heads // group, 1)
-        return jax.lax.dynamic_slice_in_dim(x_BKSH, first // group, num, axis=1)
-    return jnp.take(x_BKSH, (first + jnp.arange(num_heads)) // group, axis=1)
+    return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
 
 
 def _on_one_device(
-    q_BNTH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array,
-    segment_ids: Array | None,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments: Segments | None,
+    places: Places,
+    part: Array | int,
     *,
     mask: Mask,
+    scale: float,
     soft_cap: float | None,
-    blocks: Blocks,
+    blocks: Blocks | None,
     interpret: bool,
-) -> Float[Array, "batch heads queries head_dim"]:
-    # Imported here: it takes a second, which only TPUs need.
-    from jax.experimental.pallas.ops.tpu import splash_attention
+) -> Float[Array, "batch queries heads head_dim"]:
+    length, num_keys = q_BTNH.shape[1] // places.pieces, k_BSKH.shape[1]
+    blocks = blocks or blocks_for(length, num_keys)
+    pad_queries = functools.partial(pad_pieces, pieces=places.pieces, multiple=blocks.queries)
+    pad_keys = functools.partial(pad_pieces, pieces=1, multiple=blocks.keys)
+    if num_keys % blocks.keys and not mask.causal and segments is None:
+        batch = q_BTNH.shape[0]
+        segments = jnp.zeros(q_BTNH.shape[:2], jnp.int32), jnp.zeros((batch, num_keys), jnp.int32)
+    if segments is not None:
+        of_queries, of_keys = segments
+        segments = pad_queries(of_queries, value=NO_SEGMENT), pad_keys(of_keys, value=NO_SEGMENT)
+    q_BTNH = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype)
+    q_BNTH = pad_queries(q_BTNH).swapaxes(1, 2)
+    k_BKSH, v_BKSH = (pad_keys(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+    shape = Shape(places, length, num_keys)
+    kernel = _kernel(mask, shape, q_BNTH.shape[1], blocks, soft_cap, interpret, part)
 
-    heads, length = q_BNTH.shape[1:3]
+    def one_row(q: Array, k: Array, v: Array, segments: Any) -> Array:
+        # Imported here: it takes a second, which only TPUs need.
+        from jax.experimental.pallas.ops.tpu import splash_attention
+
+        return kernel(q, k, v, segments and splash_attention.SegmentIds(*segments))
+
+    with jax.named_scope(_scope(mask, shape, blocks)):
+        out_BNTH = jax.vmap(one_row)(q_BNTH, k_BKSH, v_BKSH, segments)
+    return without_padding(out_BNTH.swapaxes(1, 2), places.pieces, length)
+
+
+class Shape(NamedTuple):
+    """The queries and keys of a part of a row: their places, the length of a piece, the keys."""
+
+    places: Places
+    length: int
+    num_keys: int
+
+
+def _kernel(
+    mask: Mask,
+    shape: Shape,
+    heads: int,
+    blocks: Blocks,
+    soft_cap: float | None,
+    interpret: bool,
+    part: Array | int,
+) -> Any:
+    """The kernel of one part of a row."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+
     sizes = splash_attention.BlockSizes(
         block_q=blocks.queries,
         block_kv=blocks.keys,
@@ -132,45 +128,65 @@ def _on_one_device(
         block_q_dq=blocks.queries,
         block_kv_dq=blocks.keys,
     )
-    kernel = splash_attention.make_splash_mha_single_device(
-        mask=splash_attention.MultiHeadMask([_lazy(mask, length)] * heads),
+    parts = len(shape.places.starts)
+    kernel = splash_attention.make_splash_mha(
+        mask=splash_attention.MultiHeadMask([_lazy(mask, shape, blocks)] * heads),
         block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
         attn_logits_soft_cap=soft_cap,
         residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
+    if parts == 1:
+        return kernel
 
-    def one_row(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        ids = segment_ids
-        both = None if ids is None else splash_attention.SegmentIds(ids, ids)
-        return kernel(q, k, v, both)
+    def of_part(info: Any) -> Any:
+        """A part's own of the tables of all parts, which follow one another by queries."""
+        assert info.partial_mask_blocks is None  # the mask is a function of the position
 
-    with jax.named_scope(_scope(mask, length, blocks)):
-        return jax.vmap(one_row)(q_BNTH, k_BKSH, v_BKSH, segment_ids)
+        def cut(x: Array | None, axis: int) -> Array | None:
+            if x is None:
+                return None
+            size = x.shape[axis] // parts
+            return jax.lax.dynamic_slice_in_dim(x, part * size, size, axis)
+
+        tables = {name: cut(getattr(info, name), 1) for name in ("data_next", "block_mask")}
+        return info._replace(**tables, q_sequence=cut(info.q_sequence, 0))
+
+    is_info = lambda x: isinstance(x, splash_attention_mask_info.MaskInfo)  # noqa: E731
+    return jax.tree.map(of_part, kernel, is_leaf=is_info)
 
 
-def _scope(mask: Mask, length: int, blocks: Blocks) -> str:
+def _scope(mask: Mask, shape: Shape, blocks: Blocks) -> str:
     """The name by which a plan knows how many of a kernel's steps do anything."""
-    rows = [query for query, _ in masks.pairs(length, mask, blocks.queries, blocks.keys)]
-    width = max(rows.count(query) for query in set(rows))
-    return f"runs_{len(rows)}_of_{width * len(set(rows))}_steps"
+    runs, width, rows = 0, 0, 0
+    for starts in shape.places.starts:
+        sizes = (shape.length, shape.num_keys, mask, blocks.queries, blocks.keys)
+        counts = Counter(query for query, _ in masks.pairs_of_pieces(starts, *sizes))
+        runs, rows = max(runs, counts.total()), len(counts)
+        width = max(width, *counts.values())
+    return f"runs_{runs}_of_{width * rows}_steps"
 
 
 @functools.cache
-def _lazy(mask: Mask, length: int) -> Any:
+def _lazy(mask: Mask, shape: Shape, blocks: Blocks) -> Any:
     """The mask as the kernel takes it: by position, and without an array of [seq, seq]."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
+    queries = _positions(shape, blocks.queries)
+    sizes = len(queries), shape.num_keys + -shape.num_keys % blocks.keys
     if mask == Mask(causal=False, window=None):
-        return splash_attention.FullMask((length, length))
+        return splash_attention.FullMask((len(queries) // len(shape.places.starts), sizes[1]))
 
     class Blockwise(splash_attention.LocalMask):
         """Asked block by block, of which most are wholly visible or hidden: one element says so."""
 
         def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-            queries, keys = block
-            whole = mask.keys_of(queries.stop - 1, queries.start + 1, length)
-            some = mask.keys_of(queries.start, queries.stop, length)
+            rows, keys = self.q_sequence[block[0]], block[1]
+            first, last = int(rows.min()), int(rows.max())
+            whole = mask.keys_of(last, first + 1, sizes[1])
+            some = mask.keys_of(first, last + 1, sizes[1])
             if whole[0] <= keys.start and keys.stop <= whole[1]:
                 return np.ones((1, 1), bool)
             if keys.stop <= some[0] or some[1] <= keys.start:
@@ -178,4 +194,13 @@ def _lazy(mask: Mask, length: int) -> Any:
             return super().__getitem__(block)
 
     reach = None if mask.window is None else mask.window - 1
-    return Blockwise((length, length), (reach, 0 if mask.causal else reach), offset=0)
+    found = Blockwise(sizes, (reach, 0 if mask.causal else reach), offset=0)
+    found.q_sequence = queries
+    return found
+
+
+def _positions(shape: Shape, block: int) -> np.ndarray:
+    """The position of each query of all parts, among the keys; those of padding go on."""
+    padded = shape.length + -shape.length % block
+    pieces = [start + np.arange(padded) for starts in shape.places.starts for start in starts]
+    return np.concatenate(pieces).astype(np.int32)

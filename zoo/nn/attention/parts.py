@@ -1,0 +1,266 @@
+"""Attention on each device of a mesh: its rows, its heads, and its part of each row's tokens.
+
+Where the mesh splits the tokens of a row, a device has the queries of one stretch of it, and gets
+the keys and values that they see. A window reaches into the neighbouring parts alone. Otherwise
+they are gathered; then a causal row is cut in zigzag, so that all parts have equal work: each
+device exchanges the second half of its queries for that of the device as far from the other end.
+Where it sends less, devices exchange heads for tokens instead: see `zoo.nn.attention.heads`.
+
+Legend of suffixes: as in `zoo.nn.attention.choice`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from zoo.nn.attention.heads import Exchange, Transfer
+from zoo.nn.attention.masks import Mask
+from zoo.sharding import ShardingError, is_sharding, mesh_axes, num_parts, split_by
+from zoo.sharding.specs import partition_spec
+
+NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded around a row
+
+Segments = tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
+
+
+class Places(NamedTuple):
+    """Where the queries of each part of a row lie: the first position of each equal piece of it.
+
+    Positions count from the first key that the part has. Parts that are alike are here once.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of a part."""
+        return len(self.starts[0])
+
+
+WHOLE = Places(((0,),))
+
+# From queries, keys, values, segments, places and the number of the part to the output.
+Attend = Callable[[Array, Array, Array, Segments | None, Places, Array | int], Array]
+
+
+def is_split() -> bool:
+    """Whether the mesh that is set splits the tokens of a row."""
+    return num_parts("inner_seq") > 1
+
+
+def on_each_device(
+    attend: Attend,
+    q_BTNH: Float[Array, "batch queries heads head_dim"],
+    k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    segment_ids: Int[Array, "batch keys"] | None,
+    mask: Mask,
+    transfer: Transfer,
+) -> Float[Array, "batch queries heads head_dim"]:
+    """`attend` on each device's rows, heads and tokens: XLA does not split it well by itself.
+
+    Raises:
+        ShardingError: a causal row whose parts have no halves, where keys are gathered; heads that
+            the parts do not divide, where they are to be exchanged.
+    """
+    if not is_sharding():
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, time, heads = partition_spec(["batch", "inner_seq", "heads"], mesh)
+    _, _, kv_heads = partition_spec(["batch", "inner_seq", "kv_heads"], mesh)
+    of_queries = PartitionSpec(rows, time, heads)
+    of_keys = PartitionSpec(rows, time, kv_heads if kv_heads == heads else None)
+    total_heads, total_kv_heads = q_BTNH.shape[2], k_BSKH.shape[2]
+    part = _Part.of(mask, q_BTNH.shape[1], mesh_axes([time]), mesh)
+
+    def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+        if kv_heads != heads:
+            group = total_heads // total_kv_heads
+            first = _index(heads, mesh) * q.shape[2]
+            k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
+        exchange = Exchange(part.axes, part.number, q.shape[2], k.shape[2])
+        if not part.exchanges(exchange, transfer):
+            return part.attend(attend, q, k, v, segment_ids)
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        q, k, v = exchange.whole_rows(q, k, v)
+        return exchange.own_part(attend(q, k, v, segments, WHOLE, 0))
+
+    # A kernel's results do not say over which axes they vary, which the check would ask for.
+    return jax.shard_map(
+        local,
+        in_specs=(of_queries, of_keys, of_keys, PartitionSpec(rows)),
+        out_specs=of_queries,
+        check_vma=False,
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids)
+
+
+def _index(entry: Any, mesh: AbstractMesh) -> Array | int:
+    """The number of this device's part, along the mesh axes of an entry of a spec."""
+    axes = mesh_axes([entry])
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def _heads_of(x_BSKH: Array, first: Array | int, num_heads: int, group: int) -> Array:
+    """The key-value heads of `num_heads` query heads from `first` on, of `group` each."""
+    if num_heads % group == 0 or group % num_heads == 0:
+        num = max(num_heads // group, 1)
+        return jax.lax.dynamic_slice_in_dim(x_BSKH, first // group, num, axis=2)
+    return jnp.take(x_BSKH, (first + jnp.arange(num_heads)) // group, axis=2)
+
+
+class _Part(NamedTuple):
+    """A device's part of a row, and the keys that it needs besides its own.
+
+    `before` and `after` are the positions of neighbouring parts that a window reaches, unless that
+    is all of them: then keys are gathered.
+    """
+
+    mask: Mask
+    axes: tuple[str, ...]
+    number: int
+    length: int
+    before: int = 0
+    after: int = 0
+    gathers: bool = False
+
+    @staticmethod
+    def of(mask: Mask, total: int, axes: tuple[str, ...], mesh: AbstractMesh) -> "_Part":
+        """The parts into which the mesh axes cut a row of `total` positions."""
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        length = total // count
+        before = total if mask.window is None else mask.window - 1
+        after = 0 if mask.causal else before
+        if count == 1:
+            return _Part(mask, axes, count, length)
+        if before + length + after < total:
+            return _Part(mask, axes, count, length, before, after)
+        return _Part(mask, axes, count, length, gathers=True)
+
+    def exchanges(self, exchange: Exchange, transfer: Transfer) -> bool:
+        """Whether heads are exchanged for tokens, rather than keys brought to the queries."""
+        if self.number == 1 or transfer == "gather":
+            return False
+        if transfer == "exchange" and not exchange.divides:
+            raise ShardingError(
+                f"attention='exchange': {split_by('inner_seq')} of the mesh does not divide the "
+                f"{exchange.heads} heads of a device; choose 'gather' or 'auto', or change the mesh"
+            )
+        reach = None if self.gathers else self.before + self.after
+        is_less = exchange.sends_less(self.number * self.length, self.mask, reach)
+        return transfer == "exchange" or is_less
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether parts exchange queries, for equal work."""
+        return self.gathers and self.mask.causal
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """The first position in the row of each piece of each part's queries."""
+        if not self.zigzag:
+            return tuple((i * self.length,) for i in range(self.number))
+        half, last = self.length // 2, 2 * self.number - 1
+        return tuple((2 * i * half, (last - 2 * i) * half) for i in range(self.number))
+
+    @property
+    def places(self) -> Places:
+        """Where the queries of each part lie among its keys."""
+        if not self.gathers:
+            return Places(((self.before,),))
+        sees_all = self.mask == Mask(causal=False, window=None)
+        return WHOLE if sees_all else Places(self.starts)
+
+    def attend(
+        self, attend: Attend, q: Array, k: Array, v: Array, segment_ids: Array | None
+    ) -> Array:
+        """The output of this device's queries, whose keys and values are `k` and `v` so far."""
+        if self.zigzag and self.length % 2:
+            raise ShardingError(
+                f"a row of {self.number * self.length} tokens, split by {split_by('inner_seq')}: "
+                "causal attention cuts each part in two, for equal work; make the length a "
+                f"multiple of {2 * self.number}, or change the mesh"
+            )
+        index = jax.lax.axis_index(self.axes) if self.axes else 0
+        segments = self._segments(segment_ids, q.shape[0], index)
+        k, v = self._seen(k), self._seen(v)
+        out = attend(self._exchanged(q), k, v, segments, self.places, index)
+        return self._exchanged(out)
+
+    def _seen(self, x_BSKH: Array) -> Array:
+        """The keys or values that this device's queries see, and it has one part of."""
+        if self.gathers:
+            # By parts first: of the gradient, TPUs scatter the first axis alone, and reduce the
+            # whole to every device for another.
+            x_PBSKH = jax.lax.all_gather(x_BSKH, self.axes, axis=0)
+            return jnp.moveaxis(x_PBSKH, 0, 1).reshape(x_BSKH.shape[0], -1, *x_BSKH.shape[2:])
+        before = [self._sent(x_BSKH, self.before, far) for far in self._distances(self.before)]
+        after = [self._sent(x_BSKH, self.after, -far) for far in self._distances(self.after)]
+        pieces = [*reversed(before), x_BSKH, *after]
+        return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else x_BSKH
+
+    def _distances(self, reach: int) -> range:
+        """How many parts away those are that lie within reach."""
+        return range(1, math.ceil(reach / self.length) + 1)
+
+    def _sent(self, x: Array, reach: int, far: int) -> Array:
+        """The tokens within reach of the part `far` behind this one; zeros where there is none."""
+        size = min(self.length, reach - (abs(far) - 1) * self.length)
+        x = x[:, -size:] if far > 0 else x[:, :size]
+        ends = [(i, i + far) for i in range(self.number) if 0 <= i + far < self.number]
+        return jax.lax.ppermute(x, self.axes, ends)
+
+    def _exchanged(self, x: Array) -> Array:
+        """The second half exchanged with the device as far from the other end, in zigzag."""
+        if not self.zigzag:
+            return x
+        first, second = jnp.split(x, 2, axis=1)
+        ends = [(i, self.number - 1 - i) for i in range(self.number)]
+        return jnp.concatenate([first, jax.lax.ppermute(second, self.axes, ends)], axis=1)
+
+    def _segments(self, ids: Array | None, batch: int, index: Array | int) -> Segments | None:
+        """The segments of this device's queries and keys, of those of the whole row."""
+        if self.number == 1:
+            return None if ids is None else (ids, ids)
+        if ids is None:
+            if self.gathers:
+                return None
+            ids = jnp.zeros((batch, self.number * self.length), jnp.int32)
+        cut = jax.lax.dynamic_slice_in_dim
+        if not self.gathers:
+            # Beyond the ends of the row there are no keys.
+            around = ((0, 0), (self.before, self.after))
+            padded = jnp.pad(ids, around, constant_values=NO_SEGMENT)
+            keys = cut(padded, index * self.length, self.before + self.length + self.after, axis=1)
+            return cut(ids, index * self.length, self.length, axis=1), keys
+        starts = jnp.array(self.starts, jnp.int32)[index]
+        size = self.length // len(starts)
+        return jnp.concatenate([cut(ids, start, size, axis=1) for start in starts], axis=1), ids
+
+
+def pad_pieces(x: Array, pieces: int, multiple: int, value: Any = 0) -> Array:
+    """[B, T, …] with each of equal pieces of T padded to a multiple."""
+    batch, length = x.shape[0], x.shape[1] // pieces
+    missing = -length % multiple
+    if not missing:
+        return x
+    x = x.reshape(batch, pieces, length, *x.shape[2:])
+    x = jnp.pad(
+        x, [(0, missing if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value
+    )
+    return x.reshape(batch, pieces * (length + missing), *x.shape[3:])
+
+
+def without_padding(x: Array, pieces: int, length: int) -> Array:
+    """[B, T, …] of what `pad_pieces` gives, each piece of `length` again."""
+    batch, padded = x.shape[0], x.shape[1] // pieces
+    if padded == length:
+        return x
+    x = x.reshape(batch, pieces, padded, *x.shape[2:])[:, :, :length]
+    return x.reshape(batch, pieces * length, *x.shape[3:])
