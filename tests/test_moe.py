@@ -15,13 +15,17 @@ from helpers import (
     copy,
     drawn_transformer,
     make_transformer,
+    small_config,
     token_batch,
 )
 
 import zoo
 from zoo import losses, optimizers, sharding
+from zoo.nn.parameters import cast, gather
 from zoo.sharding.kinds import is_matrix
-from zoo.transformer import moe
+from zoo.training import state as state_module
+from zoo.transformer import dispatch as exchanges
+from zoo.transformer import moe, routing
 
 EXPERTS, CHOICES = 8, 3
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "d_ff": 12}
@@ -62,7 +66,7 @@ def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
         n = counted[row].sum()
         taken = np.bincount(chosen[row, :n].ravel(), minlength=EXPERTS) / (n * choices)
         expected = n * EXPERTS * (taken * probabilities[row, :n].mean(0)).sum()
-        assert float(balance[row]) == pytest.approx(expected, rel=1e-4)
+        assert float(balance.load[row]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_even_load_scores_one_per_token():
@@ -121,6 +125,149 @@ def test_mesh_gradients_match_one_device(spec: str, rules: dict):
     assert_trees_close(many[1], one[1], rtol=1e-4)
     for path, grad in arrays(one[1]).items():
         assert np.abs(grad).max() > 1e-5, path
+
+
+def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
+    """A layer's output, its balance, and the gradients of both for its input and parameters."""
+    made, rng = layer(**options), np.random.default_rng(0)
+    x_BTE, g_BTE = (jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32) for _ in range(2))
+    counted = jnp.arange(6)[None] < jnp.asarray([6, 1, 3, 6, 2, 6, 6, 5])[:, None]
+    if skewed:  # all to the same experts
+        x_BTE = x_BTE.at[..., 0].set(4.0)
+        router = made.router.at[0].set(jnp.arange(EXPERTS, dtype=jnp.float32))
+        made = eqx.tree_at(lambda made: made.router, made, router)
+    mesh = zoo.make_mesh(spec)
+
+    @eqx.filter_jit
+    def run(made: moe.MoE, x_BTE: Any) -> Any:
+        def forward(made: moe.MoE, x_BTE: Any) -> Any:
+            x_BTE = sharding.constrain(x_BTE, "batch", "inner_seq", "embed")
+            return gather(made)(x_BTE, counted)
+
+        out, backward = eqx.filter_vjp(forward, made, x_BTE)
+        return out, backward((g_BTE, jax.tree.map(jnp.ones_like, out[1])))
+
+    with sharding.use(mesh, {**sharding.RULES, **rules}):
+        placed = jax.device_put(made, sharding.shardings(made, mesh, {**sharding.RULES, **rules}))
+        return copy(run(placed, x_BTE))
+
+
+OF_LAYER_ON_ONE_DEVICE = functools.cache(lambda skewed: of_layer("", skewed, {}))
+MLPS_SPLIT = {"experts": "expert"}  # and each expert over the tensor axis
+
+
+@pytest.mark.parametrize("skewed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "all_reduce"])
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        ("fsdp=2,expert=2,tensor=2", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("expert=8", {}),
+                ("data=2,expert=4", {}),
+                ("fsdp=2,expert=4", {}),
+                ("expert=4,tensor=2", {}),
+                ("expert=2,tensor=4", MLPS_SPLIT),
+                ("fsdp=2,expert=2,tensor=2", MLPS_SPLIT),
+                ("expert=4,context=2", {}),
+                ("data=2,expert=2,context=2", {}),
+                ("expert=2,context=2,tensor=2", {}),
+                ("expert=2,tensor=4", {"experts": ("tensor", "expert")}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_an_expert_axis_gives_one_devices_gradients(
+    spec: str, rules: dict, dispatch: Any, skewed: bool
+):
+    one = OF_LAYER_ON_ONE_DEVICE(skewed)
+    many = of_layer(spec, skewed, rules, dispatch=dispatch, buffer=1.0)
+    flat = jax.tree.leaves(one)
+    assert len(flat) == len(jax.tree.leaves(many)) == 4 + 4 + 1
+    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+    taken = [bool(each.any()) for each in one[1][0].w_down]
+    assert taken == [not skewed] * (EXPERTS - CHOICES) + [True] * CHOICES
+
+
+def exchange_as_documented(
+    operand: Any, output: Any, *offsets_and_sizes: Any, axis_name: Any
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` as its documentation says it, which XLA for CPU lacks."""
+    begins_D, sent_D, places_D, got_S = offsets_and_sizes
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axis_name, tiled=True)
+    swapped = [swap(x, split_axis=0, concat_axis=0) for x in (begins_D, sent_D, places_D)]
+    sources = jax.lax.all_gather(operand, axis_name)
+    index = jnp.arange(len(output), dtype=jnp.int32)
+    for source, begin, sent, place, got in zip(sources, *swapped, got_S, strict=True):
+        rows = source[jnp.clip(index - place + begin, 0, len(source) - 1)]
+        rows = jnp.where(sent == got, rows, jnp.full_like(rows, jnp.nan))
+        output = jnp.where(((index >= place) & (index < place + got))[:, None], rows, output)
+    return output
+
+
+def test_the_documented_exchange_gives_its_documentations_example():
+    operand = jnp.asarray([[1, 2, 2], [3, 4, 0]], jnp.float32)
+    begins, sent = jnp.asarray([[0, 1], [0, 1]]), jnp.asarray([[1, 2], [1, 1]])
+    places, got = jnp.asarray([[0, 0], [1, 2]]), jnp.asarray([[1, 1], [2, 1]])
+
+    def one(operand: Any, *arguments: Any) -> jax.Array:
+        output = jnp.zeros((4, 1), jnp.float32)
+        arguments = tuple(x[0] for x in arguments)
+        return exchange_as_documented(operand[0][:, None], output, *arguments, axis_name="data")
+
+    spec, mesh = jax.sharding.PartitionSpec("data"), jax.make_mesh((2,), ("data",))
+    run = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    placed = jax.device_put(
+        (operand, begins, sent, places, got), jax.sharding.NamedSharding(mesh, spec)
+    )
+    found = np.asarray(run(*placed)).reshape(2, 4)
+    assert found.tolist() == [[1, 3, 0, 0], [2, 2, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "skewed"),
+    [
+        ("fsdp=2,expert=2,tensor=2", False),
+        pytest.param("expert=8", True, marks=pytest.mark.slow),
+        pytest.param("fsdp=2,expert=4", False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_the_exchange_of_accelerators_match_one_device(
+    spec: str, skewed: bool, monkeypatch: Any
+):
+    calls: list[Any] = []
+
+    def exchange(*args: Any, axis_name: Any) -> jax.Array:
+        calls.append(axis_name)
+        return exchange_as_documented(*args, axis_name=axis_name)
+
+    monkeypatch.setattr(exchanges, "platform", lambda: "tpu")
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", exchange)
+    many = of_layer(spec, skewed, {}, dispatch="all_to_all", buffer=1.0)
+    assert len(calls) >= 4  # there and back, forward and backward
+    flat = jax.tree.leaves(OF_LAYER_ON_ONE_DEVICE(skewed))
+    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("TPU v5 lite", 0), ("TPU v5p", 1)])
+def test_rows_are_exchanged_where_the_compiler_can(kind: str, calls: int, monkeypatch: Any):
+    monkeypatch.setattr(exchanges, "device_kind", lambda: kind)
+    seen, exchange = [], exchanges._by_all_to_all
+    monkeypatch.setattr(
+        exchanges, "_by_all_to_all", lambda *args: seen.append(args) or exchange(*args)
+    )
+    made, x_BTE, all_BT = layer(), jnp.ones((8, 6, 16)), jnp.ones((8, 6), bool)
+    with sharding.use(zoo.make_mesh("expert=8")):
+        jax.eval_shape(lambda x: made(x, all_BT)[0], x_BTE)
+        assert len(seen) == calls
+        if not calls:
+            with pytest.raises(ValueError, match=r"'all_to_all': the compiler for TPU v5 lite has"):
+                jax.eval_shape(lambda x: layer(dispatch="all_to_all")(x, all_BT)[0], x_BTE)
 
 
 @pytest.mark.slow
@@ -217,3 +364,135 @@ def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
         got = eqx.filter_jit(lambda made: made(x, counted))(placed)
     assert set(shapes) == {(EXPERTS // 4, 16, 12), (EXPERTS // 4, 12, 16)}
     assert_trees_close(got, (want, balance), rtol=1e-5)
+
+
+BIASED: dict[str, Any] = {**OPTIONS, "router": "sigmoid", "router_bias_rate": 0.5}
+
+
+def test_sigmoid_routers_match_independent_numpy_formula():
+    """The bias chooses, and does not weigh; what is chosen is weighed by its sigmoid."""
+    bias = np.linspace(1, -1, EXPERTS).astype(np.float32)
+    made, scaled = (
+        eqx.tree_at(lambda made: made.bias.value, each, jnp.asarray(bias))
+        for each in (layer(scores="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
+    )
+    logits = np.random.default_rng(0).normal(size=(2, 7, EXPERTS)).astype(np.float32)
+    got = routing.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
+    scores = 1 / (1 + np.exp(-logits))
+    chosen = np.argsort(-(scores + bias), -1)[..., :CHOICES]
+    assert (chosen != np.argsort(-scores, -1)[..., :CHOICES]).any()
+    np.testing.assert_array_equal(got.chosen, chosen)
+    np.testing.assert_allclose(got.weights, np.take_along_axis(scores, chosen, -1), rtol=1e-5)
+    np.testing.assert_allclose(got.probabilities.sum(-1), 1, rtol=1e-5)
+    x, counted = jnp.asarray(logits).repeat(2, -1), jnp.ones((1, 7), bool)
+    np.testing.assert_allclose(scaled(x, counted)[0], 2.5 * made(x, counted)[0], rtol=1e-4)
+
+
+def test_router_z_loss_matches_independent_numpy_formula():
+    made, rng = layer(), np.random.default_rng(0)
+    x, counted = rng.normal(size=(2, 5, 16)).astype(np.float32), np.arange(5)[None] < [[5], [2]]
+    _, balance = made(jnp.asarray(x), jnp.asarray(counted))
+    z = np.log(np.exp(x @ np.asarray(made.router)).sum(-1)) ** 2
+    np.testing.assert_allclose(balance.z, (z * counted).sum(1), rtol=1e-4)
+    model, batch = drawn_transformer(**OPTIONS), jax.tree.map(jnp.asarray, token_batch(4, 8))
+    (without, *_), (total, _, metrics) = (
+        losses.balanced_next_token(0.1, each)(model, batch, None) for each in (0.0, 0.5)
+    )
+    assert float(total - without) == pytest.approx(0.5 * float(metrics["router_z"]), rel=1e-3)
+    assert metrics["router_z"] > 1
+
+
+def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
+    """The biases after each of two steps, and the gradient's norm in the last."""
+    mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
+    options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
+    make_model = make_transformer(**BIASED)
+    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+    step, found = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, **options), []
+    for _ in range(2):
+        state, metrics = step(state, token_batch(8, 16))
+        found.append(np.asarray(state.model.blocks.mlp.bias.value))
+    return [*found, np.asarray(metrics["grad_norm"])]
+
+
+def test_a_step_moves_biases_against_the_load():
+    first, second, _ = biases_after("", 1)
+    model = make_transformer(**BIASED)(jax.random.split(jax.random.key(0))[0])
+    batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
+    counts = []
+
+    def counted(logits: Any, bias: Any, *rest: Any) -> Any:
+        found = routing_route(logits, bias, *rest)
+        taken = jax.nn.one_hot(found.chosen, EXPERTS).sum(2)
+        taken = jnp.where(batch["segment_ids"][..., None] > 0, taken, 0.0)
+        counts.append(np.asarray(taken.sum((0, 1))))
+        return found
+
+    routing_route = routing.route
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(routing, "route", counted)
+        model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})
+    load = np.stack(counts)
+    np.testing.assert_array_equal(first, -0.5 * np.sign(load - load.mean(-1, keepdims=True)))
+    assert (first != 0).any()
+    assert (first != second).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "accumulate"), [("", 2), (CUBE, 1), ("fsdp=2,expert=4", 1), ("expert=2,tensor=2", 4)]
+)
+def test_biases_depend_on_neither_mesh_nor_microbatches(spec: str, accumulate: int):
+    *one, norm = biases_after("", 1)
+    *other, other_norm = biases_after(spec, accumulate)
+    np.testing.assert_array_equal(other, one)
+    np.testing.assert_allclose(other_norm, norm, rtol=1e-4)
+
+
+def test_biases_are_stored_but_not_trained(tmp_path: Any):
+    model = drawn_transformer(**BIASED, shared_experts=1)
+    bias = model.blocks.mlp.bias.value
+    assert cast(model, jnp.bfloat16).blocks.mlp.bias.value.dtype == jnp.float32
+    assert not state_module.trained_leaves(model, None).blocks.mlp.bias.value
+    assert not state_module.frozen_leaves(model, None).blocks.mlp.bias.value
+    assert state_module.balanced_leaves(model, None).blocks.mlp.bias.value
+    zoo.save(tmp_path / "m", model)
+    loaded = zoo.load(tmp_path / "m").blocks
+    np.testing.assert_array_equal(loaded.mlp.bias.value, bias)
+    np.testing.assert_array_equal(loaded.shared_mlp.w_up, model.blocks.shared_mlp.w_up)
+
+
+def test_shared_experts_are_an_mlp_for_every_token():
+    model = drawn_transformer(**OPTIONS, shared_experts=2, num_layers=1)
+    block = jax.tree.map(lambda x: x[0], eqx.filter(model.blocks, eqx.is_array))
+    block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
+    assert block.shared_mlp.w_up.shape == (32, 24)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 32))
+    with_, _ = block._feed_forward(x, None, None)
+    without, _ = eqx.tree_at(lambda block: block.shared_mlp, block, None)._feed_forward(
+        x, None, None
+    )
+    np.testing.assert_allclose(with_ - without, block.shared_mlp(block.mlp_norm(x)), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_buffer": 0.5}, "moe_buffer=0.5: must be 1 at least"),
+        ({"shared_experts": -1}, "shared_experts=-1: is negative"),
+        ({"num_experts": None, "shared_experts": 1}, "shared_experts=1: .* set num_experts"),
+        ({"num_experts": None, "router_bias_rate": 0.1}, "router_bias_rate=0.1: .* set num_exp"),
+        ({"router_bias_rate": 0.0}, "router_bias_rate=0.0: must be positive"),
+    ],
+)
+def test_bad_settings_of_experts_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        small_config(**{**OPTIONS, **changes})
+
+
+def test_experts_that_the_axis_does_not_divide_are_refused():
+    mesh = zoo.make_mesh("expert=8")
+    make_model = make_transformer(**{**OPTIONS, "num_experts": 12})
+    message = r"w_gate of shape .*: the size 12 is not divisible by expert=8 of the mesh"
+    with pytest.raises(sharding.ShardingError, match=message):
+        zoo.init_state(make_model, optax.sgd(0.1), key=jax.random.key(0), mesh=mesh)

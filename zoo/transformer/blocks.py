@@ -3,6 +3,7 @@
 Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, H head size.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.attention import attention
+from zoo.nn.balancing import Balance
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
@@ -154,6 +156,7 @@ class Block(eqx.Module):
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: MLP | MoE
+    shared_mlp: MLP | None
     mlp_out_norm: Norm | None
     dropout: float = eqx.field(static=True)
 
@@ -165,6 +168,7 @@ class Block(eqx.Module):
         self.attention_out_norm = residual_norm(config) if after else None
         self.mlp_norm = residual_norm(config) if before else None
         self.mlp = _make_mlp(config, key=mlp_key)
+        self.shared_mlp = _make_shared(config, key=mlp_key)
         self.mlp_out_norm = residual_norm(config) if after else None
         self.dropout = config.dropout
 
@@ -176,12 +180,12 @@ class Block(eqx.Module):
         window: int | None,
         key: Key[Array, ""] | None,
         attend: Attend = attention,
-    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
-        """Apply the layer to the residual stream; also the `load_balance` of its experts."""
+    ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
+        """Apply the layer to the residual stream; also the `Balance` of its experts."""
         keys = (None, None) if key is None else jax.random.split(key)
         x_BTE = x_BTE + self._attend(x_BTE, segment_ids, rotary, window, attend, keys[0])
-        added_BTE, balance_B = self._feed_forward(x_BTE, segment_ids, keys[1])
-        return x_BTE + added_BTE, balance_B
+        added_BTE, balance = self._feed_forward(x_BTE, segment_ids, keys[1])
+        return x_BTE + added_BTE, balance
 
     def _attend(
         self,
@@ -202,14 +206,16 @@ class Block(eqx.Module):
         x_BTE: Float[Array, "batch seq embed"],
         segment_ids: Int[Array, "batch seq"] | None,
         key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """The residual update of the MLP or the experts, and the balance of these."""
-        normed_BTE, balance_B = _enter(self.mlp_norm, x_BTE), None
+        normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
-            added_BTE, balance_B = self.mlp(normed_BTE, _is_token(segment_ids, x_BTE))
+            added_BTE, balance = self.mlp(normed_BTE, _is_token(segment_ids, x_BTE))
+            if self.shared_mlp is not None:
+                added_BTE = added_BTE + self.shared_mlp(normed_BTE)
         else:
             added_BTE = self.mlp(normed_BTE)
-        return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance_B
+        return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance
 
 
 # Between these two a part has whole rows: with "seq" sharded, only the stream outside is split.
@@ -233,10 +239,23 @@ def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize=config.normalize_experts,
+        scores=config.router,
+        bias_rate=config.router_bias_rate,
+        scale=config.expert_scale,
         activation=config.activation,
         num_layers=config.num_layers,
+        dispatch=config.moe_dispatch,
+        buffer=config.moe_buffer,
         key=key,
     )
+
+
+def _make_shared(config: Config, *, key: Key[Array, ""]) -> MLP | None:
+    """The experts that every token goes to, as one MLP."""
+    if config.num_experts is None or config.shared_experts == 0:
+        return None
+    width = config.shared_experts * config.hidden_size
+    return MLP(dataclasses.replace(config, d_ff=width), key=jax.random.fold_in(key, 1))
 
 
 def _is_token(segment_ids: Array | None, x_BTE: Array) -> Bool[Array, "#batch seq"]:

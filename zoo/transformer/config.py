@@ -13,6 +13,8 @@ from zoo.base.configuration import added, formerly, may_differ, of_training, req
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
 from zoo.nn.remat import Policy
+from zoo.transformer.dispatch import Dispatch
+from zoo.transformer.routing import Scores
 
 LayerKind = Literal["local", "global"]
 
@@ -32,7 +34,13 @@ def _rope_scaling(value: Any) -> Any:
 # Fields that are positive where they are given.
 POSITIVE = ["vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"]
 POSITIVE += ["num_experts", "norm_eps", "rope_theta", "local_rope_theta", "max_seq_len", "window"]
-POSITIVE += ["attention_scale", "attention_soft_cap", "logit_soft_cap"]
+POSITIVE += [
+    "router_bias_rate",
+    "expert_scale",
+    "attention_scale",
+    "attention_soft_cap",
+    "logit_soft_cap",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,18 @@ class Config:
     """Experts that each token goes to: those with the highest router probabilities."""
     normalize_experts: bool = True
     """Make the weights of a token's experts add up to one (Mixtral)."""
+    router: Scores = added("softmax")
+    """Scores of the experts: softmax over all of them, or a sigmoid of each (DeepSeek-V3)."""
+    router_bias_rate: float | None = added(None)
+    """Step of a bias per expert that evens out their load, such as 0.001; no bias if not given."""
+    expert_scale: float = added(1.0)
+    """Factor of the weights of a token's experts (DeepSeek-V3)."""
+    shared_experts: int = added(0)
+    """Experts that every token goes to, beside those that its router chooses."""
+    moe_dispatch: Dispatch = added("auto", may_differ=True)
+    """Exchange of a mesh axis of experts: all_reduce, all_to_all (of more devices than choices)."""
+    moe_buffer: float = added(2.0, may_differ=True)
+    """Rows that a device has room for in a round of all_to_all, over its even share of them."""
     norm: NormKind = "rms"
     """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
     norm_placement: Literal["pre", "post", "both"] = formerly("norms", default="pre")
@@ -135,6 +155,14 @@ class Config:
         require(
             len(self.window_pattern) > 0, "window_pattern=(): needs a 'local' or 'global' at least"
         )
+        require(self.shared_experts >= 0, f"shared_experts={self.shared_experts}: is negative")
+        for name, default in (("router_bias_rate", None), ("shared_experts", 0)):
+            value = getattr(self, name)
+            require(
+                self.num_experts is not None or value == default,
+                f"{name}={value}: a model without experts has none; set num_experts",
+            )
+        require(self.moe_buffer >= 1, f"moe_buffer={self.moe_buffer}: must be 1 at least")
         if self.num_experts is not None:
             require(
                 0 < self.experts_per_token <= self.num_experts,
@@ -201,7 +229,7 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     attention_weights = config.d_model * size * (2 * heads + 2 * kv_heads)
     mlp_weights = config.d_model * config.hidden_size * (3 if config.gated else 2)
     if config.num_experts is not None:
-        mlp_weights *= config.experts_per_token
+        mlp_weights *= config.experts_per_token + config.shared_experts
         mlp_weights += config.d_model * config.num_experts
     weights = config.num_layers * (attention_weights + mlp_weights)
     weights += config.d_model * config.vocab_size

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
+from zoo.nn.balancing import Balance
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
 from zoo.nn.parameters import CastsAtUse, gather, transposed
 from zoo.nn.protocols import SequenceOptions
@@ -94,8 +95,8 @@ class Transformer(CastsAtUse):
         positions: Int[Array, "batch seq"] | None = None,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch"] | None]:
-        """`hidden`, and each row's `moe.load_balance` as the layers' mean; None without experts.
+    ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
+        """`hidden`, and each row's `Balance` as the layers' mean; None without experts.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
         in each of them, `mask` is False at padding, and a `key` turns dropout on.
@@ -111,24 +112,24 @@ class Transformer(CastsAtUse):
         if key is not None:
             layers_key, embedding_key = jax.random.split(key)
             x_BTE = dropout(x_BTE, config.dropout, embedding_key)
-        balance_B = None if config.num_experts is None else jnp.zeros(tokens.shape[0])
+        zeros = [jnp.zeros(tokens.shape[0]) for _ in Balance._fields]
+        balance = None if config.num_experts is None else Balance(*zeros)
 
         def block(kind: LayerKind, block: Block, carry: tuple, index: Array) -> tuple:
-            x_BTE, sum_B = carry
+            x_BTE, so_far = carry
             layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
             rotary, window = rotaries[kind], config.window_of(kind)
-            x_BTE, balance_B = block(x_BTE, segment_ids, rotary, window, layer_key)
-            return x_BTE, None if balance_B is None else sum_B + balance_B
+            x_BTE, balance = block(x_BTE, segment_ids, rotary, window, layer_key)
+            return x_BTE, jax.tree.map(jnp.add, so_far, balance)
 
-        x_BTE, balance_B = scan_layers(
+        x_BTE, balance = scan_layers(
             [partial(block, kind) for kind in config.layer_kinds],
             self.blocks,
-            (x_BTE, balance_B),
+            (x_BTE, balance),
             policy=config.remat,
             scan=config.scan_layers,
         )
-        balance_B = None if balance_B is None else balance_B / config.num_layers
-        return self.finish(x_BTE), balance_B
+        return self.finish(x_BTE), jax.tree.map(lambda sum_B: sum_B / config.num_layers, balance)
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence longer than a table of learned positions."""

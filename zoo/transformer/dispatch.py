@@ -1,0 +1,288 @@
+"""The way of tokens to their experts and back, over the devices of a mesh.
+
+Experts lie on the mesh axes of the logical axis "experts". Devices that differ in an axis which
+splits the batch too have other tokens and other experts: they exchange one or the other.
+
+- "all_reduce": each device gathers the tokens of all, computes its experts for all of them, and
+  the results are added up and split again.
+- "all_to_all": each token goes to the devices of its experts alone, once for each, and back. No
+  token is dropped, however uneven the load: tokens go in rounds, of which the rows of one fit into
+  the buffer even if all of them are for one device.
+
+With t devices and c choices of a token the first moves t / c of the bytes of the second.
+
+Legend of suffixes: B batch, T time, E embed, N tokens, C a token's choices, R routed rows,
+X experts of a device, S sources and D destinations.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from zoo.nn.derivatives import custom_vjp
+from zoo.nn.precision import device_kind, platform
+from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
+
+Dispatch = Literal["auto", "all_reduce", "all_to_all"]
+
+# The routing between these chips is too limited for `jax.lax.ragged_all_to_all`.
+_WITHOUT_EXCHANGE = ("TPU v5 lite",)
+
+# The product of each row with the matrices of its expert; rows are in the order of the experts.
+Experts = Callable[..., Float[Array, "rows embed"]]
+
+
+class Routed(NamedTuple):
+    """Tokens, and the weights and the numbers of the experts that each goes to."""
+
+    x: Float[Array, "... embed"]
+    weights: Float[Array, "... choices"]
+    chosen: Int[Array, "... choices"]
+
+
+class _Split(NamedTuple):
+    """The mesh axes that experts lie on: those that split the tokens too, and the others."""
+
+    axes: tuple[str, ...]
+    exchanged: tuple[str, ...]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The axes of devices with the same tokens."""
+        return tuple(axis for axis in self.axes if axis not in self.exchanged)
+
+
+def apply_experts(
+    experts: Experts,
+    routed: Routed,
+    matrices: tuple[Array, Array, Array],
+    *,
+    dispatch: Dispatch,
+    buffer: float,
+) -> Float[Array, "batch seq embed"]:
+    """The weighted sum of each token's experts, which lie on the devices as `gather` leaves them.
+
+    `experts(rows, *matrices, sizes)` multiplies rows in the order of a device's own experts, as
+    many of each as `sizes` says. XLA does not split that by itself.
+    """
+    if not is_sharding():
+        return _for_all(experts, 0, routed, matrices)
+    mesh = jax.sharding.get_abstract_mesh()
+    tokens = partition_spec(["batch", "inner_seq"], mesh)
+    # "embed" is whole, and so is "mlp" where the experts are split.
+    on, hidden = spec_in_use(["experts", "mlp"], mesh)
+    axes = mesh_axes([on])
+    split = _Split(axes, tuple(axis for axis in axes if axis in mesh_axes(tokens)))
+    added = (*split.others, *mesh_axes([hidden]))
+    parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
+    exchanges = device_kind() not in _WITHOUT_EXCHANGE
+    if dispatch == "auto":
+        is_less = parts > routed.chosen.shape[-1]
+        dispatch = "all_to_all" if is_less and exchanges else "all_reduce"
+    if parts == 1 or axes[: len(split.exchanged)] != split.exchanged:
+        dispatch = "all_reduce"
+    if dispatch == "all_to_all" and not exchanges:
+        raise ValueError(
+            f"moe_dispatch='all_to_all': the compiler for {device_kind()} has no exchange of "
+            "uneven parts; take 'auto' or 'all_reduce'"
+        )
+
+    def local(routed: Routed, matrices: tuple[Array, Array, Array]) -> Array:
+        if dispatch == "all_to_all":
+            y_BTE = _by_all_to_all(experts, routed, matrices, mesh, split, buffer)
+        else:
+            y_BTE = _by_all_reduce(experts, routed, matrices, split)
+        return y_BTE[None]
+
+    up, down = PartitionSpec(on, None, hidden), PartitionSpec(on, hidden, None)
+    # The kernel's results do not say over which axes they vary, which the check would ask for.
+    y_SBTE = jax.shard_map(
+        local,
+        in_specs=(tokens, (up, up, down)),
+        out_specs=PartitionSpec(added or None, *tokens),
+        check_vma=False,
+    )(routed, matrices)
+    # Not `sum`, which would add up, and so send, bf16 as fp32.
+    return jax.lax.reduce(y_SBTE, jnp.zeros((), y_SBTE.dtype), jax.lax.add, (0,))
+
+
+def num_rounds(parts: int, buffer: float) -> int:
+    """Rounds of an exchange among `parts` devices, each with room for `buffer` times its share."""
+    return math.ceil(parts / buffer)
+
+
+def _by_all_reduce(
+    experts: Experts, routed: Routed, matrices: tuple[Array, Array, Array], split: _Split
+) -> Float[Array, "batch seq embed"]:
+    """A device's experts for the tokens of all devices that it exchanges with."""
+    first = jax.lax.axis_index(split.axes) * matrices[0].shape[0] if split.axes else 0
+    for axis in reversed(split.exchanged):
+        gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+        routed = Routed(*map(gather, routed))
+    with jax.named_scope(_share(math.prod(map(jax.lax.axis_size, split.axes)))):
+        y_BTE = _for_all(experts, first, routed, matrices)
+    for axis in split.exchanged:
+        y_BTE = jax.lax.psum_scatter(y_BTE, axis, tiled=True)
+    return y_BTE
+
+
+def _for_all(
+    experts: Experts,
+    first_expert: Int[Array, ""] | int,
+    routed: Routed,
+    matrices: tuple[Array, Array, Array],
+) -> Float[Array, "batch seq embed"]:
+    """The weighted outputs of the experts from `first_expert` on, summed per token."""
+    x_BTE, _, chosen_BTC = routed
+    num_local, choices = matrices[0].shape[0], chosen_BTC.shape[-1]
+    expert_R = chosen_BTC.reshape(-1) - first_expert
+    # Rows for the experts of other devices go behind all groups, and are computed by nobody here.
+    expert_R = jnp.where((expert_R >= 0) & (expert_R < num_local), expert_R, num_local)
+    order_R = jnp.argsort(expert_R)
+    sizes_X = jnp.bincount(expert_R, length=num_local + 1)[:num_local].astype(jnp.int32)
+    mine_R1 = (expert_R[order_R] < num_local)[:, None]
+    rows_RE = x_BTE.reshape(-1, x_BTE.shape[-1])[order_R // choices]
+    rows_RE = jnp.where(mine_R1, rows_RE, jnp.zeros_like(rows_RE))
+    y_RE = experts(rows_RE, *matrices, sizes_X)
+    y_RE = jnp.where(mine_R1, y_RE, jnp.zeros_like(y_RE))
+    return _summed(y_RE, order_R, routed)
+
+
+def _summed(
+    y_RE: Float[Array, "rows embed"], order_R: Int[Array, "rows"], routed: Routed
+) -> Float[Array, "... embed"]:
+    """Each token's rows, weighted and added up."""
+    y_RE = y_RE * routed.weights.reshape(-1)[order_R][:, None]
+    # Back in the order of the tokens by a gather, which adds up in the same order every time.
+    y_NCE = y_RE[jnp.argsort(order_R)].reshape(*routed.chosen.shape, y_RE.shape[-1])
+    return y_NCE.astype(jnp.float32).sum(-2).astype(y_RE.dtype)
+
+
+def _by_all_to_all(
+    experts: Experts,
+    routed: Routed,
+    matrices: tuple[Array, Array, Array],
+    mesh: AbstractMesh,
+    split: _Split,
+    buffer: float,
+) -> Float[Array, "batch seq embed"]:
+    """The rows of a device's tokens by the devices of their experts, in rounds."""
+    parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
+    others = math.prod(mesh.shape[axis] for axis in split.others)
+    rounds, num_local = num_rounds(parts, buffer), matrices[0].shape[0]
+    tokens = math.prod(routed.x.shape[:-1])
+    padding, nobody = -tokens % rounds, parts * others * num_local
+
+    def in_rounds(x: Array, value: int) -> Array:
+        flat = jnp.pad(x.reshape(tokens, -1), ((0, padding), (0, 0)), constant_values=value)
+        return flat.reshape(rounds, -1, x.shape[-1])
+
+    def one(_: None, routed: Routed) -> tuple[None, Array]:
+        return None, _one_round(experts, routed, matrices, split, parts, others)
+
+    # Kept of a round are its inputs alone, or all rounds together would keep all rows.
+    one = jax.checkpoint(one, prevent_cse=False) if rounds > 1 else one
+    x, weights, chosen = routed
+    each = Routed(in_rounds(x, 0), in_rounds(weights, 0), in_rounds(chosen, nobody))
+    _, y_SNE = jax.lax.scan(one, None, each)
+    return y_SNE.reshape(-1, x.shape[-1])[:tokens].reshape(x.shape)
+
+
+def _one_round(
+    experts: Experts,
+    routed: Routed,
+    matrices: tuple[Array, Array, Array],
+    split: _Split,
+    parts: int,
+    others: int,
+) -> Float[Array, "tokens embed"]:
+    """Rows sent to the devices of their experts, multiplied there, and sent back."""
+    num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
+    device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
+    here = jax.lax.axis_index(split.others) if split.others else 0
+    # Of several devices with the same tokens each sends those of its own experts' number.
+    mine_R = (device_R % others == here) & (device_R < parts * others)
+    expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
+    order_R = jnp.argsort(expert_R)
+    sizes_DX = jnp.bincount(expert_R, length=parts * num_local + 1)[:-1]
+    sizes_SDX = jax.lax.all_gather(
+        sizes_DX.astype(jnp.int32).reshape(parts, num_local), split.exchanged
+    )
+    sizes_SX = sizes_SDX[:, jax.lax.axis_index(split.exchanged)]
+
+    rows_RE = routed.x[order_R // choices]
+    room = parts * rows_RE.shape[0]
+    got_RE = _exchange(rows_RE, sizes_SDX.sum(-1), split.exchanged, room)
+    # From the order of the sources to that of the experts, and back.
+    expert_R = jnp.repeat(
+        jnp.tile(jnp.arange(num_local, dtype=jnp.int32), parts),
+        sizes_SX.reshape(-1),
+        total_repeat_length=room,
+    )
+    is_row = jnp.arange(room, dtype=jnp.int32) < sizes_SX.sum()
+    by_expert_R = jnp.argsort(jnp.where(is_row, expert_R, num_local))
+    with jax.named_scope(_share(parts * others)):
+        y_RE = experts(_taken(got_RE, by_expert_R), *matrices, sizes_SX.sum(0))
+    y_RE = _taken(y_RE, jnp.argsort(by_expert_R))
+    y_RE = _exchange(y_RE, sizes_SDX.sum(-1).T, split.exchanged, rows_RE.shape[0])
+    return _summed(y_RE, order_R, routed)
+
+
+def _share(parts: int) -> str:
+    """The name by which a plan knows that of a device's rows one in `parts` is for its experts.
+
+    That is with an even load. The kernel leaves out the tiles of the others.
+    """
+    return f"runs_1_of_{parts}_steps"
+
+
+def _taken(x_RE: Array, order_R: Array) -> Float[Array, "rows embed"]:
+    """The rows in another order, each once."""
+    return x_RE.at[order_R].get(unique_indices=True, mode="promise_in_bounds")
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
+def _exchange(x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int) -> Array:
+    """The rows that all devices have for this one, in the order of the devices, then zeros.
+
+    Each has its rows in the order of their destinations; `sizes_SD` says how many go from where to
+    where. With that transposed it is its own inverse.
+    """
+    here = jax.lax.axis_index(axes)
+    sent_D, got_S = sizes_SD[here], sizes_SD[:, here]
+    starts_SD = jnp.cumsum(sizes_SD, 1) - sizes_SD  # of the rows at their sources
+    ends_SD = jnp.cumsum(sizes_SD, 0) - sizes_SD  # and at their destinations
+    if platform() != "cpu":
+        out_RE = jnp.zeros((room, x_RE.shape[1]), x_RE.dtype)
+        offsets = (starts_SD[here], sent_D, ends_SD[here], got_S)
+        return jax.lax.ragged_all_to_all(x_RE, out_RE, *offsets, axis_name=axes)
+    # XLA for CPU has no such exchange: all rows of all devices, of which it takes its own.
+    x_SRE = jax.lax.all_gather(x_RE, axes)
+    source_R = jnp.repeat(jnp.arange(len(got_S), dtype=jnp.int32), got_S, total_repeat_length=room)
+    index_R = jnp.arange(room, dtype=jnp.int32)
+    place_R = index_R - ends_SD[source_R, here] + starts_SD[source_R, here]
+    out_RE = x_SRE[source_R, jnp.minimum(place_R, x_RE.shape[0] - 1)]
+    return jnp.where((index_R < got_S.sum())[:, None], out_RE, jnp.zeros_like(out_RE))
+
+
+def _exchange_forward(
+    x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int
+) -> tuple[Array, tuple[Array, Array]]:
+    # The rows for their number alone.
+    return _exchange(x_RE, sizes_SD, axes, room), (sizes_SD, x_RE[:, :0])
+
+
+def _exchange_backward(
+    axes: tuple[str, ...], room: int, residuals: tuple[Array, Array], g_RE: Array
+) -> tuple[Array, None]:
+    sizes_SD, rows = residuals
+    return _exchange(g_RE, sizes_SD.T, axes, len(rows)), None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
