@@ -23,7 +23,7 @@ from zoo.decoding.decoder import decoder_of
 from zoo.nn.codes import Kind
 from zoo.nn.precision import native_precision
 from zoo.planning import hlo, published, targets
-from zoo.planning.collectives import memory_traffic
+from zoo.planning.traffic import memory_traffic
 from zoo.publishing import models
 from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter

@@ -18,7 +18,7 @@ import zoo
 from zoo import optimizers, sharding
 from zoo.planning import targets
 from zoo.planning.job import Job, make_estimate
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 from zoo.sharding import ShardingError, logical_axes, make_mesh
 from zoo.sharding.foreign import BUILT_IN
 from zoo.sharding.rules import axes_in_use

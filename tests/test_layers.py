@@ -11,6 +11,8 @@ import pytest
 from helpers import value_and_gradients
 from jaxtyping import Array
 
+import zoo
+from zoo import sharding
 from zoo.nn import layers
 
 KEY = jax.random.key(0)
@@ -166,3 +168,26 @@ def test_rotary_positions_keep_the_compute_dtype():
     y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
     assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
     assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1
+
+
+def test_gradients_of_a_table_are_added_up_over_a_mesh_in_its_dtype():
+    """Each part of the tokens adds up its own in fp32, and rounds once."""
+    table, ids = jax.random.normal(KEY, (4, 32)), jax.random.randint(KEY, (8, 16), 0, 4)
+    given = jax.random.normal(jax.random.key(1), (8, 16, 32))
+
+    def loss(table: Array, ids: Array, given: Array) -> Array:
+        rows = layers.look_up(table.astype(jnp.bfloat16), ids, "vocab")
+        return (sharding.constrain(rows, "batch", "seq", None) * given.astype(rows.dtype)).sum()
+
+    by_part = [
+        jax.grad(loss)(table, ids, given).astype(jnp.bfloat16).astype(jnp.float32)
+        for ids, given in zip(np.split(ids, 4), np.split(given, 4), strict=True)
+    ]
+    with sharding.use(zoo.make_mesh("data=2,fsdp=2,tensor=2")):
+        found = jax.jit(jax.grad(loss))(table, ids, given)
+    # As XLA adds up bf16 on this CPU.
+    wanted = sum(by_part).astype(jnp.bfloat16)
+    unrounded = np.asarray(jax.jit(jax.grad(loss))(table, ids, given))
+    np.testing.assert_array_equal(found, wanted)
+    assert np.mean(np.asarray(found) == unrounded) < 0.9
+    np.testing.assert_allclose(found, unrounded, atol=0.1)

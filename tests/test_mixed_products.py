@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import FAMILIES, Family, make_transformer, token_batch
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 import zoo
@@ -87,6 +88,11 @@ ALIKE = {
     "fp32": lambda w, x, f: f @ jnp.ones((4, 4)),
     "bf16 by way of fp8": lambda w, x, f: x.astype(jnp.float8_e5m2).astype(x.dtype) @ w,
     "no product": lambda w, x, f: f * w[:2],
+    "in a kernel": lambda w, x, f: pl.pallas_call(
+        lambda f, w, out: out.__setitem__(..., f[...] @ w[...].astype(jnp.float32)),
+        jax.ShapeDtypeStruct((2, 4), jnp.float32),
+        interpret=True,
+    )(f, w),
     "integers": lambda w, x, f: f.astype(jnp.int32) @ jnp.ones((4, 4), jnp.int32),
 }
 

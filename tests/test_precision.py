@@ -144,7 +144,7 @@ def test_cast_changes_only_float_arrays():
 def test_an_unknown_precision_is_an_error():
     # Past the run-time type checker, which has an error of its own.
     compute_dtype = getattr(precision.compute_dtype, "__wrapped__", precision.compute_dtype)
-    with pytest.raises(ValueError, match=r"precision='fp8'.*\['bf16', 'fp16', 'fp32'\]"):
+    with pytest.raises(ValueError, match=r"precision='fp8'.*\['bf16', 'fp16', 'fp32', 'int8'\]"):
         compute_dtype("fp8")
 
 

@@ -139,6 +139,7 @@ def test_a_table_gives_rows_and_is_a_head(kind):
     np.testing.assert_allclose(head.times(jnp.asarray(x)), x @ values, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_groups_are_divisors_and_8_bits_where_there_are_none():
     groups = {}
     for size in (128, 96, 40, 70, 33, 6):

@@ -17,8 +17,8 @@ import zoo
 import zoo.runs.recorder
 from zoo import ensemble, losses, sharding
 from zoo.nn import stateful
+from zoo.runs.config import Config
 from zoo.runs.monitor import CompileCounter
-from zoo.runs.run import Config
 
 KEY = jax.random.key(0)
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}

@@ -27,7 +27,7 @@ from helpers import (
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import losses, sharding
+from zoo import losses, sharding, transformer
 from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
 from zoo.runs.monitor import CompileCounter
@@ -632,6 +632,19 @@ def test_non_callable_losses_are_refused():
             make()
 
 
+def test_losses_of_other_arguments_are_refused():
+    def without_key(model, batch):
+        return line_loss(model, batch, None)
+
+    message = r"loss_fn without_key\(model, batch\): too many .* loss_fn\(model, batch, key\)"
+    for make in (
+        lambda: zoo.make_train_step(without_key, KEEP_GRADIENT),
+        lambda: zoo.make_eval_step(without_key),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make()
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_non_optimizers_are_refused():
     for make in (
@@ -894,3 +907,25 @@ def test_frozen_parts_complete_a_state():
     # Nothing is loaded where nothing is frozen.
     options |= {"trainable": None, "pretrained": Pretrained(skeleton, lambda: 1 / 0)}
     assert not jax.tree.leaves(frozen_state(*make, **options))
+
+
+WHOLE = ["data=8", "fsdp=8", "tensor=2", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,expert=4"]
+WHOLE += ["fsdp=4,context=2", "data=2,context=2,tensor=2"]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=2,fsdp=2,tensor=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in WHOLE)],
+)
+def test_no_activation_is_gathered_whole_for_want_of_a_plan(mesh, capfd):
+    """XLA says so of what it can only copy to all devices to place it anew."""
+    config = transformer.Config(256, d_model=64, num_layers=1, num_heads=2)
+    optimizer = optax.sgd(0.1)
+    mesh = zoo.make_mesh(mesh)
+    state = zoo.init_state(
+        lambda key: transformer.Transformer(config, key=key), optimizer, key=KEY, mesh=mesh
+    )
+    step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision="bf16")
+    tokens = jnp.zeros((8, 64), jnp.int32)
+    step(state, {"tokens": tokens, "targets": tokens, "weights": jnp.ones((8, 64))})
+    assert "rematerialization" not in capfd.readouterr().err

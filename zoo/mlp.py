@@ -28,7 +28,7 @@ from zoo.nn.layers import (
 from zoo.nn.parameters import CastsInputs, Operand, gather
 from zoo.nn.precision import matmul
 from zoo.nn.remat import Policy, scan_layers
-from zoo.sharding import constrain
+from zoo.sharding import ShardingError, constrain, split_by
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,16 @@ class MLP(CastsInputs):
     def __call__(
         self, x: Float[Array, "batch in_size"], *, key: Key[Array, ""] | None = None
     ) -> Float[Array, "batch out_size"]:
-        """The outputs, float32[batch, out_size]; a `key` turns dropout on."""
+        """The outputs, float32[batch, out_size]; a `key` turns dropout on.
+
+        Raises:
+            ShardingError: a mesh that splits the tokens of rows, which have none here.
+        """
+        if split := split_by("inner_seq"):
+            raise ShardingError(
+                f"{split} of the mesh splits the tokens of a row, and an MLP's rows have none: its "
+                "devices would all compute the same; take a mesh without that axis"
+            )
         first_key, blocks_key, last_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x = constrain(x.astype(self.head.weight.dtype), "batch", "features")
         x = gather(self.first)(x, first_key)

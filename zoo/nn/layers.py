@@ -8,17 +8,19 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, require
 from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
+from zoo.sharding import constrain, num_parts
 
 Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
 MLPKind = Literal["swiglu", "geglu", Activation]
@@ -78,35 +80,73 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        return look_up(self.weight, ids)
+        return look_up(self.weight, ids, dict(self.axes)["rows"])
 
 
 def look_up(
-    weight: Float[Array, "rows embed"] | Operand, ids: Int[Array, "..."]
+    weight: Float[Array, "rows embed"] | Operand, ids: Int[Array, "..."], axis: str | None = None
 ) -> Float[Array, "... embed"]:
-    """The rows of a table with these ids; an id beyond the last row takes that row."""
-    return weight.rows(ids) if isinstance(weight, Operand) else _look_up(weight, ids)
+    """The rows of a table with these ids; an id beyond the last row takes that row.
+
+    `axis` names the logical axis of the rows, along which a mesh may split the table.
+    """
+    if isinstance(weight, Operand):
+        return weight.rows(ids)
+    split = axis if axis is not None and num_parts(axis) > 1 else None
+    return _look_up(weight, ids, _Parts(num_parts("batch"), num_parts("inner_seq"), split))
+
+
+class _Parts(NamedTuple):
+    """How the mesh cuts tokens, and the axis of a table's rows if it splits that.
+
+    They are of the forward pass: JAX traces a gradient outside of what surrounded it, as a `vmap`
+    over members that takes a mesh axis.
+    """
+
+    rows: int
+    length: int
+    axis: str | None
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
 # to convert the table for that: decoding would do so for every token.
-@custom_vjp
-def _look_up(weight: Array, ids: Array) -> Array:
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
+def _look_up(weight: Array, ids: Array, parts: _Parts) -> Array:
     return weight.at[ids].get(mode="clip")
 
 
 def _look_up_forward(
-    weight: Array, ids: Array, *, needed: tuple[bool, bool]
+    weight: Array, ids: Array, parts: _Parts, *, needed: tuple[bool, bool]
 ) -> tuple[Array, tuple[Array, Array] | None]:
-    return _look_up(weight, ids), (weight, ids) if needed[0] else None
+    return _look_up(weight, ids, parts), (weight, ids) if needed[0] else None
 
 
-def _look_up_backward(residuals: tuple[Array, Array] | None, g: Array) -> tuple[Array | None, None]:
+def _look_up_backward(
+    parts: _Parts, residuals: tuple[Array, Array] | None, g: Array
+) -> tuple[Array | None, None]:
     if residuals is None:
         return None, None
     weight, ids = residuals
-    rows = jnp.zeros(weight.shape, jnp.float32)
-    return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype), None
+
+    def add_up(ids: Array, g: Array) -> Array:
+        rows = jnp.zeros(weight.shape, jnp.float32)
+        return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype)
+
+    cuts = parts.rows, parts.length
+    if cuts == (1, 1) or ids.ndim != 2 or any(np.array(ids.shape) % cuts):
+        return add_up(ids, g), None
+    # Each device adds up the rows of its own tokens, and what devices add up is in the dtype of the
+    # weight. Left to XLA, the sums would be of fp32, or all devices would get all tokens' vectors.
+    by_part = jax.vmap(jax.vmap(add_up))(_cut(ids, cuts), _cut(g, cuts))
+    by_part = constrain(by_part, "batch", "inner_seq", parts.axis, None)
+    return jax.lax.reduce(by_part, jnp.zeros((), by_part.dtype), jax.lax.add, (0, 1)), None
+
+
+def _cut(x: Array, cuts: tuple[int, int]) -> Array:
+    """The first two axes of x in that many parts each, which are the new first two axes."""
+    (rows, length), (m, n) = x.shape[:2], cuts
+    x = x.reshape(m, rows // m, n, length // n, *x.shape[2:]).swapaxes(1, 2)
+    return constrain(x, "batch", "inner_seq", *(None,) * (x.ndim - 2))
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward, by_need=True)

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Key
 
+from zoo.nn.balancing import is_load_bias
 from zoo.nn.derivatives import custom_vjp
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import annotation, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, Named
-from zoo.sharding.specs import in_use, parameter_spec
+from zoo.sharding.specs import between, in_use, parameter_spec
 
 Tree = TypeVar("Tree")
 
@@ -130,15 +131,18 @@ def _is_for_operands(hint: Any) -> bool:
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is."""
+    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
+
+    A `LoadBias` is left too.
+    """
 
     def visit(x: Any) -> Any:
-        if is_operand(x):
-            return x.cast(dtype)
+        if is_operand(x) or is_load_bias(x):
+            return x.cast(dtype) if is_operand(x) else x
         is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(dtype) if is_float else x
 
-    return jax.tree.map(visit, tree, is_leaf=is_operand)
+    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_load_bias(x))
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
@@ -272,8 +276,9 @@ def _is_foreign(x: Any) -> bool:
 def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
     """The identity: sharded as `used`, and its gradient as `stored`."""
     # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
-    x = jax.lax.with_sharding_constraint(x, stored)
-    return jax.lax.with_sharding_constraint(x, used)
+    for spec in (stored, *between(stored, used), used):
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
 
 
 def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tuple[Array, None]:
@@ -283,7 +288,9 @@ def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tu
 def _reshard_backward(
     used: PartitionSpec, stored: PartitionSpec, residuals: None, g: Array
 ) -> tuple[Array]:
-    return (jax.lax.with_sharding_constraint(g, stored),)
+    for spec in (*reversed(between(stored, used)), stored):
+        g = jax.lax.with_sharding_constraint(g, spec)
+    return (g,)
 
 
 _reshard.defvjp(_reshard_forward, _reshard_backward)

@@ -1,12 +1,14 @@
 """Mixed precision: fp32 master weights, bf16 or fp16 compute, fp32 reductions, and dynamic scale.
 
+In "int8" a step computes in bf16, but for the products of blocks: see `zoo.nn.rounded_products`.
 Products with weights go through `matmul` or `product`, which choose how a platform multiplies;
-those of experts, through `jax.lax.ragged_dot`, are the exception.
+those of experts, through `zoo.nn.grouped_products`, are the exception.
 """
 
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from zoo.nn import stateful
@@ -31,7 +34,8 @@ from zoo.nn.parameters import (
 from zoo.sharding.axes import keystr
 
 Tree = TypeVar("Tree")
-Precision = Literal["bf16", "fp16", "fp32"]
+DTypeName = Literal["bf16", "fp16", "fp32"]
+Precision = Literal[DTypeName, "int8"]
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -40,14 +44,39 @@ KEPT = frozenset({"weights", "weight", "labels", "label", "targets", "target"})
 
 
 def compute_dtype(precision: Precision) -> Any:
-    """The dtype of activations and products: "bf16", "fp16" or "fp32".
+    """The dtype of activations, and of products but for those of blocks in "int8".
 
     Raises:
         ValueError: another name.
     """
-    if precision not in DTYPES:
-        raise ValueError(f"precision={precision!r}: choose one of {sorted(DTYPES)}")
-    return DTYPES[precision]
+    names = (*DTYPES, "int8")
+    if precision not in names:
+        raise ValueError(f"precision={precision!r}: choose one of {sorted(names)}")
+    return DTYPES.get(precision, jnp.bfloat16)
+
+
+def check_precision(precision: Precision, mesh: Mesh | None) -> None:
+    """Refuse a precision that there is not, or that the devices of a mesh (or JAX's) lack.
+
+    Products of int8 came to Cloud TPUs with v4, and to NVIDIA's GPUs with compute capability 7.5
+    (Turing). CPUs have the same numbers by way of bf16; and bf16 and fp16 are computed everywhere,
+    if by way of fp32.
+
+    Raises:
+        ValueError: such a precision, with those to take instead.
+    """
+    compute_dtype(precision)
+    if precision != "int8":
+        return
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    is_old_gpu = re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) < 7.5
+    if is_old_gpu or re.match(r"TPU v[23]\b", device.device_kind):
+        others = "fp16 or fp32" if is_old_gpu else "bf16 or fp32"
+        raise ValueError(
+            f"precision={precision!r}: {device.device_kind} has no products of int8; take {others} "
+            "there, or a TPU from v4 on or a GPU from Turing on"
+        )
 
 
 def native_precision() -> Precision:
@@ -62,6 +91,15 @@ def native_precision() -> Precision:
     return "bf16" if words & {"avx512_bf16", "amx_bf16"} else "fp32"
 
 
+# A context of JAX's own, so that what was traced in one precision is not taken for another.
+_rounds_blocks = jax.make_user_context(default_value=False)
+
+
+def rounds_blocks() -> bool:
+    """Whether the step around multiplies the matrices of blocks in int8."""
+    return bool(_rounds_blocks.value)
+
+
 @contextlib.contextmanager
 def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
@@ -69,8 +107,8 @@ def in_precision(model: Tree, precision: Precision) -> Iterator[Tree]:
     An `eqx.nn.State` keeps its dtypes, and the layers that have one compute in fp32. It enters
     `exact_products`, which a gradient also needs around the function that it is of.
     """
-    dtype = compute_dtype(precision)
-    with computing_in(dtype), exact_products(precision):
+    dtype, rounds = compute_dtype(precision), precision == "int8"
+    with computing_in(dtype), exact_products(precision), _rounds_blocks(rounds):
         if not casts_at_use(model):
             model = stateful.cast_around(resolve_for_use(model), dtype)
         yield gather_foreign(model)
@@ -123,6 +161,12 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def device_kind() -> str:
+    """JAX's name of the chip that the program at hand is for, such as "TPU v5 lite"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.devices()[0] if device is None else device).device_kind
 
 
 def low_on_cpu(x: Array) -> bool:
@@ -179,13 +223,17 @@ def _matmul_backward(
     dx = None
     if w is not None:
         dx = product(g.reshape(b * m, n), w, ((1,), (1,)), of_x).reshape(b, m, -1)
-    if x is None:
-        return dx, None
-    if of_x == jnp.float32:
-        x, g = x.reshape(b * m, -1), g.reshape(b * m, n)
-        return dx, product(x, g, ((0,), (0,)), of_w)
+    return dx, None if x is None else weight_gradient(x, g, of_w)
+
+
+def weight_gradient(
+    x: Float[Array, "b m k"], g: Float[Array, "b m n"], dtype: DTypeLike
+) -> Float[Array, "k n"]:
+    """The gradient of a product's weight, from its input and the gradient of its result."""
+    if x.dtype == jnp.float32:
+        return product(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), ((0,), (0,)), dtype)
     # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return dx, product(x, g, ((0, 1), (0, 1)), of_w)
+    return product(x, g, ((0, 1), (0, 1)), dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward, by_need=True)

@@ -4,6 +4,7 @@ from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from zoo.nn.balancing import Balance
 from zoo.nn.readout import Readout
 
 
@@ -39,8 +40,8 @@ class HasBalance(HasReadout, Protocol):
 
     def hidden_and_balance(
         self, tokens: Array, **options: Unpack[SequenceOptions]
-    ) -> tuple[Float[Array, "batch seq width"], Float[Array, "batch"] | None]:
-        """`hidden`, and each row's load balance over the experts; None without experts."""
+    ) -> tuple[Float[Array, "batch seq width"], Balance | None]:
+        """`hidden`, and what each row's routers give to a loss; None without experts."""
 
 
 @runtime_checkable

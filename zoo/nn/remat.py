@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from zoo.nn.parameters import gather
+from zoo.nn.rounded_products import NAME, round_matrices
 
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
@@ -21,16 +22,16 @@ LayerFunction = Callable[[Any, PyTree, Array], PyTree]
 KEPT = "flash"
 
 
-def _and_kept(policy: Callable[..., Any]) -> Callable[..., Any]:
+def _and_kept(policy: Callable[..., Any], *names: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
-    return policies.save_from_both_policies(policy, policies.save_only_these_names(KEPT))
+    return policies.save_from_both_policies(policy, policies.save_only_these_names(KEPT, *names))
 
 
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,  # keep every intermediate
-    "dots": _and_kept(jax.checkpoint_policies.dots_saveable),  # keep every product
+    "dots": _and_kept(jax.checkpoint_policies.dots_saveable, NAME),  # keep every product
     # …with a weight
-    "dots_no_batch": _and_kept(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots_no_batch": _and_kept(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, NAME),
     "full": _and_kept(jax.checkpoint_policies.nothing_saveable),  # keep a layer's input alone
 }
 
@@ -91,7 +92,8 @@ def scan_layers(
 
     def one(turn: int, in_scan: bool) -> LayerFunction:
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
-            return functions[turn](gather(eqx.combine(layer, static)), carry, index)
+            whole = gather(round_matrices(eqx.combine(layer, static)))
+            return functions[turn](whole, carry, index)
 
         return checkpoint(body, policy, in_scan=in_scan)
 

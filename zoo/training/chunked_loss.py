@@ -5,8 +5,8 @@ takes a matrix and no logits, and no product is run twice. (Liger Kernel, Hsu et
 In fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
 keep: there the backward pass computes it, for one more product.
 
-Legend of suffixes: C chunks, P parts that the mesh cuts a batch into, R rows of a part, T time of a
-chunk, E embed.
+Legend of suffixes: C chunks, P parts that the mesh cuts a batch and its rows into, R rows of a
+part, T time of a chunk, E embed.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,40 @@ def chunked(
     return total, jax.lax.stop_gradient(sums)
 
 
+# A chunk has as much of each part as of any other, which its device cuts for itself.
+_PARTS = ("batch", "inner_seq")
+
+
 def _cut(x: Array, count: int) -> Array:
     """[chunks, parts, rows, time, …] of [batch, seq, …]."""
-    parts = sharding.num_parts("batch")
-    rows, time = x.shape[0] // parts, x.shape[1] // count
-    return jnp.moveaxis(x.reshape(parts, rows, count, time, *x.shape[2:]), 2, 0)
+    of_batch, of_time = map(sharding.num_parts, _PARTS)
+    rows, time = x.shape[0] // of_batch, x.shape[1] // (of_time * count)
+    x = x.reshape(of_batch, rows, of_time, count, time, *x.shape[2:])
+    x = jnp.moveaxis(x, (3, 2), (0, 2))
+    return x.reshape(count, of_batch * of_time, rows, time, *x.shape[5:])
+
+
+def _joined(x_CPRT: Array) -> Float[Array, "batch seq"]:
+    """[batch, seq] of what `_cut` gives."""
+    of_batch, of_time = map(sharding.num_parts, _PARTS)
+    count, _, rows, time = x_CPRT.shape
+    x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
+    return x.reshape(of_batch * rows, of_time * count * time)
+
+
+def cut_time(x: Array, count: int) -> Array:
+    """[chunks, batch, time, …] of [batch, seq, …], each with as much of each part of a row."""
+    parts = sharding.num_parts("inner_seq")
+    x = x.reshape(x.shape[0], parts, count, -1, *x.shape[2:])
+    x = jnp.moveaxis(x, 2, 0)
+    return x.reshape(count, x.shape[1], -1, *x.shape[4:])
+
+
+def join_time(x: Array) -> Array:
+    """[batch, seq, …] of what `cut_time` gives."""
+    count, batch, _, *rest = x.shape
+    x = x.reshape(count, batch, sharding.num_parts("inner_seq"), -1, *rest)
+    return jnp.moveaxis(x, 0, 2).reshape(batch, -1, *rest)
 
 
 def chunked_values(
@@ -64,7 +93,7 @@ def chunked_values(
         return None, _each_part(lambda readout, x, y: function(readout(x), y))(readout, *chunk)
 
     _, values_CPRT = jax.lax.scan(one, None, (_cut(x_BTE, count), _cut(targets_BT, count)))
-    return jnp.moveaxis(values_CPRT, 0, 2).reshape(targets_BT.shape)
+    return _joined(values_CPRT)
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))
@@ -88,7 +117,7 @@ def _each_part(function: Callable) -> Callable:
     """The function, for each part of a batch where that part is."""
 
     def mapped(readout: PyTree, *chunk: PyTree) -> Any:
-        with sharding.mapped("batch") as axes:
+        with sharding.mapped(*_PARTS) as axes:
             in_axes = (None, *(0 for _ in chunk))
             over = jax.vmap(function, in_axes=in_axes, spmd_axis_name=axes)
             return over(readout, *chunk)
@@ -124,7 +153,7 @@ def _gradients(
 
     def zeros(path: tuple, names: tuple, x: Array) -> Array:
         empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
-        return sharding.constrain(empty, "batch", *names)
+        return sharding.constrain(empty, _PARTS, *names)
 
     start = (jnp.float32(0), map_parameters(zeros, trained))
     (total, of_readout), (sums, *rest) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
@@ -154,7 +183,7 @@ def _backward(loss: Loss, residuals: tuple, gs: tuple[Array, PyTree]) -> tuple:
     def reduced(path: tuple, names: tuple, d: Array) -> Array:
         # Every device gets from each part what it keeps, and adds that up; XLA would reduce the
         # whole to every device, and cut it then, for twice the bytes.
-        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], "batch")
+        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], _PARTS)
         return scaled(parts_last.sum(-1, dtype=jnp.float32)).astype(d.dtype)
 
     of_readout = map_parameters(reduced, of_readout)

@@ -24,7 +24,7 @@ from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out
 from zoo.nn.protocols import HasReadout
 from zoo.training import losses
-from zoo.training.chunked_loss import chunked
+from zoo.training.chunked_loss import chunked, cut_time, join_time
 
 TEACHER_ENTRIES = (IDS, LOG_PROBS, REST)
 
@@ -212,7 +212,7 @@ def top_k(model: PyTree, batch: dict[str, Array], k: int, temperature: float) ->
     readout, x_BTE = _without_dropout(model, batch)
     logits = jax.eval_shape(readout, x_BTE)
     count = losses.num_chunks(logits, copies=2)
-    rows, seq, vocab = logits.shape
+    vocab = logits.shape[-1]
 
     def of_chunk(x: Array) -> tuple[Array, Array, Array]:
         log_probs = jax.nn.log_softmax(readout(x).astype(jnp.float32) / temperature)
@@ -221,7 +221,5 @@ def top_k(model: PyTree, batch: dict[str, Array], k: int, temperature: float) ->
         rest = rest if k < vocab else jnp.zeros_like(rest)
         return ids, best, rest
 
-    chunks = x_BTE.reshape(rows, count, seq // count, *x_BTE.shape[2:]).swapaxes(0, 1)
-    found = jax.lax.map(of_chunk, chunks)
-    whole = [x.swapaxes(0, 1).reshape(rows, seq, *x.shape[3:]) for x in found]
-    return dict(zip(TEACHER_ENTRIES, whole, strict=True))
+    found = jax.lax.map(of_chunk, cut_time(x_BTE, count))
+    return dict(zip(TEACHER_ENTRIES, map(join_time, found), strict=True))

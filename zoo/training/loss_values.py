@@ -1,5 +1,7 @@
 """A loss function called in a step's precision, and its values, checked."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from zoo.nn.parameters import dropping_out
 from zoo.nn.precision import Precision, cast_inputs, in_precision
+from zoo.nn.rounded_products import check_rounds
 from zoo.nn.stateful import is_state, states, with_states
 from zoo.sharding.axes import keystr
 from zoo.training.mixed_products import watch
@@ -26,9 +29,19 @@ SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of 
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Raise a TypeError for something other than a function."""
+    """Raise a TypeError for something other than a function of a model, a batch and a key."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
+    with contextlib.suppress(ValueError):  # it has no signature
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind("model", "batch", "key")
+        except TypeError as error:
+            taken = ", ".join(signature.parameters)
+            raise TypeError(
+                f"loss_fn {_name(loss_fn)}({taken}): {error}; a step calls it as "
+                "loss_fn(model, batch, key), where an evaluation's key is None"
+            ) from None
 
 
 def call_loss(
@@ -42,10 +55,14 @@ def call_loss(
 
 
 def watch_precision(loss_fn: LossFunction, precision: Precision) -> Callable[..., None]:
-    """A function of model, batch and key that says once what of a loss has another precision."""
+    """A function of model, batch and key that says once what of a loss has another precision.
+
+    It refuses "int8" for a model without a matrix to multiply so.
+    """
     if precision == "fp32":
         return lambda **arguments: None
-    return watch(lambda **arguments: call_loss(loss_fn, precision, **arguments)[:2])
+    check = check_rounds if precision == "int8" else None
+    return watch(lambda **arguments: call_loss(loss_fn, precision, **arguments)[:2], check)
 
 
 def loss_values(
@@ -61,7 +78,7 @@ def loss_values(
     `taken` are names that its own may not have. An evaluation, which has no key, needs no new
     States, and gets none.
     """
-    name = getattr(loss_fn, "__name__", repr(loss_fn))
+    name = _name(loss_fn)
     old, values = states(model), call_loss(loss_fn, precision, model, batch, key)
     if not isinstance(values, tuple | list) or len(values) not in (3, 4):
         raise TypeError(f"loss_fn {name} returned {_described(values)}, and not {SUMS}")
@@ -89,6 +106,10 @@ def kept_by(loss_fn: Any) -> frozenset[str | int]:
         names |= frozenset(getattr(loss_fn, "keeps_dtype", ()))
         loss_fn = getattr(loss_fn, "func", None) or getattr(loss_fn, "__wrapped__", None)
     return names
+
+
+def _name(loss_fn: Any) -> str:
+    return getattr(loss_fn, "__name__", repr(loss_fn))
 
 
 def _new_states(name: str, fourth: list[Any], old: list[eqx.nn.State]) -> list[eqx.nn.State]:

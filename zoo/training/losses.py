@@ -179,8 +179,9 @@ def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
     """The chunks of time in which `copies` of logits [batch, seq, vocab] are in `LOGITS_BYTES`."""
     batch, seq, vocab = logits.shape
     held = 4 * copies * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
+    time = seq // sharding.num_parts("inner_seq")
     return next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+        n for n in range(1, time + 1) if time % n == 0 and (held <= LOGITS_BYTES * n or n == time)
     )
 
 
@@ -219,10 +220,14 @@ def check_tokens(batch: Mapping[str, Array]) -> None:
         raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
 
 
-def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array, dict[str, Any]]]:
+def balanced_next_token(
+    coefficient: float, z_coefficient: float = 0.0
+) -> Callable[..., tuple[Array, Array, dict[str, Any]]]:
     """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
-    `balance` among the metrics is the mean `moe.load_balance` per token: 1 for an even load.
+    And `z_coefficient` times the routers' z-loss, the squared logarithm of the partition function
+    of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the mean `moe.load_balance`
+    per token: 1 for an even load. Where routers have a `LoadBias`, the step moves it.
     """
 
     def loss(
@@ -231,18 +236,22 @@ def balanced_next_token(coefficient: float) -> Callable[..., tuple[Array, Array,
         check_tokens(batch)
         if not isinstance(model, HasBalance):
             raise ValueError(f"balanced_next_token: a {type(model).__name__} has no experts")
-        x_BTE, balance_B = model.hidden_and_balance(
+        x_BTE, experts = model.hidden_and_balance(
             batch["tokens"],
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
             key=key,
         )
-        if balance_B is None:
+        if experts is None:
             raise ValueError("balanced_next_token: the model has no experts; set num_experts")
         over = partial(_over_time, model.readout(), x_BTE)
         total, weight, metrics = _token_sums(over, batch)
-        balance = balance_B.sum()
-        return total + coefficient * balance, weight, {**metrics, "balance": balance}
+        balance = experts.load.sum()
+        total, metrics = total + coefficient * balance, {**metrics, "balance": balance}
+        if z_coefficient:
+            metrics["router_z"] = experts.z.sum()
+            total = total + z_coefficient * metrics["router_z"]
+        return total + experts.error.sum(), weight, metrics
 
     return loss
 

@@ -46,30 +46,40 @@ class _Finding(NamedTuple):
     text: str
 
 
-def watch(loss: Callable[..., tuple[Any, Any]]) -> Callable[..., None]:
+def watch(
+    loss: Callable[..., tuple[Any, Any]], check: Callable[[Any], None] | None = None
+) -> Callable[..., None]:
     """A function that gives PrecisionWarnings for `loss(**arguments)`, when first called with such.
 
     There is one for each line of a product in fp32 of which one operand comes from bf16 or fp16 by
     casts and moves alone, and the other does not: so parameters in the compute dtype meet an
     activation in fp32. Two operands that were both cast to fp32 do not count, as that is
     deliberate. And there is one for a total or a weight that was summed up in bf16 or fp16.
+    `check` gets the loss's jaxpr, each time until it raises nothing.
     """
     is_done = False
 
-    def check(**arguments: PyTree) -> None:
+    def look(**arguments: PyTree) -> None:
         nonlocal is_done
         if not is_done:
+            found = dict.fromkeys(_findings(loss, arguments, check))
             is_done = True
-            for each in dict.fromkeys(_findings(loss, arguments)):
+            for each in found:
                 warnings.warn_explicit(each.text, PrecisionWarning, each.file, each.line)
 
-    return check
+    return look
 
 
-def _findings(loss: Callable[..., Any], arguments: dict[str, PyTree]) -> list[_Finding]:
+def _findings(
+    loss: Callable[..., Any],
+    arguments: dict[str, PyTree],
+    check: Callable[[Any], None] | None,
+) -> list[_Finding]:
     """The warnings about a loss, from its trace alone: nothing is computed."""
     arrays, static = eqx.partition(arguments, eqx.is_array)
     jaxpr = jax.make_jaxpr(lambda arrays: loss(**eqx.combine(arrays, static)))(arrays).jaxpr
+    if check is not None:
+        check(jaxpr)
     leaves = jtu.tree_leaves_with_path(arrays)
     names = [path[0].key + jtu.keystr(path[1:]) for path, _ in leaves]
     inputs = [_Origin(x.dtype, name) for name, (_, x) in zip(names, leaves, strict=True)]
@@ -130,7 +140,12 @@ def _mixed(equation: Any, operands: list[_Origin]) -> str | None:
 
 
 def _jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs within an equation: of a loop, of branches or of a function."""
+    """The programs within an equation: of a loop, of branches or of a function.
+
+    Not of a kernel, whose products are as its author chose them.
+    """
+    if equation.primitive.name == "pallas_call":
+        return
     for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
         if _is_jaxpr(parameter):
             yield getattr(parameter, "jaxpr", parameter)

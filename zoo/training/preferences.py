@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from zoo import sharding
 from zoo.base.configuration import require
+from zoo.nn.balancing import Balance
 from zoo.nn.derivatives import in_forward_mode
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training import losses
@@ -129,7 +130,7 @@ def _loss(
 ) -> tuple[Array, Array, Metrics]:
     _check_batch(batch)
     is_pair_B, answers_BST = _is_pair(batch), _answers(batch)
-    x_BTE, readout, balance_B = _hidden(model, batch, key, balanced=coefficient > 0)
+    x_BTE, readout, experts = _hidden(model, batch, key, balanced=coefficient > 0)
     of = pair_loss(model, batch, answers_BST.sum(-1))
 
     def sums(log_probs_BS: Array) -> tuple[Array, Metrics]:
@@ -144,10 +145,11 @@ def _loss(
         return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
 
     total, metrics = _differentiable(sums, readout, x_BTE, batch)
-    if balance_B is not None:
+    if experts is not None:
         tokens_B = (batch["segment_ids"] > 0).sum(1)
-        balance = (balance_B / jnp.maximum(tokens_B, 1)).sum()
-        total, metrics = total + coefficient * balance, {**metrics, "balance": balance}
+        balance = (experts.load / jnp.maximum(tokens_B, 1)).sum()
+        total = total + coefficient * balance + experts.error.sum()
+        metrics = {**metrics, "balance": balance}
     return total, is_pair_B.sum().astype(jnp.float32), metrics
 
 
@@ -198,16 +200,16 @@ def _whole(
 
 def _hidden(
     model: PyTree, batch: dict[str, Array], key: Array | None, *, balanced: bool
-) -> tuple[Array, Callable[[Array], Array] | None, Array | None]:
-    """What the log-probabilities are made of: the head's input and the head, or logits and None."""
+) -> tuple[Array, Callable[[Array], Array] | None, Balance | None]:
+    """The head's input and the head, or logits and None, and the experts' balance if asked for."""
     options: Any = {name: batch[name] for name in ("segment_ids", "positions")} | {"key": key}
     if balanced:
         if not isinstance(model, HasBalance):
             raise ValueError(f"balance: a {type(model).__name__} has no experts; leave it at 0")
-        x_BTE, balance_B = model.hidden_and_balance(batch["tokens"], **options)
-        if balance_B is None:
+        x_BTE, balance = model.hidden_and_balance(batch["tokens"], **options)
+        if balance is None:
             raise ValueError("balance: the model has no experts; leave it at 0")
-        return x_BTE, model.readout(), balance_B
+        return x_BTE, model.readout(), balance
     if isinstance(model, HasReadout):
         return model.hidden(batch["tokens"], **options), model.readout(), None
     return model(batch["tokens"], **options), None, None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int32, Key, PyTree
 
 from zoo import sharding
+from zoo.nn.balancing import is_load_bias
 from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
 from zoo.nn.quantized import is_quantized
@@ -201,27 +202,26 @@ def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
 def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     """A tree of booleans: whether a leaf of a model or a skeleton is an array that never changes.
 
-    An `eqx.nn.State` is not trained, and changes.
+    An `eqx.nn.State` is not trained, and changes; so is a `LoadBias`.
     """
     found: list[PyTree] = []
     # Of a skeleton as of a model: `trainable` may look for arrays.
     eqx.filter_eval_shape(lambda model: found.append(trained_leaves(model, trainable)), model)
 
     def visit(node: Any, trained: PyTree) -> Any:
-        if is_state(node):
+        if is_state(node) or is_load_bias(node):
             return jax.tree.map(lambda _: False, node)
         return is_parameter(node) and not trained
 
-    return jax.tree.map(visit, model, found[0], is_leaf=is_state)
+    return jax.tree.map(visit, model, found[0], is_leaf=lambda x: is_state(x) or is_load_bias(x))
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     """A tree of booleans: whether a leaf of a model is trained.
 
-    What an `eqx.nn.State` and a quantised matrix hold is not.
+    What an `eqx.nn.State`, a `LoadBias` and a quantised matrix hold is not.
     """
-    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
-    chosen = jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+    chosen = _chosen(model, trainable)
     trained = jax.tree.map(
         lambda x: jax.tree.map(lambda _: False, x) if _is_never_trained(x) else x,
         chosen,
@@ -233,8 +233,22 @@ def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     return trained
 
 
+def balanced_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
+    """A tree of booleans: whether a leaf of a model is a `LoadBias` that a step moves."""
+    return jax.tree.map(
+        lambda x: jax.tree.map(bool, x) if is_load_bias(x) else jax.tree.map(lambda _: False, x),
+        _chosen(model, trainable),
+        is_leaf=lambda x: is_load_bias(x) or is_state(x),
+    )
+
+
+def _chosen(model: PyTree, trainable: Trainable | None) -> PyTree:
+    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
+    return jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
+
+
 def _is_never_trained(node: Any) -> bool:
-    return is_state(node) or is_quantized(node)
+    return is_state(node) or is_quantized(node) or is_load_bias(node)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
-from zoo.nn.precision import Precision, compute_dtype, exact_products, platform
+from zoo.nn.balancing import moved
+from zoo.nn.precision import Precision, check_precision, exact_products, platform
 from zoo.nn.stateful import states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
@@ -35,6 +36,7 @@ from zoo.training.loss_values import (
 from zoo.training.state import (
     Trainable,
     TrainState,
+    balanced_leaves,
     check_optimizer,
     standard_promotion,
     state_shardings,
@@ -77,6 +79,9 @@ def make_train_step(
     pass it on in their order, and a skipped step leaves it as it was. Batch and spectral norms of
     Equinox have their statistics in fp32.
 
+    In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
+    `zoo.nn.rounded_products`.
+
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
     update, not finite where that was left out), `skipped` (so far), in fp16 `loss_scale`, and
@@ -85,9 +90,10 @@ def make_train_step(
     Raises:
         TypeError: a loss function or an optimizer that is none; at the first call, a loss function
             that returns something else, or no new State.
-        ValueError: `accumulate`, `clip_norm` or `precision` out of range; at a call, rows that do
-            not divide; at the first call, a metric whose name is taken, a total that is no sum, a
-            State of other shapes or dtypes, or a batch without an entry that the loss names.
+        ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision that the
+            devices lack; at a call, rows that do not divide; at the first call, a metric whose name
+            is taken, a total that is no sum, a State of other shapes or dtypes, a batch without an
+            entry that the loss names, or "int8" for a model that multiplies nothing in it.
         ShardingError: a rule for a mesh axis that there is not; at the first call, a pattern of
             `axes` that names nothing.
     """
@@ -121,7 +127,7 @@ class _Settings:
     trainable: Trainable | None
 
     def __post_init__(self) -> None:
-        compute_dtype(self.precision)
+        check_precision(self.precision, self.mesh)
         check_loss(self.loss_fn)
         check_optimizer(self.optimizer)
         if self.accumulate < 1:
@@ -137,13 +143,16 @@ def _train_step(
 ) -> tuple[TrainState, Metrics]:
     """The new state and the metrics: gradient, clipping, update, and nothing if not finite."""
     mesh, is_fp16 = settings.mesh, settings.precision == "fp16"
-    params, static = eqx.partition(state.model, trained_leaves(state.model, settings.trainable))
+    chosen = trained_leaves(state.model, settings.trainable)
+    biases = eqx.filter(state.model, balanced_leaves(state.model, settings.trainable))
+    params, static = eqx.partition(state.model, chosen)
     key = jax.random.fold_in(state.key, state.step)
     old_states = states(state.model)
     scale = state.loss_scale.scale if is_fp16 else jnp.float32(1)
     grads, sums, new_states = _accumulated_gradient(
-        settings, params, static, old_states, batch, key, scale
+        settings, eqx.combine(params, biases), static, old_states, batch, key, scale
     )
+    grads, errors = eqx.partition(grads, chosen)
     grads = jax.tree.map(lambda g: g / scale, grads)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
@@ -153,7 +162,8 @@ def _train_step(
     loss_scale = state.loss_scale.update(finite) if is_fp16 else state.loss_scale
     # Few and small: unlike the optimizer's state they are not worth a branch.
     kept_states = jax.tree.map(partial(jnp.where, changes), new_states, old_states)
-    model = with_states(eqx.combine(params, static), kept_states)
+    biases = jax.tree.map(partial(jnp.where, changes), moved(biases, errors), biases)
+    model = with_states(eqx.combine(params, biases, static), kept_states)
     state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
     metrics = _means(sums) | {"grad_norm": grad_norm, "param_norm": param_norm, "skipped": skipped}
     metrics |= {"loss_scale": scale} if is_fp16 else {}
@@ -284,7 +294,7 @@ def make_eval_step(
     an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which is
     ignored. Errors and warnings are `make_train_step`'s.
     """
-    compute_dtype(precision)
+    check_precision(precision, mesh)
     check_loss(loss_fn)
     watch = watch_precision(loss_fn, precision)
 
