@@ -44,7 +44,7 @@ class Config:
     """Tokens per row; a step has one row per device."""
     quick: bool = True
     """Compile with less effort."""
-    out: Path = Path("benchmarks/results/2026-11-21-scaling-llama3-8b-v6e")
+    out: Path = Path("benchmarks/results/2026-11-23-scaling-llama3-8b-v6e")
     """Files to write, without their suffixes."""
 
 
@@ -76,7 +76,11 @@ def measure(config: Config, devices: int, tensor: int) -> dict[str, Any]:
         seq_len=config.seq_len,
     )
     target = prepare(wanted.target)
-    estimate = make_estimate(command.make_job(wanted, target), target, quick=config.quick)
+    estimate = make_estimate(
+        command.make_job(wanted, command.skeleton_of(wanted, None), target),
+        target,
+        quick=config.quick,
+    )
     by_op: dict[str, float] = {}
     for each in estimate.collectives:
         name = f"{each.kind} {each.dtype} over {each.group_size}: {each.op_name}"
@@ -129,8 +133,9 @@ def minimum(estimate: Estimate, config: Config) -> dict[str, float]:
 
 
 def table(config: Config, rows: list[dict[str, Any]]) -> str:
-    """The results as markdown, followed by the remarks in scaling.md."""
-    command_line = "python -m benchmarks.scaling"
+    """The results as markdown; of the default model, followed by the remarks in scaling.md."""
+    is_default = config.model == Config.model
+    command_line = "python -m benchmarks.scaling" + f" --model {config.model}" * (not is_default)
     lines = [
         f"# {config.model} on TPU {config.chip}, by compiling alone",
         "",
@@ -156,8 +161,8 @@ def table(config: Config, rows: list[dict[str, Any]]) -> str:
             f"{row['seconds']} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    remarks = Path(__file__).with_name("scaling.md")
-    return "\n".join([*lines, "", f"![scaling]({config.out.name}.png)", "", remarks.read_text()])
+    remarks = Path(__file__).with_name("scaling.md").read_text() if is_default else ""
+    return "\n".join([*lines, "", f"![scaling]({config.out.name}.png)", "", remarks])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

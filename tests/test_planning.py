@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import make_transformer, small_config
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,8 +31,11 @@ from zoo.planning import (
     published,
     report,
     roofline,
+    schedule,
     suggestions,
     targets,
+    topology,
+    traffic,
 )
 from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
@@ -96,6 +100,52 @@ def test_fused_tpu_collectives_are_counted():
     ]
 
 
+def test_collectives_of_one_channel_count_each():
+    """As `shard_map` gives all of its own the first."""
+    text = """HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  %x = f32[16]{0} all-reduce(%p), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %r = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+}
+"""
+    found = collectives.collectives(hlo.read(text))
+    assert [(c.kind, c.bytes) for c in found] == [("all-reduce", 2 * 64 * 3 / 4)] * 2
+    chip = chips.CHIPS["v5e"]
+    where = topology.Topology(chip, (4, 1), (0,) * 4, tuple((x, 0) for x in range(4)))
+    seconds = [where.transfer(each).seconds for each in found]
+    assert schedule.times(hlo.read(text), where, {}).links == pytest.approx(sum(seconds))
+
+
+def test_gradients_that_are_scattered_in_fusions_of_one_channel_count_each():
+    """As a TPU's compiler makes them of the sums of a `shard_map`."""
+    fused = """%scatter.N (x: f32[16]) -> f32[4] {
+  %x = f32[16]{0} parameter(0)
+  %sum.N = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+  %at = s32[] constant(0)
+  ROOT %cut.N = f32[4]{0} dynamic-slice(%sum.N, %at), dynamic_slice_sizes={4}
+}
+
+"""
+    text = """ENTRY %main (p: f32[16]) -> (f32[4], f32[4]) {
+  %p = f32[16]{0} parameter(0)
+  %y = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter.1
+  %z = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter.2
+  ROOT %r = (f32[4]{0}, f32[4]{0}) tuple(%y, %z)
+}
+"""
+    both = "".join(fused.replace(".N", f".{number}") for number in (1, 2))
+    found = collectives.collectives(hlo.read(f"HloModule m\n\n{both}{text}"))
+    assert [(c.kind, c.bytes) for c in found] == [("reduce-scatter", 64 * 3 / 4)] * 2
+
+
 def test_unknown_loops_count_once():
     text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
     text = text.replace("constant(3)", "parameter(1)")
@@ -125,7 +175,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
     program = hlo.read(text)
     assert program.entry.root.name == "r"
     assert program.entry.instructions["k"].op_name == "jit(f)/kernel"
-    assert collectives.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
+    assert traffic.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
 
 
 def test_text_without_program_is_refused():
@@ -200,9 +250,9 @@ def test_a_scan_gathers_each_layer_once():
 def test_scan_reads_one_layer_per_iteration():
     text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
     stack = LAYERS * 64 * 64 * 4 / 8
-    traffic = collectives.memory_traffic(hlo.read(text))
+    moved = traffic.memory_traffic(hlo.read(text))
     # Parts once, whole layers written and read: of the order of 2·8 + 1 stacks, not 5 times that.
-    assert 2 * 8 * stack < traffic < 4 * 8 * stack
+    assert 2 * 8 * stack < moved < 4 * 8 * stack
 
 
 def test_what_is_read_of_a_table_and_what_is_moved_is_counted():
@@ -235,7 +285,32 @@ ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
 """
     gather, copy, part = 2 * 2 * 64 + 2 * 4, 2 * 32 * 8, 2 * 2 * 4 * 8
     fusion = 2 * 64 + 2 * 4 + 4 * 2 * 64
-    assert collectives.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+    assert traffic.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+
+
+def test_a_fusion_in_a_fusion_reads_what_it_slices():
+    text = """HloModule m
+
+%inner (q: f32[10,64], j: s32[]) -> f32[1,64] {
+  %q = f32[10,64] parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %slice = f32[1,64] dynamic-slice(%q, %j, %j), dynamic_slice_sizes={1,64}
+}
+
+%fused (p: f32[10,64], i: s32[]) -> f32[1,64] {
+  %p = f32[10,64] parameter(0)
+  %i = s32[] parameter(1)
+  %one = f32[1,64] fusion(%p, %i), kind=kLoop, calls=%inner
+  ROOT %twice = f32[1,64] add(%one, %one)
+}
+
+ENTRY %main (t: f32[10,64], k: s32[]) -> f32[1,64] {
+  %t = f32[10,64] parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %r = f32[1,64] fusion(%t, %k), kind=kLoop, calls=%fused
+}
+"""
+    assert traffic.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
 
 
 def test_fsdp_gathers_forward_and_backward():
@@ -302,6 +377,38 @@ def test_flops_count_loops_and_branches():
     assert flops.count(jax.make_jaxpr(f)(jnp.ones((4, 4)))) == (7 + 2) * 2 * 4**3
 
 
+def test_products_of_a_dtype_are_counted():
+    def f(x, codes):
+        y = jax.lax.dot(codes, codes, preferred_element_type=jnp.int32)
+        return jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x), y
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((5, 5), jnp.int8))
+    assert flops.count(jaxpr) == 2 * (3 * 4**3 + 5**3)
+    assert flops.count(jaxpr, of=jnp.int8) == 2 * 5**3
+
+
+def test_products_of_int8_have_a_rate_of_their_own():
+    estimate = dataclasses.replace(small_estimate(), target=targets.parse("h100:8"))
+    some = dataclasses.replace(estimate, int8_flops=estimate.flops / 4)
+    rest = estimate.flops / 8 / chips.CHIPS["h100"].flops * 3 / 4
+    int8 = estimate.flops / 8 / 1979e12 / 4
+    assert roofline.roofline(some).compute == pytest.approx(rest + int8)
+
+
+@pytest.mark.parametrize(
+    ("share", "remark"),
+    [(0.25, "25%, at 1,979 TOP/s; MFU is by the peak of bf16"), (0, "counted as that")],
+)
+def test_a_report_says_how_products_of_int8_count(share, remark):
+    estimate = dataclasses.replace(small_estimate(), target=targets.parse("h100:8"))
+    in_int8 = dataclasses.replace(
+        estimate, job=job(precision="int8"), int8_flops=share * estimate.flops
+    )
+    rows = {name: text for name, _, text in report.sections(in_int8)["compute per step"]}
+    assert rows["of int8"].endswith(remark)
+    assert "of int8" not in dict(x[:2] for x in report.sections(estimate)["compute per step"])
+
+
 def test_a_loop_of_unknown_length_is_refused():
     f = lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ x, x)
     with pytest.raises(ValueError, match=r"a loop with products.*jax\.lax\.scan"):
@@ -335,6 +442,67 @@ def test_kernels_count_by_their_grid_or_their_estimate():
     assert flops.kernel_bytes(kernel_call()) == 4 * (4 * 8 * 32 + 8 * 32 * 16 + 8 * 8 * 16)
     estimated = kernel_call(pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=9))
     assert (flops.count(estimated), flops.kernel_bytes(estimated)) == (7, 9)
+
+
+def test_kernels_over_groups_move_a_matrix_of_a_group_once():
+    """Three groups of 1,024 rows: tiles of 128 rows, 512 inputs and 256 of 512 outputs."""
+    rows, inner, outer, groups, tile, half = 1024, 512, 512, 3, 128, 256
+    x = jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((groups, inner, outer), jnp.bfloat16)
+    g = jax.ShapeDtypeStruct((rows, outer), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    tiling, steps = (tile, inner, half), rows // tile + groups - 1
+
+    def counted(product, *operands, share=""):
+        def call(*args):
+            with jax.numpy_dtype_promotion("standard"), jax.named_scope(share or "all"):
+                return product(*args, jnp.bfloat16, tiling)
+
+        jaxpr = jax.make_jaxpr(call)(*operands, sizes).jaxpr
+        ((name, (executed, moved)),) = flops.of_kernels(jaxpr).items()
+        assert name == product.__name__  # as the compiled program has it
+        assert flops.kernel_bytes(jaxpr) == moved
+        return flops.count(jaxpr), executed, moved / 2
+
+    product = 2 * rows * inner * outer
+    assert counted(gmm, x, w) == (
+        product,
+        product * steps * tile / rows,
+        2 * rows * inner + groups * inner * outer + rows * outer,
+    )
+    # The rows go with each of two halves of the outputs, the gradients with the inputs once.
+    assert counted(tgmm, jax.ShapeDtypeStruct((inner, rows), jnp.bfloat16), g) == (
+        product,
+        product * steps * tile / rows,
+        2 * rows * inner + rows * outer + groups * inner * outer,
+    )
+    # With parts of the inputs, nothing stays from one step to the next but the outputs.
+    tiling = (tile, half, outer)
+    assert counted(gmm, x, w)[2] == (steps * tile * inner + steps * inner * outer + rows * outer)
+    # Of rows of which half are for other devices' groups, half of the tiles.
+    tiling = (tile, inner, half)
+    assert counted(gmm, x, w, share="runs_1_of_2_steps") == (
+        product / 2,
+        product / 2 * steps * tile / rows,
+        (2 * inner + outer) * tile * steps / 2 + groups * inner * outer,
+    )
+
+
+def test_a_kernel_without_a_table_of_its_steps_is_refused():
+    def call(x, steps):
+        spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+
+        def copy(x_ref, y_ref):
+            y_ref[...] = x_ref[...]
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(
+            copy, grid=(steps,), in_specs=[spec], out_specs=spec, out_shape=shape
+        )(x)
+
+    jaxpr = jax.make_jaxpr(call)(jnp.ones((32, 128)), 4).jaxpr
+    with pytest.raises(ValueError, match=r"copy.*its grid is known only as it runs"):
+        flops.kernel_bytes(jaxpr)
 
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
@@ -431,6 +599,29 @@ def test_roofline_matches_hand_calculation():
     assert any("estimate" in line for line in report.caveats(estimate))
 
 
+def test_a_report_says_which_bound_is_which():
+    estimate = dataclasses.replace(small_estimate(), target=targets.parse("2xh100:4"))
+    rows = report.sections(estimate)
+    overlapped, by_op = (
+        {name: (amount, remark) for name, amount, remark in rows[f"bound {title}"]}
+        for title in (
+            "of full overlap, at the chip's peaks",
+            "by instruction, overlapped as compiled",
+        )
+    )
+    assert "all else hidden" in overlapped["step, at least"][1]
+    assert "no overlap but the compiler's" in by_op["step, at least"][1]
+    roof = roofline.roofline(estimate)
+    assert roof.by_op.seconds > roof.seconds > 0
+    assert by_op["step, at least"][0] != overlapped["step, at least"][0]
+    assert roof.utilization(roof.by_op.seconds) < roof.mfu
+    assert "8 × h100 in 2 machines (fsdp=8)" in report.title(estimate)
+    sent = {name: amount for name, amount, _ in rows["bytes sent per device and step"]}
+    # Of all gathers of 7 parts one is fetched from the other machine.
+    assert sent["all"] != sent["of it, within a slice"]
+    assert roof.interconnect > sum(c.total for c in estimate.collectives) / 7 / 50e9 * 0.99
+
+
 def test_a_cpu_has_no_roofline():
     estimate = small_estimate()
     assert roofline.roofline(estimate) is None
@@ -484,6 +675,15 @@ def test_suggestions_go_from_cheap_to_expensive():
         "--remat full --mesh fsdp=4,tensor=2 --sequence-parallel --accumulate 8",
         "--remat full --mesh fsdp=2,tensor=4 --sequence-parallel --accumulate 16",
     ]
+
+
+def test_suggestions_for_slices_leave_only_gradients_between_them():
+    target = targets.parse("2xv5e:4x4")
+    found = list(suggestions.changes(job(rows=64, mesh="data=32"), target, 64, remat_flag=None))
+    meshes = [changed.mesh for changed in found if changed.mesh != "data=32"]
+    assert {"data=2,fsdp=16", "data=2,fsdp=8,tensor=2"} <= set(meshes)
+    for mesh in meshes:
+        assert sharding.abstract_mesh(mesh, 32).shape["data"] == 2
 
 
 def test_suggestions_stop_after_a_few():
@@ -568,6 +768,14 @@ def test_unknown_targets_list_known_ones(text):
         targets.parse(text)
 
 
+def test_targets_of_several_slices():
+    target = targets.parse("2xV5E:4x4")
+    assert (target.num_slices, target.shape, target.num_devices) == (2, (4, 4), 32)
+    assert targets.parse("2xh100:8").num_devices == targets.parse("h100:16").num_devices == 16
+    with pytest.raises(ValueError, match="several slices or machines as 2xv5e:4x4"):
+        targets.parse("0xv5e:4x4")
+
+
 def test_missing_virtual_devices_are_refused():
     target = targets.parse("cpu:512")
     with pytest.raises(ValueError, match="xla_force_host_platform_device_count=512"):
@@ -615,6 +823,8 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -753,6 +963,14 @@ def test_nonexistent_tpu_slices_are_refused():
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
     for name in ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1"):
         assert len(targets.parse(name).devices()) == 1, name
+
+
+def test_slices_of_tpus_say_where_they_are():
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    target = targets.parse("2xv5e:2x2")
+    found = topology.of_devices(target.chip, target.shape, target.devices())
+    assert found.slices == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert set(found.places) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_tpu_targets_are_exact():

@@ -12,7 +12,7 @@ import zoo
 from zoo import losses
 from zoo.data import plans
 from zoo.runs import recorder
-from zoo.runs.run import Config
+from zoo.runs.config import Config
 
 
 class Endless:

@@ -11,7 +11,7 @@ import jax
 
 from zoo.nn.precision import Precision
 
-GB, GiB = 1e9, 2.0**30
+GB, GiB, TERA = 1e9, 2.0**30, 1e12
 
 # Published dense peaks in TFLOP/s for each jax device, by the first of these patterns that
 # `device_kind` holds as a word: (bf16, fp16, fp32), None where there is none. Sources: NVIDIA's
@@ -42,7 +42,8 @@ def peak_flops(device: jax.Device, dtype: Precision) -> float | None:
     """The published dense peak of a device in FLOP/s; None where it is not known, as on a CPU.
 
     fp32 is the peak outside the tensor cores. JAX computes fp32 products on recent GPUs as TF32
-    unless told otherwise, and may then be several times faster.
+    unless told otherwise, and may then be several times faster. That of int8 is bf16's, by which
+    runs in both compare.
     """
     return published_peak(device.device_kind, dtype)
 
@@ -51,7 +52,7 @@ def published_peak(device_kind: str, dtype: Precision) -> float | None:
     """`peak_flops` of the device that JAX calls `device_kind`, such as "TPU v5 lite"."""
     for pattern, peaks in _PEAKS.items():
         if re.search(rf"\b({pattern})(?!\w)", device_kind):
-            peak = peaks[("bf16", "fp16", "fp32").index(dtype)]
+            peak = peaks[("bf16", "fp16", "fp32").index("bf16" if dtype == "int8" else dtype)]
             return None if peak is None else peak * 1e12
     return None
 
@@ -69,11 +70,26 @@ class Chip:
     bandwidth: float | None
     """Bytes per second between the chip and that memory."""
     interconnect: float | None
-    """Bytes per second that the chip sends to others, over all of its links together."""
+    """Bytes per second that the chip sends to others of its slice, over all of its links."""
     kind: str
     """The compiler's platform: tpu, gpu or cpu."""
     pattern: str = ""
     """Matches the names that JAX has for it."""
+    links: int = 0
+    """Links to its neighbours, which share `interconnect`; 0 where a switch joins a slice."""
+    network: float | None = None
+    """Bytes per second that the chip sends to those of other slices, or of other machines."""
+    int8: float | None = None
+    """Peak of dense products of int8, op/s."""
+
+    def seconds(self, flops: float, int8: float = 0.0) -> float:
+        """The least time of so many FLOPs, of which `int8` are of int8; 0 where no peak is known.
+
+        At the peak of bf16 where that of int8 is not known.
+        """
+        if self.flops is None:
+            return 0.0
+        return (flops - int8) / self.flops + int8 / (self.int8 or self.flops)
 
 
 def _peak(device_kind: str) -> float | None:
@@ -86,19 +102,30 @@ def _peak(device_kind: str) -> float | None:
 # and half of "Bidirectional inter-chip interconnect (ICI) bandwidth (per chip)" (400 GBps of v5e,
 # 1200 of v5p, 800 of v6e; of v4 the former "Interchip Interconnect BW", 2400 Gbps, one way). GPUs:
 # NVIDIA's data sheets of the A100 80GB, H100 and H200 (SXM): memory, and half of NVLink's 600 or
-# 900 GB/s, which are both ways.
+# 900 GB/s, which are both ways. To other slices: "Data center network bandwidth" of the same pages,
+# 6.4 Tbps for the 256 chips of a v5e pod, 25.6 for v6e's, 50 Gbps per chip of v5p (v4: none); of
+# the DGX A100 200 Gb/s per GPU, of the DGX H100 and H200 400. Of int8: "Peak compute per chip
+# (Int8)" of the same pages (v4: "275 teraflops (bf16 or int8)"), and the data sheets' "INT8 Tensor
+# Core" without sparsity.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", _peak("TPU v4"), 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$"),
-        Chip("v5e", _peak("TPU v5e"), 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)"),
-        Chip("v5p", _peak("TPU v5p"), 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$"),
-        Chip("v6e", _peak("TPU v6e"), 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)"),
-        Chip("a100", _peak("A100"), 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB"),
-        Chip("h100", _peak("H100"), 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)"),
-        Chip("h200", _peak("H200"), 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200"),
+        Chip("v4", _peak("TPU v4"), 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$", 6,
+             int8=275 * TERA),
+        Chip("v5e", _peak("TPU v5e"), 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)", 4,
+             3.125 * GB, 393 * TERA),
+        Chip("v5p", _peak("TPU v5p"), 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$", 6,
+             6.25 * GB, 918 * TERA),
+        Chip("v6e", _peak("TPU v6e"), 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)", 4,
+             12.5 * GB, 1836 * TERA),
+        Chip("a100", _peak("A100"), 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB",
+             network=25 * GB, int8=624 * TERA),
+        Chip("h100", _peak("H100"), 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)",
+             network=50 * GB, int8=1979 * TERA),
+        Chip("h200", _peak("H200"), 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200",
+             network=50 * GB, int8=1979 * TERA),
     )
-}
+}  # fmt: skip
 
 
 def cpu(devices: int) -> Chip:

@@ -1,18 +1,17 @@
-"""The bytes that a compiled step moves between devices, and between a device and its memory.
+"""The bytes that a compiled step moves between devices.
 
 A collective's bytes are what one device sends if the collective runs around a ring, with S the
 bytes of the whole and n the devices of a group: all-gather and reduce-scatter (n-1)/n S,
 all-reduce twice that, all-to-all (n-1)/n of what the device holds, collective-permute all of that.
 """
 
-import math
-import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zoo.planning import hlo
+from zoo.planning.groups import Groups, groups, pairs
 from zoo.planning.hlo import Computation, Instruction, Program, Visit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
@@ -31,6 +30,10 @@ class Collective:
     dtype: str
     op_name: str
     """Where in the traced step it comes from."""
+    groups: Groups = ()
+    """The devices that take part together, of all groups, by their place in the program."""
+    pairs: Groups = ()
+    """The source and the target of each transfer of a permute."""
 
     @property
     def total(self) -> float:
@@ -43,9 +46,8 @@ def collectives(program: Program) -> list[Collective]:
     found, seen = [], set()
     for visit in hlo.visits(program):
         for instruction in visit.computation.instructions.values():
-            kind = _kind(instruction)
-            channel = instruction.attribute(r"channel_id=(\d+)")
-            if kind is None or (channel and (visit.scope, channel) in seen):
+            kind, channel = _kind(instruction), channel_of_parts(instruction)
+            if kind is None or (visit.scope, channel) in seen:
                 continue
             if channel:
                 seen.add((visit.scope, channel))
@@ -53,12 +55,47 @@ def collectives(program: Program) -> list[Collective]:
     return found
 
 
-def bytes_by_kind(found: list[Collective]) -> dict[Kind, float]:
-    """The bytes that a device sends in a step by each kind of collective that there is."""
+def channel_of_parts(instruction: Instruction) -> str | None:
+    """The channel of a collective that a TPU's compiler cuts over several fusions; None of others.
+
+    It gives those a chain. A channel alone says nothing: all collectives that a `shard_map` calls
+    have the same.
+    """
+    return instruction.attribute(r"channel_id=(\d+).*chain_id=")
+
+
+def within(program: Program, visit: Visit, instruction: Instruction) -> dict[str, Collective]:
+    """The collectives that an instruction is, or has in it, by what its parts have in common."""
+    kind = _kind(instruction)
+    if kind is not None:
+        key = channel_of_parts(instruction) or instruction.name
+        return {key: _collective(program, visit, instruction, kind)}
+    if instruction.opcode not in ("fusion", "async-start"):
+        return {}
+    inside = program.computations[instruction.called["calls"][0]]
+    into = Visit(inside, visit.times, instruction.opcode == "fusion", visit.scope)
+    found: dict[str, Collective] = {}
+    for each in inside.instructions.values():
+        found |= within(program, into, each)
+    return found
+
+
+def bytes_by_kind(
+    found: list[Collective], amount: Callable[[Collective], float] = lambda each: each.bytes
+) -> dict[Kind, float]:
+    """The bytes that a device sends in a step by each kind of collective that there is.
+
+    `amount` gives those of a collective that count, each time; all of them if not given.
+    """
     totals: dict[Kind, float] = defaultdict(float)
     for collective in found:
-        totals[collective.kind] += collective.total
+        totals[collective.kind] += amount(collective) * collective.times
     return {kind: totals[kind] for kind in KINDS if kind in totals}
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or the start of one."""
+    return _kind(instruction) is not None
 
 
 def unknown_loops(program: Program) -> list[str]:
@@ -67,6 +104,9 @@ def unknown_loops(program: Program) -> list[str]:
 
 
 def _kind(instruction: Instruction) -> Kind | None:
+    if instruction.opcode == "send":  # to other slices, by the host
+        name = (instruction.attribute(_BETWEEN) or "").lower().replace("_", "-")
+        return next((kind for kind in KINDS if kind == name), None)
     name = instruction.opcode.removesuffix("-start")
     if name == "ragged-all-to-all":
         return "all-to-all"
@@ -76,7 +116,14 @@ def _kind(instruction: Instruction) -> Kind | None:
 def _collective(program: Program, visit: Visit, instruction: Instruction, kind: Kind) -> Collective:
     types = [visit.computation.instructions[name].type for name in instruction.operands]
     held = float(sum(map(hlo.num_bytes, types)))
-    n = _group_size(instruction, program.num_partitions)
+    if instruction.opcode == "send":
+        types = types[:1]  # the rest is a token
+        held, who = float(hlo.num_bytes(types[0])), _slices(instruction)
+    else:
+        if "ragged" in instruction.opcode:  # from one buffer into another, of which one has room
+            held = float(min(map(hlo.num_bytes, types[:2])))
+        who = groups(instruction, program.num_partitions)
+    n = len(who[0])
     if kind == "all-reduce" and visit.is_fused and _is_cut(visit.computation, held, n):
         kind = "reduce-scatter"
     sent = {
@@ -87,7 +134,23 @@ def _collective(program: Program, visit: Visit, instruction: Instruction, kind: 
         "collective-permute": held,
     }[kind]
     dtype = types[0].lstrip("(").partition("[")[0]
-    return Collective(kind, sent, visit.times, n, dtype, _op_name(visit.computation, instruction))
+    op_name = _op_name(visit.computation, instruction)
+    return Collective(kind, sent, visit.times, n, dtype, op_name, who, pairs(instruction))
+
+
+_BETWEEN = r'_xla_megascale_transfer_type="(\w+)"'
+
+
+def _slices(instruction: Instruction) -> Groups:
+    """The devices of the same place in each slice: `_xla_megascale_target="{1,2}x{0:15}"`."""
+    target = instruction.attribute(r'_xla_megascale_target="\{([\d,:]+)\}x\{0:\d+\}"') or ""
+    last = int(instruction.attribute(r'_xla_megascale_target="[^"]*x\{0:(\d+)\}"') or 0)
+    ends = [list(map(int, part.split(":"))) for part in target.split(",") if part]
+    slices = sum(end[-1] - end[0] + 1 for end in ends)
+    if slices < 2:
+        raise hlo.HLOError(f"{instruction.name}: slices of an unknown form: {target!r}")
+    size = last + 1
+    return tuple(tuple(place + size * k for k in range(slices)) for place in range(size))
 
 
 def _is_cut(fused: Computation, held: float, n: int) -> bool:
@@ -103,138 +166,3 @@ def _op_name(computation: Computation, instruction: Instruction) -> str:
             return found.op_name
         nearby += [computation.instructions[name] for name in found.operands]
     return ""
-
-
-def _group_size(instruction: Instruction, num_devices: int) -> int:
-    """Devices that take part together, from any of the forms in which groups are written."""
-    text = instruction.attributes
-    if "replica_groups=" not in text or re.search(r"replica_groups=\{\}", text):
-        return num_devices
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
-    if listed:
-        return len(listed.group(1).split(","))
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)
-    if iota:
-        return int(iota.group(1))
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
-    if named:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named.group(1)))
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named.group(2))
-        return math.prod(int(part or sizes[axis]) for axis, part in parts)
-    raise hlo.HLOError(f"{instruction.name}: groups of an unknown form in {text[:200]!r}")
-
-
-_NO_TRAFFIC = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "opt-barrier", "partition-id", "replica-id", "iota",
-}  # fmt: skip
-
-# Copies that are started, and which of the arrays in the type of each is the copy.
-_MOVES = {"copy-start": 0, "slice-start": 1}
-
-
-def memory_traffic(program: Program) -> float:
-    """Bytes between a device and its memory in a step: the reads and writes of each fusion.
-
-    A fusion that slices a stack of layers reads the slice, one that writes into it the slice too,
-    a lookup the rows that it finds, and a copy that runs beside other work what it moves. Pallas
-    kernels are left out: `flops.kernel_bytes` counts them, block by block.
-    """
-    total = 0.0
-    for visit in hlo.visits(program):
-        if visit.is_fused:
-            continue
-        for instruction in visit.computation.instructions.values():
-            if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
-                continue
-            if instruction.attribute(r'custom_call_target="(tpu_custom_call)"'):
-                continue
-            total += visit.times * sum(_accesses(program, visit.computation, instruction))
-    return total
-
-
-def _accesses(
-    program: Program, computation: Computation, instruction: Instruction
-) -> Iterator[float]:
-    """The bytes that an instruction reads of each operand, and those that it writes."""
-    operands = [computation.instructions[name] for name in instruction.operands]
-    if instruction.opcode == "fusion":
-        fused = program.computations[instruction.called["calls"][0]]
-        parameters = {i.text: i for i in fused.instructions.values() if i.opcode == "parameter"}
-        written = 0.0
-        for number, operand in enumerate(operands):
-            inside = parameters.get(str(number))
-            used = None if inside is None else _used(program, fused, inside)
-            whole = _memory(operand.type)
-            if inside is not None and used is not None and whole:
-                yield min(whole, used)
-                written += whole if _is_updated(fused, inside) else 0.0
-            else:
-                yield whole
-        # What is written in place is as large as its operand, and only a slice of it is new.
-        yield max(_memory(instruction.type) - written, 0.0)
-    elif instruction.opcode == "dynamic-slice":
-        yield 2 * _memory(instruction.type)
-    elif instruction.opcode == "gather":
-        yield from (2 * _memory(instruction.type), _memory(operands[1].type))
-    elif instruction.opcode in _MOVES:
-        moved = hlo.arrays(instruction.type)[_MOVES[instruction.opcode]]
-        yield from (hlo.num_bytes(moved) if _memory(operands[0].type) else 0.0, _memory(moved))
-    elif instruction.opcode == "dynamic-update-slice":
-        yield 2 * _memory(operands[1].type)
-    else:
-        yield from (_memory(operand.type) for operand in operands)
-        yield _memory(instruction.type)
-
-
-def _memory(type_: str) -> float:
-    return float(hlo.num_bytes(type_, in_main_memory=True))
-
-
-def _used(program: Program, fused: Computation, parameter: Instruction) -> float | None:
-    """The bytes that a fusion touches of a parameter that it only slices; None if of all."""
-    whole = hlo.num_bytes(parameter.type)
-    total, names = 0.0, [parameter.name]
-    for name in names:
-        all_of_it = hlo.num_bytes(fused.instructions[name].type) or 1  # in another dtype, maybe
-        for user in fused.instructions.values():
-            if name not in user.operands:
-                continue
-            if user.opcode in _SAME or _is_same(program, user):
-                names.append(user.name)
-            elif user.opcode in ("dynamic-slice", "slice") or _looks_up(user, name):
-                total += whole * hlo.num_bytes(user.type) / all_of_it
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                update = fused.instructions[user.operands[1]]
-                total += whole * hlo.num_bytes(update.type) / all_of_it
-            else:
-                return None
-    return total
-
-
-_SAME = ("bitcast", "copy", "convert")
-
-
-def _is_same(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction is a fusion that has its operand in another layout or dtype."""
-    if instruction.opcode != "fusion":
-        return False
-    inside = program.computations[instruction.called["calls"][0]].instructions.values()
-    return all(x.opcode in (*_SAME, "parameter") for x in inside)
-
-
-def _looks_up(instruction: Instruction, name: str) -> bool:
-    """Whether an instruction reads rows of a table of that name."""
-    return instruction.opcode == "gather" and instruction.operands[0] == name
-
-
-def _is_updated(fused: Computation, parameter: Instruction) -> bool:
-    names = [parameter.name]
-    for name in names:
-        for user in fused.instructions.values():
-            if name in user.operands[:1]:
-                if user.opcode == "dynamic-update-slice":
-                    return True
-                if user.opcode in ("bitcast", "copy"):
-                    names.append(user.name)
-    return False

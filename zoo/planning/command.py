@@ -21,7 +21,7 @@ from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
-from zoo.planning import flops, published, report
+from zoo.planning import flops, meshes, published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
@@ -29,12 +29,15 @@ from zoo.publishing import models
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.linears import with_paths
 from zoo.publishing.shelf import find
+from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
+from zoo.transformer.model import Transformer
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig
 
+SEARCH = "search"
 Base = Literal["stored", "int8", "int4", "nf4"]
 
 
@@ -55,7 +58,8 @@ class Config:
     """Of lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8 or
     4 bits."""
     mesh: str = sharding.storage_mesh(-1)
-    """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones."""
+    """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones. With "search" the
+    fastest: all are compared by hand, and the best few compiled."""
     batch_size: int | None = None
     """Rows of a batch, on all devices together; one per part of the batch if not given."""
     seq_len: int = 4096
@@ -63,7 +67,8 @@ class Config:
     remat: Policy = "full"
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     precision: Precision = "bf16"
-    """Dtype of activations and products; master weights are fp32."""
+    """Dtype of activations and products; master weights are fp32. int8: bf16, with the products of
+    blocks in int8."""
     accumulate: int = 1
     """Microbatches per batch, computed one after the other."""
     sequence_parallel: bool = False
@@ -91,17 +96,23 @@ def main(config: Config) -> None:
     save = None if config.save is None else local_path(config.save, "save")
     folder = locate(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
-    job = make_job(config, skeleton_of(config, folder), target)
-    print(f"compiling for {target.name} …", flush=True)
-    estimate = make_estimate(job, target, quick=config.quick)
+    model, reason = skeleton_of(config, folder), ""
+    if config.mesh == SEARCH:
+        estimate, reason = search(config, model, target)
+    else:
+        job = make_job(config, model, target)
+        print(f"compiling for {target.name} …", flush=True)
+        estimate = make_estimate(job, target, quick=config.quick)
     report.show(estimate)
+    if reason:
+        print(reason)
     found = None
     if config.suggest and not estimate.memory.fits:
         others = lighter(config, folder, target)
         found = show_suggestion(estimate, "--remat", others, quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(_markdown(config, estimate, found))
+        save.write_text(_markdown(config, estimate, found) + f"\n{reason}.\n" * bool(reason))
 
 
 class TokenRows(SeededPlan):
@@ -180,6 +191,33 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
         accumulate=config.accumulate,
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
+    )
+
+
+def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str]:
+    """The fastest mesh for a training of a transformer, as an estimate of it, with the reason.
+
+    Raises:
+        ValueError: another model, a target without published peaks, or no mesh that fits.
+    """
+    if not isinstance(model, Transformer) or target.chip.flops is None:
+        raise ValueError(
+            f"mesh={SEARCH!r} compares the steps of a transformer by a chip's published peaks; "
+            f"name a mesh for {config.model} on {target.name}"
+        )
+    rows = config.batch_size or target.num_devices * config.accumulate
+    given = dataclasses.replace(config, batch_size=rows)
+    parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
+    needed = flops.per_token(model, config.seq_len) or 0.0
+    work = needed * rows * config.seq_len * (4 / 3 if config.remat == "full" else 1)
+    found = meshes.candidates(
+        model.config, parameters, work, rows // config.accumulate, config.seq_len, target
+    )
+    return meshes.search(
+        found,
+        lambda mesh: make_job(dataclasses.replace(given, mesh=mesh), model, target),
+        target,
+        quick=config.quick,
     )
 
 

@@ -8,27 +8,31 @@ import jax
 from jax.extend import core
 from jaxtyping import PyTree
 
+from zoo.nn.grouped_products import SCOPE
 from zoo.planning import kernels
 from zoo.transformer.config import Config, num_flops_per_token
 from zoo.transformer.model import Transformer
 from zoo.wrappers.lora import Adapted, is_adapted
 
 
-def count(jaxpr: Any) -> float:
+def count(jaxpr: Any, of: Any = None) -> float:
     """FLOPs of the products of a jaxpr, on all devices together: two per multiply and add.
 
     Loops count as often as they run, of branches the dearest, a kernel as `kernels.flops` says,
-    and the program of one device in a `shard_map` as often as there are devices.
+    and the program of one device in a `shard_map` as often as there are devices. Given a dtype,
+    only those `of` operands of it, and no kernel.
 
     Raises:
         ValueError: products in a loop or a kernel of which it is not known how often it runs.
     """
 
     def products(equation: Any, scope: str) -> float | None:
+        if of is not None and kernels.is_kernel(equation):
+            return 0.0
         if equation.primitive.name == "dot_general":
-            return _dot(equation)
+            return _dot(equation) if of in (None, equation.invars[0].aval.dtype) else 0.0
         if equation.primitive.name.startswith("ragged_dot"):
-            return _ragged_dot(equation)
+            return _ragged_dot(equation) if of is None else 0.0
         if kernels.is_kernel(equation):
             return kernels.flops(equation, scope, count)
         return None
@@ -50,13 +54,48 @@ def kernel_bytes(jaxpr: Any) -> float:
     )
 
 
+def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
+    """FLOPs and bytes of the kernels of a jaxpr by their names, on all devices together.
+
+    The FLOPs are those that they execute, which may be more than `count` has of them.
+
+    Raises:
+        ValueError: as `count`.
+    """
+
+    def of(name: str) -> tuple[float, float]:
+        def amount(measure: Callable[[Any, str], float]) -> float:
+            def each(equation: Any, scope: str) -> float | None:
+                if not kernels.is_kernel(equation):
+                    return None
+                return measure(equation, scope) if kernels.name(equation, scope) == name else 0.0
+
+            return _total(jaxpr, each)
+
+        return amount(lambda equation, scope: kernels.executed(equation, scope, count)), amount(
+            kernels.num_bytes
+        )
+
+    names: set[str] = set()
+
+    def collect(equation: Any, scope: str) -> float | None:
+        if kernels.is_kernel(equation):
+            names.add(kernels.name(equation, scope))
+            return 0.0
+        return None
+
+    _total(jaxpr, collect)
+    return {name: of(name) for name in sorted(names)}
+
+
 def has_local_experts(jaxpr: Any, is_local: bool = False) -> bool:
     """Whether a device has some of the experts, and so rows that it multiplies by none of its own.
 
     How many these are is known only as it runs.
     """
     for equation in _equations(jaxpr):
-        if is_local and equation.primitive.name.startswith("ragged_dot"):
+        kernel = SCOPE in str(equation.source_info.name_stack)
+        if is_local and (kernel or equation.primitive.name.startswith("ragged_dot")):
             return True
         inside = is_local or equation.primitive.name == "shard_map"
         if any(has_local_experts(x, inside) for x in _inner(equation)):
@@ -113,12 +152,17 @@ def _total(jaxpr: Any, amount: Callable[[Any, str], float | None], scope: str = 
         names = f"{scope}/{equation.source_info.name_stack}"
         found = amount(equation, names)
         if found is None:
-            inner = [_total(x, amount, names) for x in _inner(equation)]
+            inner = [_total(x, amount, names + _jitted(equation)) for x in _inner(equation)]
             if equation.primitive.name == "cond":
                 inner = [max(inner)]
             found = sum(inner) and sum(inner) * _times(equation)
         total += found
     return total
+
+
+def _jitted(equation: Any) -> str:
+    """The name of a function that is jitted, as the program's instructions have it."""
+    return f"/jit({equation.params['name']})" if equation.primitive.name in ("jit", "pjit") else ""
 
 
 def _used_in(jaxpr: Any) -> set[Any]:

@@ -89,6 +89,8 @@ class Visit:
     scope: int
     """Tells apart the loop bodies, branches and calls that a fused computation belongs to."""
     unknown_loops: tuple[str, ...] = ()
+    caller: tuple[int, str] | None = None
+    """The scope and the name of the instruction that calls it; None of the whole program."""
 
 
 def read(text: str) -> Program:
@@ -187,18 +189,19 @@ def visits(program: Program) -> Iterator[Visit]:
         is_fused: bool,
         scope: int,
         values: "_Values",
+        caller: tuple[int, str] | None = None,
     ) -> Iterator[Visit]:
         unknown = []
         inner: list[Iterator[Visit]] = []
         for instruction in computation.instructions.values():
-            called = instruction.called
+            called, here = instruction.called, (scope, instruction.name)
             if instruction.opcode == "while":
                 turns = trip_count(program, instruction, values)
                 if turns is None:
                     unknown.append(instruction.name)
                 body = program.computations[called["body"][0]]
-                into = _Values(computation, instruction.operands[0], values)
-                inner.append(walk(body, times * (turns or 1), False, next(scopes), into))
+                start = _Values(computation, instruction.operands[0], values)
+                inner.append(walk(body, times * (turns or 1), False, next(scopes), start, here))
                 continue
             if instruction.opcode.endswith(("-done", "-update")):
                 continue  # it counted at its start
@@ -208,7 +211,8 @@ def visits(program: Program) -> Iterator[Visit]:
                 names += called.get("to_apply", ())
             for name in names:
                 where = scope if fuses else next(scopes)
-                inner.append(walk(program.computations[name], times, fuses, where, _Values()))
+                into = program.computations[name]
+                inner.append(walk(into, times, fuses, where, _Values(), here))
             branches = (
                 called.get("branch_computations", ())
                 + called.get("true_computation", ())
@@ -216,8 +220,8 @@ def visits(program: Program) -> Iterator[Visit]:
             )
             for name in branches:
                 branch = program.computations[name]
-                inner.append(walk(branch, times, False, next(scopes), _Values()))
-        yield Visit(computation, times, is_fused, scope, tuple(unknown))
+                inner.append(walk(branch, times, False, next(scopes), _Values(), here))
+        yield Visit(computation, times, is_fused, scope, tuple(unknown), caller)
         for each in inner:
             yield from each
 

@@ -3,10 +3,11 @@
 import math
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zoo import sharding
@@ -14,9 +15,10 @@ from zoo.data.plans import batch_shapes
 from zoo.nn import remat
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
-from zoo.planning import collectives, flops, hlo
+from zoo.planning import collectives, compiler, flops, hlo, topology, traffic
 from zoo.planning.parameters import Parameters, count, device_bytes
 from zoo.planning.targets import Target
+from zoo.planning.topology import Topology
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 
@@ -83,17 +85,30 @@ class Estimate:
     memory: Memory
     flops: float
     """Of the products of a step, of all devices together."""
+    int8_flops: float = 0.0
+    """Those among them of int8."""
     traffic: float
     """Bytes between a device and its memory."""
     collectives: list[collectives.Collective]
     compile_seconds: float
+    quick: bool = False
+    """Compiled with less effort."""
     text: str = ""
     """The compiled program."""
+    devices: tuple[Any, ...] = ()
+    """Those of the mesh, in the program's order."""
+    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """FLOPs and bytes of a device's Pallas kernels in a step, by their names."""
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.mesh.values())
+
+    @property
+    def topology(self) -> Topology:
+        """The places of the devices, and the links between them."""
+        return topology.of_devices(self.target.chip, self.target.shape, self.devices)
 
     @property
     def model_flops(self) -> float | None:
@@ -112,13 +127,14 @@ def make_estimate(
 
     Raises:
         ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide; a loop
-            or a kernel of which it is not known how often it runs.
+            or a kernel of which it is not known how often it runs; a compiler that died
+            (CompilerError).
     """
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     began = time.monotonic()
     state, traced = _trace(job, mesh, rules)
-    compiled, refusal = (compiled, "") if compiled else _compile(traced, quick)
+    compiled, refusal = (compiled, "") if compiled else _compile(traced, target, quick)
     text = "" if compiled is None else compiled.as_text()
     program = None if compiled is None else hlo.read(text)
     parts = sharding.num_batch_parts(mesh, rules)
@@ -130,10 +146,17 @@ def make_estimate(
         parameters=count(state.model, job.training.trainable),
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
         flops=_flops(job, target, traced),
+        int8_flops=flops.count(traced.jaxpr, of=jnp.int8),
         traffic=_traffic(program, traced, mesh.size) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
         compile_seconds=time.monotonic() - began,
+        quick=quick,
         text=text,
+        devices=tuple(mesh.devices.flat),
+        kernels={
+            name: (products / mesh.size, moved / mesh.size)
+            for name, (products, moved) in flops.of_kernels(traced.jaxpr).items()
+        },
     )
 
 
@@ -168,15 +191,17 @@ def _traffic(program: hlo.Program, traced: Any, num_devices: int) -> float:
             "what is in them would count once: write them as jax.lax.scan"
         )
     kernels = flops.kernel_bytes(traced.jaxpr) / num_devices
-    return collectives.memory_traffic(program) + kernels
+    return traffic.memory_traffic(program) + kernels
 
 
-def _compile(traced: Any, quick: bool) -> tuple[Any, str]:
+def _compile(traced: Any, target: Target, quick: bool) -> tuple[Any, str]:
     """The compiled program; or None, and the compiler's message about memory."""
     options = {"exec_time_optimization_effort": -1.0} if quick else {}
     try:
+        if target.chip.kind == "tpu" and not target.present:
+            return compiler.compile_apart(traced.lower(), target, options), ""
         return traced.lower().compile(compiler_options=options), ""
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, compiler.OutOfMemory) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None, str(error)

@@ -1,7 +1,8 @@
 """Configurations of published sizes, by name, for plans that need no weights.
 
 From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
-(Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B (Yang et al. 2025).
+(Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025), and
+mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024).
 """
 
 import dataclasses
@@ -51,6 +52,17 @@ SIZES: dict[str, Config] = {
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288),
     "qwen3-14b": _sized(_QWEN3, 5120, 40, 40, 17_408),
     "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
+    "qwen3-30b-a3b": dataclasses.replace(
+        _sized(_QWEN3, 2048, 48, 32, 768), num_kv_heads=4, num_experts=128, experts_per_token=8
+    ),
+    "mixtral-8x7b": dataclasses.replace(
+        _sized(_LLAMA3, 4096, 32, 32, 14_336),
+        vocab_size=32_000,
+        rope_theta=1_000_000.0,
+        max_seq_len=32_768,
+        num_experts=8,
+        experts_per_token=2,
+    ),
 }
 
 

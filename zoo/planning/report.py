@@ -3,10 +3,11 @@
 import os
 import sys
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
-from zoo.planning import collectives
+from zoo.planning import collectives, compiler
 from zoo.planning.job import Estimate, Memory
 from zoo.planning.parameters import Parameters
 from zoo.planning.roofline import Roofline, roofline
@@ -26,7 +27,7 @@ def title(estimate: Estimate) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in estimate.mesh.items()) or "one device"
     parts = [
         f"{_number(estimate.parameters.count)} parameters",
-        f"{estimate.num_devices} × {chip.name} ({mesh})",
+        f"{estimate.num_devices} × {chip.name}{_slices(estimate)} ({mesh})",
         f"{job.tokens:,} {job.training.data.unit} per step",
         job.precision,
     ]
@@ -39,6 +40,11 @@ def title(estimate: Estimate) -> str:
     return ", ".join(parts)
 
 
+def _slices(estimate: Estimate) -> str:
+    slices, kind = estimate.target.num_slices, estimate.target.chip.kind
+    return f" in {slices} {'slices' if kind == 'tpu' else 'machines'}" if slices > 1 else ""
+
+
 def sections(estimate: Estimate) -> dict[str, Rows]:
     """The table's sections: rows of a quantity, its amount, and a remark."""
     found = {"memory per device": [*_parameters(estimate.parameters), *_memory(estimate.memory)]}
@@ -47,7 +53,9 @@ def sections(estimate: Estimate) -> dict[str, Rows]:
         found["bytes sent per device and step"] = _collectives(estimate)
     roof = roofline(estimate)
     if roof is not None:
-        found["at the chip's peaks"] = _roofline(roof, estimate.job.training.data.unit)
+        unit = estimate.job.training.data.unit
+        found["bound of full overlap, at the chip's peaks"] = _roofline(roof, unit)
+        found["bound by instruction, overlapped as compiled"] = _by_op(roof, unit)
     return found
 
 
@@ -99,6 +107,8 @@ def _memory(memory: Memory) -> Rows:
 
 def _compute(estimate: Estimate) -> Rows:
     rows = [("FLOPs", f"{estimate.flops:.3e}", "all devices, with recomputed and masked ones")]
+    if estimate.job.precision == "int8":
+        rows.append(("of int8", f"{estimate.int8_flops:.3e}", _int8(estimate)))
     if estimate.model_flops is not None:
         share = estimate.model_flops / estimate.flops if estimate.flops else 0.0
         rows.append(
@@ -107,13 +117,30 @@ def _compute(estimate: Estimate) -> Rows:
     return rows
 
 
+def _int8(estimate: Estimate) -> str:
+    chip = estimate.target.chip
+    if not estimate.int8_flops:
+        return "compiled for virtual CPU devices, which multiply codes in bf16: counted as that"
+    rate = "bf16's rate" if chip.int8 is None else f"{chip.int8 / 1e12:,.0f} TOP/s"
+    return f"{estimate.int8_flops / estimate.flops:.0%}, at {rate}; MFU is by the peak of bf16"
+
+
 def _collectives(estimate: Estimate) -> Rows:
     totals = collectives.bytes_by_kind(estimate.collectives)
     rows: Rows = []
     for kind, total in totals.items():
         times = sum(c.times for c in estimate.collectives if c.kind == kind)
         rows.append((kind, gigabytes(total), f"{times:,} times"))
-    rows.append(("all", gigabytes(sum(totals.values(), 0.0)), ""))
+    everything = sum(totals.values(), 0.0)
+    rows.append(("all", gigabytes(everything), ""))
+    topology = estimate.topology
+    if topology.num_slices > 1:
+        outside = collectives.bytes_by_kind(estimate.collectives, topology.between)
+        crossing = {kind: size for kind, size in outside.items() if size}
+        total = sum(crossing.values(), 0.0)
+        remark = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in crossing.items())
+        rows.append(("of it, within a slice", gigabytes(everything - total), ""))
+        rows.append(("between slices", gigabytes(total), remark))
     return rows
 
 
@@ -121,15 +148,35 @@ def _roofline(roof: Roofline, unit: str) -> Rows:
     def share(seconds: float) -> str:
         return "the bound" if seconds == roof.seconds else f"{seconds / roof.seconds:.0%} of it"
 
-    rows = [
+    return [
         ("compute", _seconds(roof.compute), share(roof.compute)),
         ("memory", _seconds(roof.memory), share(roof.memory)),
         ("interconnect", _seconds(roof.interconnect), share(roof.interconnect)),
-        (f"{unit}/s, at most", f"{roof.tokens_per_second:,.0f}", "all devices, all else hidden"),
+        *_speed(roof, roof.seconds, unit, f"bound by {roof.bound}, all else hidden"),
     ]
-    if roof.mfu is not None:
-        rows.append(("MFU, at most", f"{roof.mfu:.0%}", f"bound by {roof.bound}"))
-    return rows
+
+
+def _by_op(roof: Roofline, unit: str) -> Rows:
+    by_op = roof.by_op
+
+    def share(seconds: float) -> str:
+        return f"{seconds / by_op.seconds:.0%}"
+
+    return [
+        ("bound by products", _seconds(by_op.compute), share(by_op.compute)),
+        ("bound by memory", _seconds(by_op.memory), share(by_op.memory)),
+        ("waiting for links", _seconds(by_op.links), share(by_op.links)),
+        *_speed(roof, by_op.seconds, unit, "no overlap but the compiler's"),
+    ]
+
+
+def _speed(roof: Roofline, seconds: float, unit: str, remark: str) -> Rows:
+    rows = [
+        ("step, at least", _seconds(seconds), remark),
+        (f"{unit}/s, at most", f"{roof.tokens / seconds:,.0f}", "all devices"),
+    ]
+    mfu = roof.utilization(seconds)
+    return rows if mfu is None else [*rows, ("MFU, at most", f"{mfu:.0%}", "")]
 
 
 def _seconds(seconds: float) -> str:
@@ -144,9 +191,24 @@ def caveats(estimate: Estimate) -> list[str]:
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
             "as many virtual CPU devices, which fuses and keeps other arrays than a GPU's."
         )
+    if chip.kind == "tpu" and not estimate.target.present and (warning := compiler.mismatch()):
+        found.append(f"Warning: {warning}.")
+    if estimate.quick:
+        found.append(
+            "With less effort (--quick) the compiler overlaps less: the bound by instruction is "
+            "that of a slower program."
+        )
     if chip.kind == "cpu":
         found.append("No peak to quote for a CPU, so no bound on the speed.")
     return found
+
+
+def _compiled(estimate: Estimate) -> str:
+    """The time that the compiler took, and its version."""
+    by = ""
+    if estimate.target.chip.kind == "tpu":
+        by = f" by {compiler.version() or 'libtpu'} with jax {jax.__version__}"
+    return f"{estimate.compile_seconds:.0f} s{by}"
 
 
 def console() -> Console:
@@ -170,7 +232,7 @@ def show(estimate: Estimate) -> None:
     out.print(table)
     for line in [*caveats(estimate), CONVENTION]:
         out.print(line, style="dim", highlight=False)
-    out.print(f"compiled in {estimate.compile_seconds:.0f} s", style="dim", highlight=False)
+    out.print(f"compiled in {_compiled(estimate)}", style="dim", highlight=False)
 
 
 def markdown(estimate: Estimate) -> str:
@@ -180,5 +242,5 @@ def markdown(estimate: Estimate) -> str:
     for name, rows in sections(estimate).items():
         lines.append(f"| **{name}** | | |")
         lines += [f"| {what} | {amount} | {remark} |" for what, amount, remark in rows]
-    lines += ["", *caveats(estimate), CONVENTION, f"Compiled in {estimate.compile_seconds:.0f} s."]
+    lines += ["", *caveats(estimate), CONVENTION, f"Compiled in {_compiled(estimate)}."]
     return "\n".join(lines) + "\n"

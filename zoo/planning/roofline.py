@@ -1,16 +1,24 @@
-"""The least time of a step by the chip's peaks, and the peak that bounds it."""
+"""The least time of a step by the chip's peaks, and the peak that bounds it.
+
+There are two bounds. That of full overlap takes all products, all of the memory's traffic and all
+transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
+That by instruction (`schedule.times`) overlaps what the compiler does, and nothing else: this
+program is not faster.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from zoo.planning import hlo
 from zoo.planning.job import Estimate
+from zoo.planning.schedule import Times, times
 
 Bound = Literal["compute", "memory", "interconnect"]
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step at each of a chip's peaks, as if the others were hidden behind it."""
+    """Seconds of a step at each of a chip's peaks, and of its instructions one by one."""
 
     compute: float
     memory: float
@@ -20,6 +28,8 @@ class Roofline:
     model_flops: float | None
     peak: float
     """FLOP/s of one device."""
+    by_op: Times
+    """Of each instruction after the other, with no more at once than the program has."""
 
     @property
     def bound(self) -> Bound:
@@ -38,15 +48,19 @@ class Roofline:
 
     @property
     def tokens_per_second(self) -> float:
-        """On all devices together."""
+        """On all devices together, at the bound of full overlap."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization at that bound: recomputation counts for nothing."""
+        """Model FLOPs utilization at the bound of full overlap."""
+        return self.utilization(self.seconds)
+
+    def utilization(self, seconds: float) -> float | None:
+        """Model FLOPs utilization of a step of so long: recomputation counts for nothing."""
         if self.model_flops is None:
             return None
-        return self.model_flops / (self.seconds * self.peak * self.num_devices)
+        return self.model_flops / (seconds * self.peak * self.num_devices)
 
 
 def roofline(estimate: Estimate) -> Roofline | None:
@@ -59,12 +73,16 @@ def roofline(estimate: Estimate) -> Roofline | None:
         or not estimate.text
     ):
         return None
+    topology = estimate.topology
+    if topology.num_slices > 1 and chip.network is None:
+        return None
     return Roofline(
-        compute=estimate.flops / (chip.flops * estimate.num_devices),
+        compute=chip.seconds(estimate.flops, estimate.int8_flops) / estimate.num_devices,
         memory=estimate.traffic / chip.bandwidth,
-        interconnect=sum(c.total for c in estimate.collectives) / chip.interconnect,
+        interconnect=sum(c.times * topology.transfer(c).seconds for c in estimate.collectives),
         num_devices=estimate.num_devices,
         tokens=estimate.job.tokens,
         model_flops=estimate.model_flops,
         peak=chip.flops,
+        by_op=times(hlo.read(estimate.text), topology, estimate.kernels),
     )

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from zoo import sharding
 from zoo.planning import report
+from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.targets import Target
 from zoo.sharding import ShardingError
@@ -29,9 +30,9 @@ class Attempt:
     estimate: Estimate
 
 
-def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
+def changes(job: Job, target: Target, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
     """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
-    best = job
+    best, num_devices, num_slices = job, target.num_devices, target.num_slices
     if remat_flag is not None and job.remat != "full":
         best = dataclasses.replace(best, remat="full")
         yield best
@@ -39,7 +40,7 @@ def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) ->
     def sizes(mesh: str) -> AbstractMesh:
         return sharding.abstract_mesh(mesh, num_devices)
 
-    sharded = dataclasses.replace(best, mesh=sharding.storage_mesh(num_devices))
+    sharded = dataclasses.replace(best, mesh=sharding.storage_mesh(num_devices, 1, num_slices))
     meshes = [best] if sizes(job.mesh) == sizes(sharded.mesh) else [best, sharded]
     for start in meshes:
         if start is not best:
@@ -50,8 +51,9 @@ def changes(job: Job, num_devices: int, rows: int, *, remat_flag: str | None) ->
             yield dataclasses.replace(start, accumulate=accumulate)
             accumulate *= 2
     for split in (2, 4, 8):
-        if num_devices % split == 0 and num_devices > split:
-            mesh = sharding.storage_mesh(num_devices, split)
+        in_slice = num_devices // num_slices
+        if in_slice % split == 0 and in_slice > split:
+            mesh = sharding.storage_mesh(num_devices, split, num_slices)
             parts = sharding.num_batch_parts(sizes(mesh))
             accumulate = max(1, rows // parts)
             if rows % (parts * accumulate) == 0:
@@ -80,7 +82,7 @@ def suggest(
 
     def changed_jobs() -> Iterator[tuple[str, Job]]:
         count = 0
-        for changed in changes(job, target.num_devices, rows, remat_flag=remat_flag):
+        for changed in changes(job, target, rows, remat_flag=remat_flag):
             if _state_alone(changed, estimate, target) > estimate.memory.limit:
                 continue
             if count == _MOST:
@@ -93,7 +95,7 @@ def suggest(
         say(f"trying {flags} …")
         try:
             attempt = Attempt(flags, make(changed, target, quick=quick))
-        except ShardingError as error:
+        except (ShardingError, CompilerError) as error:
             say(f"  it cannot be: {error}")
             continue
         tried.append(attempt)

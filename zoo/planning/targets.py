@@ -1,4 +1,4 @@
-"""The target of a plan, `v5e:4x4`, `h200:8` or `cpu:8`, as devices that programs compile for."""
+"""The target of a plan as devices to compile for: `v5e:4x4`, `2xv5e:4x4`, `h200:8` or `cpu:8`."""
 
 import contextlib
 import math
@@ -22,13 +22,16 @@ class Target:
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    """Of a slice, or the devices of a machine."""
     present: tuple[Any, ...] = ()
     """The devices, where they are this machine's."""
+    num_slices: int = 1
+    """Slices, or machines, with the slow network between them."""
 
     @property
     def num_devices(self) -> int:
         """The number of devices of a mesh of all of it."""
-        return math.prod(self.shape)
+        return self.num_slices * math.prod(self.shape)
 
     @property
     def is_exact(self) -> bool:
@@ -58,7 +61,7 @@ class Target:
             ("TPU_SKIP_MDS_QUERY", "1"),
             ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
             ("TPU_WORKER_HOSTNAMES", "localhost"),
-            ("TPU_ACCELERATOR_TYPE", f"{self.chip.name}-{self.num_devices}"),
+            ("TPU_ACCELERATOR_TYPE", f"{self.chip.name}-{math.prod(self.shape)}"),
         ):
             os.environ.setdefault(name, value)
         try:
@@ -72,10 +75,13 @@ class Target:
 
         # The two cores of a chip are one device: of a v4 only if told so.
         options: dict[str, Any] = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
-        if self.num_devices == 1:  # else a host has four chips, and slices have whole hosts
+        if self.num_slices > 1:
+            options["num_slices"] = self.num_slices
+        if math.prod(self.shape) == 1:  # else a host has four chips, and slices have whole hosts
             options["chips_per_host_bounds"] = (1, 1, 1)
         try:
-            found = topologies.get_topology_desc(self.name, platform="tpu", **options).devices
+            slice_ = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+            found = topologies.get_topology_desc(slice_, platform="tpu", **options).devices
         except Exception as error:  # of no common type
             raise ValueError(
                 f"target={self.name!r}: no such slice ({error}); slices are such as "
@@ -110,26 +116,38 @@ def parse(text: str) -> Target:
     Raises:
         ValueError: another text, with the targets that there are.
     """
-    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
-    name, sizes = match.groups() if match else (text, "")
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9]*):(\d+(?:x\d+)*)", text.strip().lower())
+    slices, name, sizes = match.groups() if match else (None, text, "")
     shape = tuple(int(size) for size in sizes.split("x")) if sizes else ()
     known = name in CHIPS or name == "cpu"
     kind = CHIPS[name].kind if name in CHIPS else "cpu"
-    if not known or not shape or 0 in shape or (len(shape) > 1) != (kind == "tpu"):
+    num_slices = int(slices or 1)
+    if not known or not shape or 0 in (num_slices, *shape) or (len(shape) > 1) != (kind == "tpu"):
         names = ", ".join((*CHIPS, "cpu"))
         raise ValueError(
             f"target={text!r}: write the shape of a TPU slice, such as v5e:4x4 or v5p:4x4x4, or "
-            f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8; chips: {names}"
+            f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8; several slices or "
+            f"machines as 2xv5e:4x4; chips: {names}"
         )
-    chip = chips.cpu(math.prod(shape)) if kind == "cpu" else CHIPS[name]
-    return Target(f"{name}:{sizes}", chip, shape)
+    chip = chips.cpu(num_slices * math.prod(shape)) if kind == "cpu" else CHIPS[name]
+    if kind == "gpu" and num_slices == 1 and shape[0] % _GPUS == 0:
+        num_slices, shape = shape[0] // _GPUS, (_GPUS,)
+    return Target(text.strip().lower(), chip, shape, num_slices=num_slices)
+
+
+_GPUS = 8  # of a machine: the largest that NVLink's switch joins in a DGX or an HGX
 
 
 def present(mesh: Mesh) -> Target:
     """The devices of a mesh that is at hand."""
     devices = tuple(mesh.devices.flat)
     chip = chips.of_device(devices[0], len(devices))
-    return Target(f"{chip.name}:{len(devices)}", chip, (len(devices),), devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape: tuple[int, ...] = (len(devices) // slices,)
+    if chip.links:
+        by_axis = zip(*(device.coords for device in devices), strict=True)
+        shape = tuple(max(x) - min(x) + 1 for x in by_axis)[: chip.links // 2]
+    return Target(f"{chip.name}:{len(devices)}", chip, shape, devices, slices)
 
 
 def prepare(text: str) -> Target:

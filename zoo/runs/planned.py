@@ -12,8 +12,9 @@ from zoo.planning import report
 from zoo.planning.job import Job, make_estimate, wanted_bytes
 from zoo.planning.suggestions import show_suggestion
 from zoo.planning.targets import parse, present
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.training.description import Training
 
 

@@ -1,0 +1,220 @@
+"""The fastest mesh for a job: all meshes by hand, and the best of them by the compiler.
+
+By hand, a step takes its products at the chip's peak, beside them the transfers of parameters and
+gradients, and after them those of activations, which the next product waits for. Each has the links
+that its axis of the mesh has on the target.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from zoo import sharding
+from zoo.nn.attention.heads import Exchange
+from zoo.nn.attention.masks import Mask
+from zoo.planning import report, topology
+from zoo.planning.collectives import Collective, Kind
+from zoo.planning.compiler import CompilerError
+from zoo.planning.job import Estimate, Job, make_estimate
+from zoo.planning.roofline import roofline
+from zoo.planning.targets import Target
+from zoo.sharding import MESH_AXES, ShardingError
+from zoo.transformer.config import Config
+
+_BYTES = 2  # of the compute dtype
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis."""
+    found = sharding.RULES[name]
+    axes = found.mesh if isinstance(found, sharding.Axis) else found
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+_SPLIT, _ROWS, _TOKENS = _axes("heads"), _axes("batch"), _axes("seq")
+_EXPERTS = tuple(axis for axis in _axes("experts") if axis not in _SPLIT)
+_FITTING = 3  # compiled meshes that are compared
+_MOST = 6  # compiled meshes: each may take a minute
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, and its step by hand, in seconds."""
+
+    mesh: str
+    state: float
+    """Bytes of parameters and optimizer per device."""
+    compute: float
+    parameters: float
+    """Of the transfers of parameters and gradients."""
+    activations: float
+    """Of the transfers of activations, keys and tokens of experts."""
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        return max(self.compute, self.parameters) + self.activations
+
+
+def candidates(
+    config: Config, num_parameters: int, flops: float, rows: int, seq_len: int, target: Target
+) -> list[Candidate]:
+    """Every mesh of a target that divides the model and the batch, the fastest by hand first.
+
+    `flops` are those of a step, of all devices together.
+    """
+    found = []
+    for sizes in _meshes(config, rows, seq_len, target):
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        try:
+            devices = sharding.make_mesh(mesh, target.devices()).devices
+        except ShardingError:
+            continue
+        where = topology.of_devices(target.chip, target.shape, tuple(devices.flat))
+        seconds = functools.partial(_seconds, where, np.arange(devices.size).reshape(devices.shape))
+        found.append(_by_hand(config, num_parameters, flops, rows * seq_len, sizes, seconds, where))
+    return sorted(found, key=lambda each: (each.seconds, each.state, each.mesh))
+
+
+def _meshes(config: Config, rows: int, seq_len: int, target: Target) -> Iterator[dict[str, int]]:
+    """The sizes of axes that divide what they split."""
+    divided = dict.fromkeys(_SPLIT, math.gcd(config.kv_heads, config.hidden_size))
+    divided |= dict.fromkeys(_EXPERTS, config.num_experts or 1)
+    divided |= dict.fromkeys(_TOKENS, seq_len if rows < target.num_devices else 1)
+    n = target.num_devices
+    factors = [
+        [size for size in range(1, n + 1) if n % size == 0 and divided.get(axis, size) % size == 0]
+        for axis in MESH_AXES
+    ]
+    for sizes in itertools.product(*factors):
+        named = dict(zip(MESH_AXES, sizes, strict=True))
+        abstract = {axis: size for axis, size in named.items() if size > 1}
+        if math.prod(sizes) == n and not (
+            rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
+        ):
+            yield named
+
+
+def _seconds(
+    where: topology.Topology, ids: np.ndarray, kind: Kind, whole: float, axis: str
+) -> float:
+    """Of one collective over an axis, by the bytes of its whole."""
+    groups = np.moveaxis(ids, MESH_AXES.index(axis), -1)
+    n = groups.shape[-1]
+    if n == 1:
+        return 0.0
+    sent = whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+    members = tuple(map(tuple, groups.reshape(-1, n).tolist()))
+    return where.transfer(Collective(kind, sent, 1, n, "bf16", "", members)).seconds
+
+
+def _by_hand(
+    config: Config,
+    num_parameters: int,
+    flops: float,
+    tokens: int,
+    sizes: dict[str, int],
+    seconds: Callable[[Kind, float, str], float],
+    where: topology.Topology,
+) -> Candidate:
+    def parts(axes: Collection[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    expert = (3 if config.gated else 2) * config.d_model * config.hidden_size
+    experts = config.num_layers * (config.num_experts or 0) * expert
+    held = (num_parameters - experts + experts / parts(_EXPERTS)) / parts(_SPLIT)
+    local = tokens / parts({*_ROWS, *_TOKENS})
+    layers, width = config.num_layers, config.d_model
+    heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
+
+    # Gathered forward and backward, gradients scattered; what is kept twice is summed.
+    parameters, stored = 0.0, held
+    for axis in sorted(sharding.STORAGE_AXES):
+        parameters += 3 * seconds("all-gather", stored * _BYTES, axis)
+        stored /= sizes[axis]
+    for axis in set(_ROWS) - sharding.STORAGE_AXES - set(_EXPERTS):
+        parameters += seconds("all-reduce", stored * _BYTES, axis)
+    activations = 0.0
+    for axis in _SPLIT:  # behind attention and MLP, forward, backward, and attention again
+        activations += (5 * layers + 2) * seconds("all-reduce", local * width * _BYTES, axis)
+    for axis in _TOKENS:  # of attention: forward, again, and backward
+        head = local * config.head_size * _BYTES
+        exchange = Exchange((), sizes[axis], heads, kv_heads)
+        if exchange.sends_less(1, Mask(config.causal, None), None):
+            moved = 2 * (heads + exchange.copies * kv_heads) * head
+            activations += 3 * layers * seconds("all-to-all", moved, axis)
+        else:
+            moved = 2 * kv_heads * sizes[axis] * head
+            activations += 3 * layers * seconds("all-gather", moved, axis)
+    for axis in _EXPERTS:  # to the experts and back: forward, again, and backward
+        rows = local * config.experts_per_token * width * _BYTES
+        activations += 6 * layers * seconds("all-to-all", rows, axis)
+    return Candidate(
+        mesh=",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1),
+        state=12 * stored,
+        compute=flops / (where.chip.flops or math.inf) / math.prod(sizes.values()),
+        parameters=parameters,
+        activations=activations,
+    )
+
+
+_say = functools.partial(print, flush=True)
+
+
+def search(
+    found: list[Candidate],
+    make_job: Callable[[str], Job],
+    target: Target,
+    *,
+    quick: bool = False,
+    say: Callable[[str], None] = _say,
+    make: Callable[..., Estimate] = make_estimate,
+) -> tuple[Estimate, str]:
+    """Compile the best candidates by hand, and take the fastest of those that fit, with the reason.
+
+    Raises:
+        ValueError: none of them fits, or there is none.
+    """
+    fitting = [each for each in found if each.state < target.chip.memory]
+    say(f"{len(found)} meshes divide the model and the batch; the state of {len(fitting)} fits")
+    tried: list[tuple[float, str, Estimate]] = []
+    for number, each in enumerate(fitting):
+        if len(tried) == _FITTING or number == _MOST:
+            break
+        say(
+            f"{each.mesh}: by hand {each.seconds:.3f} s (products {each.compute:.3f}, parameters "
+            f"{each.parameters:.3f}, activations {each.activations:.3f}); compiling …"
+        )
+        try:
+            estimate = make(make_job(each.mesh), target, quick=quick)
+        except (ShardingError, CompilerError) as error:
+            say(f"  it cannot be: {error}")
+            continue
+        roof = roofline(estimate)
+        if roof is None or not estimate.memory.fits:
+            say(f"  {report.gigabytes(estimate.memory.total)}: does not fit")
+            continue
+        by_op = roof.by_op
+        say(
+            f"  {by_op.seconds:.3f} s by instruction (products {by_op.compute:.3f}, memory "
+            f"{by_op.memory:.3f}, links {by_op.links:.3f}), "
+            f"{report.gigabytes(estimate.memory.total)}"
+        )
+        tried.append((by_op.seconds, each.mesh, estimate))
+    if not tried:
+        raise ValueError(
+            f"mesh='search': none of the {min(len(fitting), _MOST)} meshes that were compiled, of "
+            f"{len(found)} of {target.name}, fits: take more devices, --accumulate, --remat full, "
+            "or a --batch-size that they divide"
+        )
+    tried.sort(key=lambda each: each[:2])
+    seconds, mesh, estimate = tried[0]
+    reason = f"--mesh {mesh}: {seconds:.3f} s by instruction"
+    if len(tried) > 1:
+        reason += f", the least of {len(tried)}; {tried[1][1]} takes {tried[1][0] / seconds:.2f} of"
+        reason += " its time"
+    return estimate, reason
