@@ -12,7 +12,8 @@ import zoo
 from zoo import __main__ as main
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.tasks.classification import calibration_error
-from zoo.tasks.evaluation import classifiers
+from zoo.tasks.evaluation import classifiers, metrics
+from zoo.tasks.evaluation.results import Results, ResultsError
 
 CLASSES = ("1", "2", "5")
 TEXTS = [f"{100 + i * 7919 % 900} text"[: 3 + 5 * (i % 2)] for i in range(24)]
@@ -67,6 +68,46 @@ def test_metrics_are_those_of_each_text_alone(model, folder, tmp_path, capsys):
     assert found["metrics"].keys() == wanted.keys()
     for name, value in wanted.items():
         assert found["metrics"][name]["value"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_an_evaluation_resumes_and_classifies_nothing_twice(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "RESAMPLES", 9)
+    records = [{"text": t, "label": label} for t, label in zip(TEXTS, LABELS, strict=True)]
+    tasks = [write(tmp_path / f"{name}.jsonl", *records) for name in ("one", "two")]
+    flags = ["eval", folder, "--task", tasks[0], "--task", tasks[1], "--batch-tokens=64", "--out"]
+    main.main([*flags, str(tmp_path / "alone")])
+    alone = capsys.readouterr().out.replace("alone", "out")
+    added = []
+
+    def add(self, batch):
+        if len(added) == 8:
+            raise KeyboardInterrupt
+        added.append(batch)
+        keep(self, batch)
+
+    keep = Results.add
+    monkeypatch.setattr(Results, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        main.main([*flags, str(tmp_path / "out")])
+    monkeypatch.setattr(Results, "add", keep)
+    kept = [(tmp_path / "out" / f"{name}.jsonl").read_bytes() for name in ("one", "two")]
+    assert [one.count(b"\n") for one in kept] == [7, 3]  # with the first line
+    capsys.readouterr()
+    main.main([*flags, str(tmp_path / "out")])
+    assert capsys.readouterr().out == alone
+    for name, begin in zip(("one", "two"), kept, strict=True):
+        lines = (tmp_path / "out" / f"{name}.jsonl").read_bytes()
+        assert lines.startswith(begin)
+        assert lines == (tmp_path / "alone" / f"{name}.jsonl").read_bytes()
+        places = [at for x in lines.splitlines()[1:] for at in json.loads(x)["results"]]
+        assert sorted(map(int, places)) == [*range(24)]
+    found, wanted = ((tmp_path / x / "results.json").read_bytes() for x in ("out", "alone"))
+    assert found == wanted
+    monkeypatch.setattr(classifiers.models, "load", None)  # nothing is left to classify
+    main.main([*flags, str(tmp_path / "out")])
+    assert capsys.readouterr().out == alone
+    with pytest.raises(ResultsError, match=r"one\.jsonl has results with max_length=48, and .* 32"):
+        main.main([*flags, str(tmp_path / "out"), "--max-length=32"])
 
 
 def test_what_cannot_be_classified_is_refused(folder, tmp_path, caplog):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -507,17 +506,16 @@ def test_damaged_and_foreign_results_are_refused(tmp_path):
             Results(path, mark)
 
 
+@pytest.mark.parametrize("content", ['{"query": "a", "gold": 0}', '{"query": "a"}\n', "ab\n", "x"])
+def test_a_file_of_something_else_stays(content, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(content)
+    with pytest.raises(ResultsError, match=r"or is none .*: give another --out, or move it away"):
+        Results(path, {"task": "t"})
+    assert path.read_text() == content
+
+
 # --- The command ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def golden_model(tmp_path) -> Path:
-    """A golden model with the tokenizer of its task."""
-    folder = tmp_path / "llama3"
-    shutil.copytree(GOLDEN / "hf" / "llama3", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / "scores" / name, folder)
-    return folder
 
 
 def test_command_agrees_with_transformers_and_resumes(golden_model, tmp_path, capsys, monkeypatch):

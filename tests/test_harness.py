@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -63,16 +62,6 @@ def asked(*arguments: tuple) -> list[SimpleNamespace]:
 def texts(name: str) -> list[dict]:
     lines = (GOLDEN / "scores" / f"{name}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-@pytest.fixture
-def golden_model(tmp_path) -> Path:
-    """A golden model with the tokenizer of its task."""
-    folder = tmp_path / "llama3"
-    shutil.copytree(GOLDEN / "hf" / "llama3", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / "scores" / name, folder)
-    return folder
 
 
 def test_scores_are_those_of_transformers(stand_in, golden_model):

@@ -1,13 +1,14 @@
 """`python -m zoo eval` of a model with a classification head, on texts with their labels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 from rich.table import Table
 
@@ -16,9 +17,11 @@ from zoo.base import files
 from zoo.base.files import local_path
 from zoo.data.documents import read_json_lines
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.nn.precision import Precision
 from zoo.planning.report import console
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
+from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import METRICS, read_json
 from zoo.publishing.shelf import find
 from zoo.sharding.placement import on_host
@@ -27,7 +30,8 @@ from zoo.tasks.evaluation import command
 from zoo.tasks.evaluation.encoding import begin_ids
 from zoo.tasks.evaluation.forms import Example, Form
 from zoo.tasks.evaluation.metrics import Estimate, bootstrap, macro_f1, share
-from zoo.tasks.evaluation.rows import batched
+from zoo.tasks.evaluation.results import Results
+from zoo.tasks.evaluation.rows import Batch, batched, placed
 from zoo.tasks.evaluation.scorer import DEFAULT_LENGTH, precision_of
 from zoo.tasks.evaluation.task import Settings, Task
 from zoo.training import losses
@@ -60,40 +64,48 @@ def main(config: command.Config) -> None:
     _check_flags(config)
     tokenizer = load_tokenizer(file)
     tasks = [read_labelled(name, classes, config.settings, config.limit) for name in config.task]
+    command.check_names(tasks)
     skeleton = models.skeleton(folder, quantize=config.quantize)
     precision = config.precision or precision_of(skeleton)
-    mesh = sharding.make_mesh(config.mesh) if config.mesh else None
     limit = getattr(skeleton.config, "max_seq_len", None) or DEFAULT_LENGTH
     length = min(config.max_length or limit, limit)
-    model = models.load(folder, mesh=mesh, dtype=precision, quantize=config.quantize)
-    found = []
-    for task in tasks:
-        rows = encoded(task, tokenizer, length)
-        labels = np.array([example.answer for example in task.examples], np.int32)
-        probabilities = predict(
-            model, rows, length, mesh=mesh, precision=precision, tokens=config.batch_tokens
-        )
-        found.append((labels, probabilities))
-    metrics = [judged(labels, probabilities) for labels, probabilities in found]
-    command.show(config.model, precision, tasks, metrics)
-    matrices = [
-        confusion_matrix(Predictions(probabilities[None], labels), len(classes))
-        for labels, probabilities in found
+    rows = [encoded(task, tokenizer, length) for task in tasks]
+    out = None if config.out is None else local_path(config.out, "out")
+    if out is not None:
+        files.make_folder(out, "out")
+    same = {
+        "weights": models.weights_checksum(folder),
+        "precision": precision,
+        "quantize": config.quantize,
+        "max_length": length,
+    }
+    kept = [
+        Results(out and out / f"{task.name}.jsonl", same | {"task": command.digest(ids)})
+        for task, ids in zip(tasks, rows, strict=True)
     ]
+    if any(len(results.known) < len(ids) for results, ids in zip(kept, rows, strict=True)):
+        mesh = sharding.make_mesh(config.mesh) if config.mesh else None
+        model = models.load(folder, mesh=mesh, dtype=precision, quantize=config.quantize)
+        check_finite(model, folder)
+        classify = classifier(model, length, mesh, precision, config.batch_tokens)
+        for task, ids, results in zip(tasks, rows, kept, strict=True):
+            command.keep(results, classify(ids, results.known.keys()), task.name, len(ids))
+    predictions = [
+        Predictions(
+            np.array([[results.known[at] for at in range(len(task.examples))]], np.float32),
+            np.array([example.answer for example in task.examples], np.int32),
+        )
+        for task, results in zip(tasks, kept, strict=True)
+    ]
+    metrics = [judged(found.labels_N, found.mean_NC) for found in predictions]
+    command.show(config.model, precision, tasks, metrics)
+    matrices = [confusion_matrix(found, len(classes)) for found in predictions]
     for task, matrix in zip(tasks, matrices, strict=True):
         _show_confusion(task, classes, matrix)
-    if config.out is not None:
-        out = local_path(config.out, "out")
-        files.make_folder(out, "out")
-        same = {
-            "model": config.model,
-            "weights": models.weights_checksum(folder),
-            "precision": precision,
-            "quantize": config.quantize,
-            "max_length": length,
-        }
+    if out is not None:
         beside = [{"classes": classes, "confusion": matrix.tolist()} for matrix in matrices]
-        command.write(out / "results.json", same, tasks, metrics, beside)
+        content = {"model": config.model, **same}
+        command.write(out / "results.json", content, tasks, metrics, beside)
         print(f"the results are in {out / 'results.json'}")
 
 
@@ -137,16 +149,14 @@ def encoded(task: Task, tokenizer: Tokenizer, length: int) -> list[list[int]]:
     return [row[:length] for row in rows]
 
 
-def predict(
-    model: PyTree,
-    rows: Sequence[Sequence[int]],
-    length: int,
-    *,
-    mesh: Any = None,
-    precision: Any = "fp32",
-    tokens: int = 8192,
-) -> Float[np.ndarray, "examples classes"]:
-    """The probabilities of the classes for each row of ids, in batches of a few shapes."""
+def classifier(
+    model: PyTree, length: int, mesh: Mesh | None, precision: Precision, tokens: int
+) -> Callable[[Sequence[Sequence[int]], Collection[int]], Iterator[dict[int, list[float]]]]:
+    """A function of rows of ids that gives the probabilities of the classes, by the row's index.
+
+    They come a batch at a time, each of one of a few shapes. A batch of `known` indices alone is
+    left out; the others are as they would be without.
+    """
 
     def probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
         logits = losses.class_logits(model, batch, None)
@@ -155,24 +165,28 @@ def predict(
 
     step = make_eval_step(probabilities, mesh=mesh, precision=precision)
     parts = 1 if mesh is None else sharding.num_batch_parts(mesh)
-    found: dict[int, np.ndarray] = {}
-    for batch in batched([len(row) for row in rows], length, tokens, parts=parts):
-        shape = (batch.rows, batch.bucket)
-        inputs, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-        for at, place in enumerate(batch.places):
-            inputs[at, : len(rows[place])] = rows[place]
-            mask[at, : len(rows[place])] = True
-        arrays: dict[str, Any] = {"inputs": inputs, "mask": mask}
-        if mesh is not None:
-            placed = sharding.batch_sharding(mesh, 2)
-            arrays = {
-                name: jax.make_array_from_callback(x.shape, placed, x.__getitem__)
-                for name, x in arrays.items()
-            }
-        step.compile(model, arrays)
-        one = on_host(step(model, arrays)[1]["probabilities"])
-        found |= {place: one[at] for at, place in enumerate(batch.places)}
-    return np.stack([found[at] for at in range(len(rows))])
+
+    def classify(
+        rows: Sequence[Sequence[int]], known: Collection[int]
+    ) -> Iterator[dict[int, list[float]]]:
+        for batch in batched([len(row) for row in rows], length, tokens, parts=parts):
+            if set(batch.places) <= set(known):
+                continue
+            arrays = placed(_arrays(batch, rows), mesh)
+            step.compile(model, arrays)
+            found = on_host(step(model, arrays)[1]["probabilities"]).tolist()
+            yield {place: found[at] for at, place in enumerate(batch.places)}
+
+    return classify
+
+
+def _arrays(batch: Batch, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    shape = (batch.rows, batch.bucket)
+    inputs, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for at, place in enumerate(batch.places):
+        inputs[at, : len(rows[place])] = rows[place]
+        mask[at, : len(rows[place])] = True
+    return {"inputs": inputs, "mask": mask}
 
 
 def judged(

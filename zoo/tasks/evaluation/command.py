@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,14 +23,14 @@ from zoo.base import configuration, files
 from zoo.base.files import local_path
 from zoo.data.chats import ChatTemplate
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
-from zoo.nn.precision import Precision
+from zoo.nn.precision import DTypeName
 from zoo.planning.report import console
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
 from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
 from zoo.runs import processes
-from zoo.runs.run import check_seed
+from zoo.runs.config import check_seed
 from zoo.tasks.evaluation.metrics import RESAMPLES, Estimate, estimates
 from zoo.tasks.evaluation.requests import Request, make_requests
 from zoo.tasks.evaluation.results import Results
@@ -65,7 +65,7 @@ class Config:
     """Tokens of a row at most; the model's positions if not given, or 2048 if it has no limit."""
     batch_tokens: int = 8192
     """Tokens of a batch, on all devices together."""
-    precision: Precision | None = None
+    precision: DTypeName | None = None
     """Dtype that the model is cast to and computes in; that of most of its parameters if not
     given."""
     quantize: Literal["int8", "int4", "nf4"] | None = None
@@ -92,7 +92,7 @@ class Config:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What drawn answers depend on; a row's random numbers do on its place in a batch."""
+        """The options of drawn answers; a row's random numbers depend on its place in a batch."""
         names = ("temperature", "top_k", "top_p", "seed", "batch_tokens")
         return {name: getattr(self, name) for name in names} if self.temperature else {}
 
@@ -104,7 +104,7 @@ def main(config: Config) -> None:
         processes.join_processes()
     out = None if config.out is None else local_path(config.out, "out")
     tasks = [read_task(name, config.settings, config.limit) for name in config.task]
-    _check_names(tasks)
+    check_names(tasks)
     folder = find(config.model)
     skeleton = models.skeleton(folder, quantize=config.quantize)
     length = row_length(skeleton, config.max_length)
@@ -169,8 +169,13 @@ def evaluate(
         )
     else:
         batches = scorer.stream([request.pair for request in requests], known)
-    with _progress(task.name, len(requests)) as done:
-        done(len(known))
+    keep(results, batches, task.name, len(requests))
+
+
+def keep(results: Results, batches: Iterable[dict[int, Any]], name: str, total: int) -> None:
+    """Add the results of a task's batches as they come, with a bar on a terminal."""
+    with _progress(name, total) as done:
+        done(len(results.known))
         for batch in batches:
             results.add(batch)
             done(len(results.known))
@@ -184,7 +189,8 @@ def _ends_of_turn(task: Task, tokenizer: Any) -> list[str]:
     return [tokenizer.tokenizer.id_to_token(i) for i in ids]
 
 
-def _check_names(tasks: Sequence[Task]) -> None:
+def check_names(tasks: Sequence[Task]) -> None:
+    """Refuse tasks whose results would be in one file."""
     names = [task.name for task in tasks]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"task: two of them are named {twice[0]!r}: rename a file")
@@ -202,17 +208,21 @@ def _check_vocabulary(name: str, skeleton: Any, tokenizer: Tokenizer) -> None:
 
 
 def _fingerprint(config: Config, task: Task, requests: Sequence[Request]) -> dict[str, Any]:
-    """What a task's results depend on beside the model: its ids, and how answers are generated."""
-    digest = hashlib.sha256()
-    for request in requests:
-        for ids in request.pair:
-            digest.update(len(ids).to_bytes(4, "little") + np.asarray(ids, np.int32).tobytes())
-    found: dict[str, Any] = {"task": digest.hexdigest()[:16]}
+    """The parts of a fingerprint beside the model: ids, and how answers are generated."""
+    found: dict[str, Any] = {"task": digest(ids for request in requests for ids in request.pair)}
     if task.kind == "generate":
         found["stop"] = [*task.settings.stops]
         found["max_new_tokens"] = task.settings.max_new_tokens
         found["sampling"] = config.sampling
     return found
+
+
+def digest(rows: Iterable[Sequence[int]]) -> str:
+    """A hash of rows of token ids."""
+    found = hashlib.sha256()
+    for ids in rows:
+        found.update(len(ids).to_bytes(4, "little") + np.asarray(ids, np.int32).tobytes())
+    return found.hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -173,7 +173,7 @@ class Form:
         return Example(where, context, targets=targets, pattern=text)
 
     def field(self, where: str, record: Mapping[str, Any], role: str) -> Any:
-        """What a record has in a role; none, or two of them, are a ValueError."""
+        """The field of a record in a role; none, or two of them, are a ValueError."""
         name = self._name(record, role)
         usual = [self._fields[role]] if role in self._fields else ROLES[role]
         others = [other for other in usual if other in record and other != name]

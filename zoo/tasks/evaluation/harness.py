@@ -20,7 +20,7 @@ from zoo import sharding
 from zoo.base import configuration
 from zoo.data.chats import ChatTemplate
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
-from zoo.nn.precision import Precision
+from zoo.nn.precision import DTypeName
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
 from zoo.publishing.shelf import find
@@ -74,7 +74,7 @@ class ZooLM(LM):
         device: object = None,
     ):
         super().__init__()
-        configuration.check_value("dtype", dtype, Precision | None)
+        configuration.check_value("dtype", dtype, DTypeName | None)
         if isinstance(mesh, str):
             mesh = sharding.make_mesh(mesh) if mesh else None
         self._info: dict[str, Any] = {}

@@ -1,17 +1,19 @@
 """Rows of token ids in batches of a few shapes, and the log-likelihoods of a batch."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
 from zoo.decoding.sampling import bucket_of
 from zoo.nn.protocols import HasReadout
+from zoo.training.chunked_loss import cut_time
 from zoo.training.losses import LOGITS_BYTES, cross_entropy
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of what continues it
@@ -59,6 +61,17 @@ def batched(
     return batches
 
 
+def placed(arrays: Mapping[str, np.ndarray], mesh: Mesh | None) -> Mapping[str, Any]:
+    """The arrays of a batch over the mesh, each process giving its devices' part."""
+    if mesh is None:
+        return arrays
+    over = sharding.batch_sharding(mesh, 2)
+    return {
+        name: jax.make_array_from_callback(x.shape, over, x.__getitem__)
+        for name, x in arrays.items()
+    }
+
+
 def row_scores(
     model: PyTree, batch: dict[str, Array], key: None
 ) -> tuple[Array, Array, dict[str, Array]]:
@@ -71,22 +84,20 @@ def row_scores(
     rows, seq = batch["tokens"].shape
     vocab = eqx.filter_eval_shape(readout, inputs).shape[-1]
     held = 4 * rows * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
+    time = seq // sharding.num_parts("inner_seq")
     count = next(
-        n for n in range(1, seq + 1) if seq % n == 0 and (held <= LOGITS_BYTES * n or n == seq)
+        n for n in range(1, time + 1) if time % n == 0 and (held <= LOGITS_BYTES * n or n == time)
     )
 
     def chunk(parts: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         x, targets, weights = parts
         return _scored(readout(x), targets, weights)
 
-    def cut(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(rows, count, seq // count, *x.shape[2:]), 1, 0)
-
     parts = (inputs, batch["targets"], batch["weights"])
     if count == 1:
         totals, greedy = chunk(parts)
     else:
-        totals, greedy = jax.lax.map(chunk, jax.tree.map(cut, parts))
+        totals, greedy = jax.lax.map(chunk, jax.tree.map(lambda x: cut_time(x, count), parts))
         totals, greedy = totals.sum(0), greedy.all(0)
     zero = jnp.float32(0)
     return zero, zero, {"total": totals, "greedy": greedy}

@@ -16,11 +16,11 @@ from zoo import sharding
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.parameters import is_operand
-from zoo.nn.precision import Precision
+from zoo.nn.precision import DTypeName
 from zoo.sharding.placement import on_host
 from zoo.tasks.evaluation.encoding import encode_pair as encode_pair
 from zoo.tasks.evaluation.encoding import prefix_id, windows
-from zoo.tasks.evaluation.rows import Batch, Pair, Row, batched, row_scores
+from zoo.tasks.evaluation.rows import Batch, Pair, Row, batched, placed, row_scores
 from zoo.tasks.generation import make_stops, stream_texts
 from zoo.training.step import make_eval_step
 
@@ -230,24 +230,15 @@ class Scorer:
             }
 
         for bucket, count in sorted(shapes, reverse=True):
-            self._step.compile(self._model, self._placed(Batch(bucket, count, []).arrays(rows)))
+            empty = Batch(bucket, count, []).arrays(rows)
+            self._step.compile(self._model, placed(empty, self._mesh))
         for batch in batches:
-            arrays = self._placed(batch.arrays(rows))
+            arrays = placed(batch.arrays(rows), self._mesh)
             under_way.append((batch, self._step(self._model, arrays)[1]))
             if len(under_way) > 1:  # read while the next one runs
                 yield read()
         while under_way:
             yield read()
-
-    def _placed(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The arrays of a batch over the mesh, each process giving its devices' part."""
-        if self._mesh is None:
-            return arrays
-        placed = sharding.batch_sharding(self._mesh, 2)
-        return {
-            name: jax.make_array_from_callback(x.shape, placed, x.__getitem__)
-            for name, x in arrays.items()
-        }
 
 
 def row_length(model: PyTree, max_length: int | None = None) -> int:
@@ -268,13 +259,13 @@ def row_length(model: PyTree, max_length: int | None = None) -> int:
     return length
 
 
-def precision_of(model: PyTree) -> Precision:
+def precision_of(model: PyTree) -> DTypeName:
     """The precision of the dtype of most of a model's numbers, or of its skeleton's."""
     sizes: dict[Any, int] = {}
     for x in jax.tree.leaves(model, is_leaf=is_operand):
         if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
             sizes[jnp.dtype(x.dtype)] = sizes.get(jnp.dtype(x.dtype), 0) + math.prod(x.shape)
-    half: dict[Any, Precision] = {jnp.dtype("bfloat16"): "bf16", jnp.dtype("float16"): "fp16"}
+    half: dict[Any, DTypeName] = {jnp.dtype("bfloat16"): "bf16", jnp.dtype("float16"): "fp16"}
     return half.get(max(sizes, key=sizes.__getitem__), "fp32")
 
 

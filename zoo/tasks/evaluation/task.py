@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """What ends a generated answer, beside the model's own ends."""
+        """The ends of a generated answer, beside the model's own."""
         return (() if self.chat else ("\n\n",)) if self.stop is None else self.stop
 
 
