@@ -4,8 +4,9 @@ python -m benchmarks.corpus --gigabytes 1 10
 
 For each size: text in one .jsonl file, `python -m zoo prepare` killed at a random moment and run
 again, its peak memory (of all its processes) and seconds; then two starts of `recipes.lm` on the
-folder, the first cold, with their peak memory and the seconds to the first step. At the smallest
-size also many files, and one worker against two, whose folders have to be equal bit for bit.
+folder, the first cold: the seconds to the first step, and the peak memory up to ten seconds later.
+At the smallest size also many files, and one worker against two, whose folders have to be equal bit
+for bit.
 """
 
 import json
@@ -118,7 +119,7 @@ def _compare(config: Config, folder: Path, size: float) -> list[dict[str, object
     lines, out = folder / "text.jsonl", folder / "prepared"
     once = folder / "one-worker"
     _watched([*_prepare(config, str(lines), once), "--workers=1"])
-    rows.append({"folders": "2 workers, killed | 1 worker", "equal": str(_equal(out, once))})
+    rows.append({"folders": "2 workers, killed; 1 worker", "equal": str(_equal(out, once))})
     many = folder / "many"
     for number, text in enumerate(_texts(size * GIGABYTE, config.seed)):
         path = many / f"{number // 1000:05}" / f"{number:07}.txt"
@@ -130,7 +131,7 @@ def _compare(config: Config, folder: Path, size: float) -> list[dict[str, object
         pattern = str(many / "**" / "*.txt")
         found.append(_watched([*_prepare(config, pattern, target), f"--workers={workers}"]))
     equal = _equal(folder / "many-1", folder / "many-2")
-    kinds = f"{number + 1:,} files: 1 worker | 2 workers"
+    kinds = f"{number + 1:,} files: 1 worker; 2 workers"
     peaks = ", ".join(f"{one['megabytes']:,.0f} MB, {one['seconds']:,.0f} s" for one in found)
     rows.append({"folders": f"{kinds} ({peaks})", "equal": str(equal)})
     return rows
@@ -142,12 +143,11 @@ def _prepare(config: Config, data: str, out: Path) -> list[str]:
 
 
 def _start(folder: Path, data: Path, name: str) -> dict[str, float]:
-    """A run of two steps: seconds to the first one, and its peak memory."""
+    """Seconds to the first step of a run, and its peak memory up to ten seconds later."""
     run, cache = folder / f"run-{name}", folder / "cache"
-    options = [f"--run-dir={run}", f"--data={data}", f"--compilation-cache={cache}", "--steps=2"]
-    result = _watched(
-        [sys.executable, "-m", "recipes.lm", *options, *TINY], until=run / "metrics.jsonl"
-    )
+    options = [f"--run-dir={run}", f"--data={data}", f"--compilation-cache={cache}"]
+    command = [sys.executable, "-m", "recipes.lm", *options, "--steps=100000", *TINY]
+    result = _watched(command, until=run / "metrics.jsonl")
     return {"first": result["until"], "megabytes": result["megabytes"]}
 
 
@@ -156,7 +156,7 @@ def _watched(
 ) -> dict[str, float]:
     """Seconds, peak memory and processor seconds of a command and its children.
 
-    `until` is the seconds after which that file has a line.
+    `until` is the seconds until that file has a line; ten seconds later the command is killed.
     """
     began, peak, reached = time.monotonic(), 0.0, 0.0
     ticks: dict[int, int] = {}
@@ -170,6 +170,7 @@ def _watched(
         now = time.monotonic() - began
         if until is not None and not reached and until.exists() and until.stat().st_size:
             reached = now
+            kill_after = now + 10
         if kill_after is not None and now > kill_after:
             os.killpg(process.pid, signal.SIGKILL)
         time.sleep(0.02)

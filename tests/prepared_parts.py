@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from zoo import text
 from zoo.data.corpus import Corpus
 from zoo.data.prepared import format, parts, shards
 from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
@@ -50,3 +51,17 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
     corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
     stem_of = lambda number: folder / format.SHARDS / f"{number:08}"
     return parts.parts_of(manifest, stem_of), corpora
+
+
+def reading(tmp_path, files, options):
+    """(the configuration to read files as a run in `tmp_path` does, where it keeps a tokenizer)."""
+
+    def tokenizer_folder(make):
+        kept = tmp_path / "run" / "tokenizer"
+        if not kept.exists():
+            make(kept)
+        return kept
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    given = {"seq_len": 16, "batch_size": 4, "tokenizer": "bpe", "cache": tmp_path / "cache"}
+    return text.Config(files=str(files), **(given | options)), tokenizer_folder

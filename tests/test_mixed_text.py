@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from prepared_parts import make_parts
+from prepared_parts import make_parts, reading
 from stores import proxy
 from test_sources import web, write_parquet
 
@@ -28,15 +28,7 @@ def some(name, count=40):
 
 
 def load(tmp_path, files, steps=10, **options):
-    def tokenizer_folder(make):
-        kept = tmp_path / "run" / "tokenizer"
-        if not kept.exists():
-            make(kept)
-        return kept
-
-    (tmp_path / "run").mkdir(exist_ok=True)
-    given = {"seq_len": 16, "batch_size": 4, "tokenizer": "bpe", "cache": tmp_path / "cache"}
-    config = text.Config(files=str(files), **(given | options))
+    config, tokenizer_folder = reading(tmp_path, files, options)
     return read_mixture(
         config, steps=steps, seed=0, tokenizer_folder=tokenizer_folder, default=DEFAULT
     )

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import pytest
-from prepared_parts import make_parts
+from prepared_parts import make_parts, reading
 
 from zoo import text
 from zoo.data.documents import Document, compressed_size
@@ -23,15 +23,7 @@ DEFAULT = text.Config(tokenizer="bpe")
 
 
 def load(tmp_path, files, default=DEFAULT, label=None, **options):
-    def tokenizer_folder(make):
-        kept = tmp_path / "run" / "tokenizer"
-        if not kept.exists():
-            make(kept)
-        return kept
-
-    (tmp_path / "run").mkdir(exist_ok=True)
-    given = {"seq_len": 16, "batch_size": 4, "tokenizer": "bpe", "cache": tmp_path / "cache"}
-    config = text.Config(files=str(files), **(given | options))
+    config, tokenizer_folder = reading(tmp_path, files, options)
     return text.read_text(
         config, seed=0, tokenizer_folder=tokenizer_folder, default=default, label=label
     )

@@ -13,6 +13,7 @@ import pytest
 
 from zoo.base import checksums, files
 from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import copier, folder, lease
@@ -21,7 +22,7 @@ from zoo.runs.remote.lease import Lease, LeaseError
 from zoo.runs.remote.metric_parts import MetricParts, read_lines
 from zoo.runs.remote.steps import RemoteSteps, local_steps
 from zoo.runs.remote.store import Store
-from zoo.runs.run import Config, Run, as_json
+from zoo.runs.run import Run
 
 ADDRESS = "memory://bucket/run"
 

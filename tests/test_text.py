@@ -9,7 +9,7 @@ import pytest
 from zoo import text
 from zoo.data import completions
 from zoo.data.token_plans import BucketPlan, PackedPlan
-from zoo.data.tokenizer import ByteTokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
 WORDS = ("north", "east", "south", "west")
 
@@ -179,6 +179,41 @@ def test_tokenizer_survives_corpus_changes(corpus):
     shutil.rmtree(corpus.parent / "tokenizer")
     third = load(corpus, tokenizer="bpe", vocab_size=280)
     assert third.tokenizer.encode("north").tolist() != first.tokenizer.encode("north").tolist()
+
+
+def test_a_trained_tokenizer_is_trained_once(corpus, tmp_path, monkeypatch):
+    options = {"tokenizer": "bpe", "vocab_size": 280}
+    folder = corpus.parent / "tokenizer"
+
+    def files():
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    alone = load(corpus, **options)
+    plain = files()
+    calls, train = [], BPETokenizer.train
+
+    def counted(*args):
+        calls.append(args)
+        return train(*args)
+
+    monkeypatch.setattr(BPETokenizer, "train", counted)
+    for _ in range(2):
+        shutil.rmtree(folder)
+        cached = load(corpus, cache=tmp_path / "cache", **options)
+        assert cached.fingerprint == alone.fingerprint
+        assert files() == plain
+    assert len(calls) == 1
+    [entry] = (tmp_path / "cache").glob("tokenizer-*")
+    (entry / "tokenizer.json").write_text("{}")  # damaged: made again
+    shutil.rmtree(folder)
+    assert load(corpus, cache=tmp_path / "cache", **options).fingerprint == alone.fingerprint
+    shutil.rmtree(folder)
+    load(corpus, cache=tmp_path / "cache", tokenizer="bpe", vocab_size=281)
+    shutil.rmtree(folder)
+    next(corpus.iterdir()).write_text("something else entirely " * 4)
+    load(corpus, cache=tmp_path / "cache", **options)
+    assert len(calls) == 4
+    assert len([*(tmp_path / "cache").glob("tokenizer-*")]) == 3
 
 
 def test_bpe_never_sees_held_out_text(corpus):

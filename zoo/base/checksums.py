@@ -1,17 +1,59 @@
 """Checksums of a folder: a file in it lists the size and the SHA-256 of the others.
 
-Large files that carry checksums of their own are listed with their size alone.
+Large files that carry checksums of their own are listed with their size alone. Those whose writer
+made a `Digest` of them also have a checksum of each part, so that who reads some of a file verifies
+as much as that.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from zoo.base import files
 from zoo.base.addresses import Location
 
 NAME = "checksums.json"
+PART_BYTES = 2**23
+_PARTS = "parts"
+
+
+class Digest:
+    """The size and the checksums of a file, made while it is written."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._whole, self._part = hashlib.sha256(), hashlib.sha256()
+        self._parts: list[str] = []
+
+    def update(self, content: Any) -> None:
+        """Add what is written next, bytes or a buffer of them."""
+        content = memoryview(content)
+        self._whole.update(content)
+        while len(content):
+            left = PART_BYTES - self._size % PART_BYTES
+            self._part.update(content[:left])
+            self._size += len(content[:left])
+            content = content[left:]
+            if self._size % PART_BYTES == 0:
+                self._parts.append(self._part.hexdigest())
+                self._part = hashlib.sha256()
+
+    def entry(self) -> dict[str, Any]:
+        """The file's entry in `checksums.json`, with its parts if it has several."""
+        found = {"bytes": self._size, "sha256": self._whole.hexdigest()}
+        if self._size <= PART_BYTES:
+            return found
+        last = [self._part.hexdigest()] if self._size % PART_BYTES else []
+        return {**found, _PARTS: {"bytes": PART_BYTES, "sha256": self._parts + last}}
+
+
+class Parts(NamedTuple):
+    """The checksums of a file's parts, all of one size but the last."""
+
+    num_bytes: int
+    sha256: list[str]
 
 
 def write(
@@ -19,12 +61,15 @@ def write(
     *,
     skip: Collection[str] = (),
     trusted: Callable[[str, int], bool] = lambda name, size: False,
+    known: Mapping[str, Digest] | None = None,
 ) -> None:
     """Write `checksums.json`, atomically, for every file under `folder` but those in `skip`.
 
-    Of the files for which `trusted(name, size)` is true only the size is listed.
+    Of the files for which `trusted(name, size)` is true only the size is listed; those that are
+    `known`, by their names, are not read again.
     """
-    listed = of(folder, skip=skip, trusted=trusted)
+    listed: dict[str, dict] = of(folder, skip=skip, trusted=trusted, known=known)
+    listed |= {name: digest.entry() for name, digest in (known or {}).items()}
     content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
     files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
 
@@ -34,8 +79,10 @@ def of(
     *,
     skip: Collection[str] = (),
     trusted: Callable[[str, int], bool] = lambda name, size: False,
+    known: Mapping[str, Digest] | None = None,
 ) -> dict[str, dict[str, int | str]]:
     """The size and the SHA-256 of every file under `folder` but those in `skip`, by name."""
+    digests = known or {}
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     chosen = {
         name: path for name, path in found.items() if path.is_file() and name not in (NAME, *skip)
@@ -43,6 +90,8 @@ def of(
 
     def entry(name: str, path: Path) -> dict[str, int | str]:
         size = path.stat().st_size
+        if name in digests:
+            return _plain(digests[name].entry())
         return {"bytes": size} if trusted(name, size) else _entry(path, None)
 
     return {name: entry(name, path) for name, path in chosen.items()}
@@ -63,13 +112,19 @@ def joined(*sums: str) -> str:
 
 
 def _entry(path: Path, known: dict | None) -> dict[str, int | str]:
-    return known or {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return _plain(known) if known else {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def problems(folder: Location, *, only: str | None = None) -> list[str]:
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry without parts: the same for the same bytes, whichever version wrote them."""
+    return {name: value for name, value in entry.items() if name != _PARTS}
+
+
+def problems(folder: Location, *, only: str | None = None, by_parts: bool = False) -> list[str]:
     """One line per missing or damaged file of `folder`, or of `only` that one.
 
-    Files that are not listed are ignored.
+    Files that are not listed are ignored. With `by_parts`, of those whose parts have checksums only
+    the size is compared: who reads them compares the `parts`.
     """
     try:
         found = _read(folder)
@@ -78,6 +133,9 @@ def problems(folder: Location, *, only: str | None = None) -> list[str]:
     if only is not None and only not in found:
         return [f"{NAME} does not list {only}"]  # it belongs to another folder
     chosen = found if only is None else {only: found[only]}
+    if by_parts:
+        lighter = {name: {"bytes": x["bytes"]} for name, x in chosen.items() if _PARTS in x}
+        chosen = {**chosen, **lighter}
     return [line for name, wanted in chosen.items() if (line := _problem(folder, name, wanted))]
 
 
@@ -87,6 +145,20 @@ def listed(folder: Location) -> set[str]:
         return set(_read(folder))
     except ValueError:
         return set()
+
+
+def parts(path: Path) -> Parts:
+    """The checksums of a file's parts, by the list in its folder; no parts if that has none."""
+    try:
+        found = _read(path.parent)[path.name][_PARTS]
+    except (ValueError, KeyError):
+        return Parts(PART_BYTES, [])
+    return Parts(found["bytes"], found["sha256"])
+
+
+def sha256(content: Any) -> str:
+    """The checksum of bytes, or of a buffer of them."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _read(folder: Location) -> dict:

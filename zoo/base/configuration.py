@@ -51,7 +51,8 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
         ValueError: another field, or a value that it can't have.
     """
     fields = dataclasses.fields(config)
-    allowed = [f.name for f in fields if f.metadata.keys() & {_MAY_DIFFER, _OF_TRAINING}]
+    marks = _MAY_DIFFER, _OF_TRAINING
+    allowed = [f.name for f in fields if any(f.metadata.get(mark) for mark in marks)]
     if others := [name for name in values if name not in allowed]:
         raise ValueError(
             f"{others[0]}={values[others[0]]!r}: {', '.join(allowed)} can be another than a model "

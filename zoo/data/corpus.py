@@ -1,10 +1,8 @@
 """The `Corpus`, the token ids of documents, and its cache."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +11,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
-from zoo.base import checksums
 from zoo.base.files import local_path
+from zoo.data import entries
 from zoo.data.documents import Document
 from zoo.data.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -198,10 +194,7 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
 def _read_entry(entry: Path) -> Corpus | None:
     """The corpus of a cache entry, memory-mapped; None if it is missing or damaged."""
-    if not entry.exists():
-        return None
-    if problems := checksums.problems(entry):
-        logger.warning("the cached corpus %s is replaced: %s", entry, "; ".join(problems))
+    if not entries.is_good(entry):
         return None
     try:
         return Corpus(
@@ -214,17 +207,10 @@ def _read_entry(entry: Path) -> Corpus | None:
 
 
 def _write_entry(entry: Path, corpus: Corpus) -> None:
-    """Put a cache entry in place by a rename, so that no process ever sees part of one."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".partial-") as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
-        new.mkdir()
+    def make(new: Path) -> None:
         np.save(new / "tokens.npy", corpus.tokens)
         np.save(new / "offsets.npy", corpus.offsets)
         fields = ("num_bytes", "vocab_size", "names")
         (new / "corpus.json").write_text(json.dumps({f: getattr(corpus, f) for f in fields}))
-        checksums.write(new)
-        with contextlib.suppress(OSError):  # another process may be doing the same
-            if entry.exists() and checksums.problems(entry):
-                entry.rename(old)
-            new.rename(entry)  # fails where another process was faster
+
+    entries.write(entry, make)

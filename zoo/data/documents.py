@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import lzma
+import os
 import sysconfig
 import textwrap
 import tokenize as python_tokenize
@@ -105,10 +106,8 @@ def standard_library() -> list[Document]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
-    for path in root.rglob("*.py"):
+    for path in _python_files(root):
         name = path.relative_to(root)
-        if _NOT_LIBRARY.intersection(name.parts[:-1]):
-            continue
         data = path.read_bytes()
         try:
             encoding, _ = python_tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -122,6 +121,12 @@ def standard_library() -> list[Document]:
             f"this Python has no library source in {root}: give text files of your own"
         )
     return sorted(documents)
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]  # site-packages is large
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def help_topics() -> list[Document]:

@@ -2,9 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -49,7 +48,7 @@ def batches(
     return iterator
 
 
-def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset:
+def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> Iterable[tuple[int, Batch]]:
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
     held = _held_rows(plan.batch_size, mesh)
@@ -60,6 +59,8 @@ def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> grain.IterDataset
     def put(item: tuple[int, dict[Rows, HostBatch]]) -> tuple[int, Batch]:
         k, parts = item
         return k, _place(parts, plan.batch_size, mesh)
+
+    import grain  # here: it takes as long as JAX to import, and not all who import this load data
 
     # Threads, because worker processes take seconds to start, and are slower on few cores.
     read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)

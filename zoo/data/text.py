@@ -35,7 +35,8 @@ from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
-from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.trained import save_trained
 
 ForMemory = Callable[[Wanted, Path | None], bool]
 
@@ -186,7 +187,8 @@ def read_text(
 
     def make(folder: Path) -> None:
         if config.tokenizer == "bpe":
-            BPETokenizer.train((d.text for d in parts[0]), config.vocab_size).save(folder)
+            texts = [document.text for document in parts[0]]
+            save_trained(folder, texts, config.vocab_size, config.cache)
         else:
             get_tokenizer(config.tokenizer).save(folder)
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import reprlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,25 @@ def _renaming(folder: Path) -> Iterator[Path]:
         new.rename(folder)
 
 
-def verify(folder: Path) -> None:
-    """Raise a PublishError if a folder's files do not match their checksums."""
-    if problems := checksums.problems(folder):
-        remedy = "Restore the files from a copy, or publish the model again."
-        if CACHE.expanduser() in folder.parents:
-            remedy = f"Remove {folder}, and it is fetched again."
-        raise PublishError(
-            f"{folder} is damaged or not a model of the zoo:\n  "
-            + "\n  ".join(problems)
-            + f"\n{remedy}"
-        )
+def verify(folder: Path, *, by_parts: bool = False) -> None:
+    """Raise a PublishError if a folder's files do not match their checksums.
+
+    With `by_parts` files whose parts have checksums are left to who reads them.
+    """
+    if problems := checksums.problems(folder, by_parts=by_parts):
+        raise damaged(folder, problems)
+
+
+def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
+    """An error with a line per damaged file of a folder."""
+    remedy = "Restore the files from a copy, or publish the model again."
+    if CACHE.expanduser() in folder.parents:
+        remedy = f"Remove {folder}, and it is fetched again."
+    return PublishError(
+        f"{folder} is damaged or not a model of the zoo:\n  "
+        + "\n  ".join(problems)
+        + f"\n{remedy}"
+    )
 
 
 def hugging_face_config(folder: Path) -> dict | None:

@@ -97,13 +97,13 @@ def save(
                 next(iter(dtypes.values()))
             )  # in the words of version 5 and of those before
             description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
-            hf.write_model(new, model, family, dtypes)
+            written = hf.write_model(new, model, family, dtypes)
         else:
             description = describe(model)
             eos_ids = token_ids.choose_eos_ids(config, tokenizer)
             if eos_ids and "config" in description:
                 description["config"]["eos_ids"] = eos_ids
-            write_tensors(new and new / WEIGHTS, model, dtypes)
+            written = {WEIGHTS: write_tensors(new and new / WEIGHTS, model, dtypes)}
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
             readme = _readme(Path(str(folder)).absolute().name, model, card)
@@ -117,9 +117,10 @@ def save(
                     (new / token_ids.GENERATION).write_text(json.dumps(settings, indent=1) + "\n")
             # The card is in no checksum, so that it may be edited by hand.
             if metrics is not None:
-                measured = {**metrics, "files": checksums.of(new, skip=(README,))}
+                files = checksums.of(new, skip=(README,), known=written)
+                measured = {**metrics, "files": files}
                 (new / METRICS).write_text(json.dumps(measured, indent=1) + "\n")
-            checksums.write(new, skip=(README,))
+            checksums.write(new, skip=(README,), known=written)
 
 
 def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dict[str, Any]]:
@@ -180,7 +181,7 @@ def load(
     is_peft = peft.is_peft(folder)
     values = None if is_peft else hugging_face_config(folder)
     if (values is None and not is_peft) or (folder / checksums.NAME).exists():
-        verify(folder)
+        verify(folder, by_parts=True)
     if values is not None:
         model = hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
         return reconfigured(model, overrides)

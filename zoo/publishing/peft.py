@@ -22,9 +22,10 @@ from zoo.publishing.folder import ADAPTER_CONFIG
 from zoo.publishing.hf import names as hf_names
 from zoo.publishing.hf.linears import Linear, linears
 from zoo.publishing.hf.names import Layout
-from zoo.publishing.hf.weights import DTYPES, place
+from zoo.publishing.hf.weights import DTYPES
 from zoo.publishing.slices import open_file
 from zoo.publishing.tensors import check_tensors, fill
+from zoo.sharding.parts import place
 from zoo.wrappers import lora
 
 WEIGHTS = "adapter_model.safetensors"

@@ -17,38 +17,16 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.base.checksums import Digest
 from zoo.nn.codes import Kind
 from zoo.nn.precision import DTYPES
 from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.quantizing import Read, quantize_parts, quantized_skeleton
-from zoo.publishing.slices import open_file, slice_reader
+from zoo.publishing.slices import CODES, blocks, open_file, slice_reader
 from zoo.sharding.axes import is_parameter, keystr, named_alone
-from zoo.sharding.kinds import is_stack
-from zoo.sharding.placement import on_host
+from zoo.sharding.parts import gathered, place
 
-# In the order in which safetensors lays them out.
-_CODES = {
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-    "float32": "F32",
-    "uint32": "U32",
-    "int32": "I32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "uint16": "U16",
-    "int16": "I16",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 
 
@@ -94,12 +72,10 @@ def read_tensors(
     with slice_reader() as read_slice:
 
         def read(name: str, index: Any) -> np.ndarray:
-            found = read_slice(path, name, index)
-            floating = jnp.issubdtype(found.dtype, jnp.floating)
-            return found.astype(dtype) if dtype is not None and floating else found
+            return read_slice(path, name, index, dtype)
 
         def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-            return jax.make_array_from_callback(shape, where, partial(read, name))
+            return place(shape, where, partial(read, name))
 
         return fill(skeleton, mesh, make, read)
 
@@ -108,7 +84,7 @@ def read_dtypes(
     path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | None = None
 ) -> PyTree:
     """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
-    names = {code: name for name, code in _CODES.items()}
+    names = {code: name for name, code in CODES.items()}
     with open_file(path) as file:
         _check_shapes(path, file, skeleton)
 
@@ -162,7 +138,7 @@ def fill(
 
 
 class Tensor(NamedTuple):
-    """A tensor to write: `pieces` yields its parts in order on process 0, None on others."""
+    """A tensor to write: `pieces` yields its parts in order."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -185,71 +161,67 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
 
 def write_tensors(
     path: Path | None, model: PyTree, dtypes: Mapping[str, np.dtype] | None = None
-) -> None:
+) -> Digest:
     """Write the arrays of a model by name; all processes call it, one of them with a path.
 
-    `dtypes` are by name, the arrays' own if not given. A parameter that stacks layers is gathered
-    layer by layer, to save memory.
+    `dtypes` are by name, the arrays' own if not given. Returns the checksums of the file.
     """
     tensors: dict[str, Tensor] = {}
 
     def add(path: tuple, leaf: Any) -> None:
-        in_parts = _stacks_parts(model, path, leaf)
         dtype = leaf.dtype if dtypes is None else dtypes[keystr(path)]
 
         def pieces() -> Iterator[np.ndarray]:
-            for part in (leaf[i] for i in range(leaf.shape[0])) if in_parts else (leaf,):
-                yield on_host(part).astype(dtype, copy=False)
+            for index in blocks(leaf.shape, leaf.dtype.itemsize):
+                yield gathered(leaf, index).astype(dtype, copy=False)
 
         tensors[keystr(path)] = Tensor(leaf.shape, dtype, pieces)
 
-    for place, leaf in jax.tree_util.tree_leaves_with_path(model):
+    for at, leaf in jax.tree_util.tree_leaves_with_path(model):
         if is_parameter(leaf):
-            add(place, leaf)
-    write_file(path, tensors)
-
-
-def _stacks_parts(model: PyTree, path: tuple, leaf: Any) -> bool:
-    """Whether the first axis of an array stacks layers, members or experts."""
-    try:
-        names = named_alone(model, path, leaf).names
-    except sharding.ShardingError:
-        return False  # training named its axes from outside, for an annotation that can't be read
-    return any(names) and is_stack(names[0])
+            add(at, leaf)
+    return write_file(path, tensors)
 
 
 def write_file(
     path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+) -> Digest:
     """Write a safetensors file piece by piece, with the same bytes as the library writes.
 
     All processes call it, because pieces may be gathered from all; one of them has a path.
+    Returns the checksums of what it wrote.
 
     Raises:
         PublishError: safetensors does not have a tensor's dtype.
     """
     for name, tensor in tensors.items():
-        if str(tensor.dtype) not in _CODES:
+        if str(tensor.dtype) not in CODES:
             raise PublishError(f"{name} is of type {tensor.dtype}, which safetensors does not have")
-    order = [*_CODES]
+    order = [*CODES]
     names = sorted(tensors, key=lambda name: (order.index(str(tensors[name].dtype)), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
         shape, dtype, _ = tensors[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        code = _CODES[str(dtype)]
+        code = CODES[str(dtype)]
         header[name] = {"dtype": code, "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    digest = Digest()
     with contextlib.nullcontext() if path is None else path.open("wb") as file:
-        if file is not None:
-            file.write(len(text).to_bytes(8, "little") + text)
+
+        def write(content: Any) -> None:
+            if file is not None:
+                file.write(content)
+                digest.update(content)
+
+        write(len(text).to_bytes(8, "little") + text)
         for name in names:
             for piece in tensors[name].pieces():
-                if file is not None:
-                    # The file is in C order, whatever the order of the array in memory.
-                    file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+                # The file is in C order, whatever the order of the array in memory.
+                write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+    return digest
 
 
 def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:

@@ -66,7 +66,7 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
-    """What decides the ids of a text, its begin and its end."""
+    """The tokenizer's file, begin and end: equal where all texts get equal ids."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         content = Path(folder, FILE_NAME).read_bytes()

@@ -21,7 +21,7 @@ Engine = Literal["processes", "ray"]
 def run(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int, engine: Engine
 ) -> Iterator[T]:
-    """What `function(*task)` gives for each task, as it comes; one worker is this process.
+    """The results of `function(*task)`, in the order in which they end; one worker is this process.
 
     Raises:
         ChildProcessError: a worker was killed.

@@ -50,7 +50,7 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a shard has of one part, the documents to train on or those held out.
+    """The sizes of one part of a shard, the documents to train on or those held out.
 
     A document has length + frame - 1 `positions`. `bytes` are those of its text in UTF-8.
     """

@@ -158,7 +158,7 @@ class Part:
         return Place(int(self._documents[shard]) + number, offset)
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """What positions [begin, end) are of, piece by piece."""
+        """The pieces of documents that positions [begin, end) consist of, in order."""
         document, start = self.locate(begin)
         pieces, left = [], end - begin
         while left:

@@ -216,7 +216,7 @@ def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | No
 
 
 def _strange(out: Location) -> list[str]:
-    """What a folder holds that an unfinished preparation does not."""
+    """The names in a folder that no unfinished preparation has left there."""
     # At an address it may be another machine's, whose working folder is there.
     own = {SHARDS, TOKENIZER} if is_remote(out) else {WORK}
     return sorted({path.name for path in out.iterdir()} - own) if out.is_dir() else []

@@ -35,7 +35,7 @@ DONE = ".json"
 
 @dataclass(frozen=True)
 class Spec:
-    """What decides the content of a shard beside its split."""
+    """The options on which the content of a shard depends, beside its split."""
 
     tokenizer: str
     """Digest of the files in `tokenizer/`."""
@@ -44,7 +44,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What became of a split: written when its shard is whole, so that it is not done again.
+    """The record of a split whose shard is whole: it is not tokenized again.
 
     `documents` have a token and are no `duplicates` of others of the shard; `tokens` are all in
     the file, and `bytes` all of the text. `lowest` and `highest` are the ends of the hashes.
@@ -102,7 +102,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
 
 
 def finished(split: Split, number: int, spec: Spec, folder: Path) -> Tokenized | None:
-    """What became of a split if its shard is whole, else None."""
+    """The record of a split if its shard is whole, else None."""
     try:
         content = json.loads(work_file(folder, number, DONE).read_text())
         done = Tokenized(**{**content, "spec": Spec(**content["spec"])})

@@ -1,1 +1,1 @@
-"""What a corpus is prepared from: files and addresses, cut into splits and read in a stream."""
+"""Sources of a corpus: files and addresses, cut into splits and read in a stream."""

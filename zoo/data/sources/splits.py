@@ -38,7 +38,7 @@ class Split:
         return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """What `json.dump` takes and `from_json` reads."""
+        """The split as JSON has it, as `from_json` reads it."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -13,19 +13,21 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo.base.checksums import Digest
 from zoo.nn.codes import Kind
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
 from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.matrices import Matrix, Part
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
-from zoo.publishing.hf.weights import Weights, place, write_weights
+from zoo.publishing.hf.weights import Weights, write_weights
 from zoo.publishing.quantizing import quantized_skeleton
+from zoo.publishing.slices import BLOCK_BYTES
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype
 from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
-from zoo.sharding.placement import on_host
+from zoo.sharding.parts import gathered, place
 
 # `describe` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
@@ -44,15 +46,16 @@ def read_model(
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
     skeleton, weights, found = _open(folder, values, dtype, quantize)
 
-    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        with weights.reader() as read:
+    with weights.reader() as read:
+
+        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
             return found[name].read(index, _dtype(weights, found[name], dtype), read)
 
-    def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-        return place(shape, where, partial(part, name))
+        def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
+            return place(shape, where, partial(part, name))
 
-    # Those that the files have quantised are made array by array, as all others are.
-    return fill(skeleton, mesh, make, None if quantize is None else part)
+        # Those that the files have quantised are made array by array, as all others are.
+        return fill(skeleton, mesh, make, None if quantize is None else part)
 
 
 def read_skeleton(
@@ -154,27 +157,33 @@ def family_of(model: PyTree) -> Family:
 
 def write_model(
     folder: Path | None, model: Any, family: Family, dtypes: Mapping[str, np.dtype]
-) -> None:
-    """Write the weights, in `dtypes` by path; all processes call it, those without folder too."""
+) -> dict[str, Digest]:
+    """Write the weights, in `dtypes` by path; all processes call it, those without folder too.
+
+    Returns the checksums of their files by name.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(model)
     arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
     tensors, prefix = family.tensors(model.config), family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 
     def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
-        made = []
-        for part in parts:
-            layout = found[part.path]
-            made.append(layout.write(part.at, on_host(arrays[part.path][layout.at(part.at)])))
-        axis = next((i for i, g in enumerate(found[parts[0].path].factors) if "part" in g), 0)
-        yield np.concatenate(made, axis, dtype=dtype)
+        axis = found[parts[0].path].part_axis
+        # Along the first axis one part follows on another, along any other they lie side by side.
+        for group in [parts] if axis else [[part] for part in parts]:
+            for rows in found[group[0].path].rows(BLOCK_BYTES // dtype.itemsize):
+                made = []
+                for path, at in group:
+                    taken = gathered(arrays[path], found[path].at({**at, **rows}))
+                    made.append(found[path].write(at, taken))
+                yield np.concatenate(made, axis or 0, dtype=dtype)
 
     described = {}
     for name, parts in pieces(found).items():
         dtype = np.result_type(*[dtypes[part.path] for part in parts])
         shape = found[parts[0].path].tensor_shape
         described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
-    write_weights(folder, described)
+    return write_weights(folder, described)
 
 
 def _skeleton(family: Family, config: Any) -> PyTree:

@@ -104,13 +104,33 @@ class Layout:
         return out
 
     def write(self, index: Mapping[str, int], part: np.ndarray) -> np.ndarray:
-        """The tensor with these numbers, given the parameter there; only its own `part`."""
+        """The tensor with these numbers, given the parameter there; only its own `part`.
+
+        Given some of the parameter's rows, these rows of it.
+        """
         order = [self._ours.index(axis) for axis in self._theirs]
-        shape = [math.prod(self.sizes.get(axis, 1) for axis in group) for group in self.factors]
+        sizes = dict(zip(self._ours, part.shape, strict=True))
+        shape = [math.prod(sizes.get(axis, 1) for axis in group) for group in self.factors]
         return np.ascontiguousarray(part.transpose(order).reshape(shape))
 
-    def at(self, index: Mapping[str, int]) -> tuple[Any, ...]:
-        """The index of the parameter at these numbers."""
+    @property
+    def part_axis(self) -> int | None:
+        """The tensor's axis along which it holds several parameters; None if it holds one."""
+        return next((i for i, group in enumerate(self.factors) if "part" in group), None)
+
+    def rows(self, size: int) -> Iterator[dict[str, slice]]:
+        """The tensor cut along its first axis to `size` values at most, as slices of an axis."""
+        if not self._theirs:
+            yield {}
+            return
+        first = self._theirs[0]
+        one_row = math.prod(self.sizes[axis] for axis in self._theirs[1:])
+        step = max(1, size // max(one_row, 1))
+        for start in range(0, self.sizes[first], step):
+            yield {first: slice(start, min(start + step, self.sizes[first]))}
+
+    def at(self, index: Mapping[str, int | slice]) -> tuple[Any, ...]:
+        """The index of the parameter at these numbers, and in these slices."""
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
     def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:

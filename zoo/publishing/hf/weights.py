@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes
 import numpy as np
 
+from zoo.base.checksums import Digest
 from zoo.publishing.errors import PublishError
 from zoo.publishing.slices import open_file, slice_reader
 from zoo.publishing.tensors import Tensor, write_file
@@ -137,10 +137,11 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
 
 
-def write_weights(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
+def write_weights(folder: Path | None, tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
     """Write tensors to one file, or to several with an index, one after the other.
 
-    All processes call it; those without a folder take part in gathering, and write nothing.
+    All processes call it; those without a folder take part in gathering, and write nothing. Returns
+    the checksums of the files by name.
     """
     groups = [*shards(tensors)]
     names = [WEIGHTS]
@@ -151,20 +152,7 @@ def write_weights(folder: Path | None, tensors: Mapping[str, Tensor]) -> None:
         index = {"metadata": {"total_size": num_bytes(tensors)}, "weight_map": weight_map}
         if folder is not None:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for name, group in zip(names, groups, strict=True):
-        # transformers needs this metadata.
-        write_file(folder and folder / name, group, {"format": "pt"})
-
-
-def place(shape: tuple[int, ...], where: jax.sharding.Sharding, part: Any) -> jax.Array:
-    """An array of `part(index)`, made device by device: the host holds one part at a time."""
-    made: dict[str, Any] = {}
-    arrays = []
-    for device, index in where.addressable_devices_indices_map(shape).items():
-        key = str(index)
-        if key not in made:
-            made = {key: part(index)}
-        array = jax.device_put(made[key], device)
-        array.block_until_ready()
-        arrays.append(array)
-    return jax.make_array_from_single_device_arrays(shape, where, arrays)
+    return {  # transformers needs this metadata
+        name: write_file(folder and folder / name, group, {"format": "pt"})
+        for name, group in zip(names, groups, strict=True)
+    }
