@@ -72,7 +72,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
 @pytest.mark.parametrize(
     "names",
     [
-        ("transformer", "lstm"),
+        pytest.param(("transformer", "lstm"), marks=pytest.mark.slow),
         ("lstm", "transformer"),
         pytest.param(("unwindowed", "unwindowed"), marks=pytest.mark.slow),
     ],

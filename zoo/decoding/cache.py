@@ -4,8 +4,11 @@ Rows are aligned to the right (padding first), so that every row's next token ha
 and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as
 many slots as its window, and so forgets the tokens that it must not see.
 
-Legend of suffixes: B batch, T time, K key-value heads, N query heads, S slots, H head size.
+Legend of suffixes: L layers, B batch, T time, K key-value heads, N query heads, S slots, H head
+size.
 """
+
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -116,7 +119,9 @@ class LayerCache(eqx.Module):
         ahead = clock.index + jnp.arange(count, dtype=jnp.int32)
         indices = jnp.concatenate([indices, ahead])
         age_TS = ahead[:, None] - indices[None]
-        seen_TS = (age_TS >= 0) & (age_TS < (jnp.inf if window is None else window))
+        seen_TS = age_TS >= 0
+        if window is not None:
+            seen_TS &= age_TS < window
         # What is older than the row's first token is padding, or was never written.
         seen_BS = indices[None] >= (clock.index - clock.positions)[:, None]
         seen_BTS = seen_TS[None] & seen_BS[:, None]
@@ -164,24 +169,81 @@ class LayerCache(eqx.Module):
 
         return LayerCache(put(self.keys, new.keys), put(self.values, new.values))
 
+    def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
+        """Those rows of the `batch` that it has."""
+        return jax.tree.map(lambda x: _place(_with_rows(x, batch)[rows]), self)
+
 
 class NewTokens(eqx.Module):
-    """The keys and values of tokens that a layer has read, and that are not in its ring."""
+    """The keys and values of tokens that a layer, or each of a stack of them, has read, and that
+    are not in its ring.
+    """
 
-    keys: Float[Array, "batch new kv_heads head_dim"]
-    values: Float[Array, "batch new kv_heads head_dim"]
+    keys: Float[Array, "*layers batch new kv_heads head_dim"]
+    values: Float[Array, "*layers batch new kv_heads head_dim"]
+
+
+class StackedCache(eqx.Module):
+    """The rings of layers with as many slots each, stacked along the first axis."""
+
+    layers: LayerCache
+
+    @staticmethod
+    def filled(
+        k_LBTKH: Float[Array, "layers batch seq kv_heads head_dim"],
+        v_LBTKH: Float[Array, "layers batch seq kv_heads head_dim"],
+        num_slots: int,
+    ) -> "StackedCache":
+        """The rings behind those tokens, as `LayerCache.filled`."""
+        fill = jax.vmap(lambda k_BTKH, v_BTKH: LayerCache.filled(k_BTKH, v_BTKH, num_slots))
+        return StackedCache(fill(k_LBTKH, v_LBTKH))
+
+    def __getitem__(self, index: Int[Array, ""]) -> LayerCache:
+        return jax.tree.map(lambda x: x[index], self.layers)
+
+    def write(
+        self,
+        index: Int[Array, ""],
+        k_B1KH: Float[Array, "batch 1 kv_heads head_dim"],
+        v_B1KH: Float[Array, "batch 1 kv_heads head_dim"],
+        clock: Clock,
+    ) -> "StackedCache":
+        """The rings with the next token in that layer's; no other slot of it is written."""
+
+        def put(stack: Array, x_B1KH: Array) -> Array:
+            slot = clock.index % stack.shape[-2]
+            between = (jnp.zeros((), jnp.int32),) * (stack.ndim - 3)
+            start = (index, *between, slot, jnp.zeros((), jnp.int32))
+            return lax.dynamic_update_slice(stack, _place(x_B1KH.swapaxes(1, 2))[None], start)
+
+        keys, values = put(self.layers.keys, k_B1KH), put(self.layers.values, v_B1KH)
+        return StackedCache(LayerCache(keys, values))
+
+    def write_first(self, new: NewTokens, count: Int[Array, ""], clock: Clock) -> "StackedCache":
+        """The rings with the first `count` of each layer's new tokens in them."""
+        write = jax.vmap(lambda layer, new: layer.write_first(new, count, clock))
+        return StackedCache(write(self.layers, new))
+
+    def take(self, rows: Int[Array, "rows"], batch: int) -> "StackedCache":
+        """Those rows of the `batch` that it has."""
+        return StackedCache(jax.vmap(lambda layer: layer.take(rows, batch))(self.layers))
 
 
 class Cache(eqx.Module):
-    """The rings of all layers, and the clock of their rows."""
+    """The rings of all layers, and the clock of their rows.
 
-    layers: tuple[LayerCache, ...]
+    They are apart, or, where a loop runs over many layers, stacked: those of the same turn together
+    in a model whose kinds of layers take turns.
+    """
+
+    layers: tuple[Any, ...]
+    """Each a `LayerCache`, or each a `StackedCache`."""
     clock: Clock
 
     def take(self, rows: Int[Array, "rows"]) -> "Cache":
         """The cache of those rows, in that order; one may come several times."""
         positions = self.clock.positions
-        layers = jax.tree.map(lambda x: _place(_with_rows(x, len(positions))[rows]), self.layers)
+        layers = tuple(layer.take(rows, len(positions)) for layer in self.layers)
         return Cache(layers, Clock(self.clock.index, positions[rows]))
 
 

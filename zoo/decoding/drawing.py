@@ -143,7 +143,7 @@ class Sampling(eqx.Module):
 def _bias(
     logit_bias: Mapping[int, float], banned_tokens: Sequence[int], vocab_size: int
 ) -> Float[Array, "vocab"] | None:
-    """What is added to the logits: minus infinity to those of banned tokens."""
+    """The biases of the logits: minus infinity for banned tokens."""
     named = {"logit_bias": [*logit_bias], "banned_tokens": [*banned_tokens]}
     for name, ids in named.items():
         if wrong := [i for i in ids if not 0 <= i < vocab_size]:

@@ -281,7 +281,7 @@ def _begin(
 ) -> tuple[Any, Callable[[Any, int], Any]]:
     """The state behind the prompts and one token, and the function that continues it to a limit."""
     inputs = (rows.tokens, rows.mask)
-    with sharding.use(rows.mesh):
+    with sharding.use(rows.mesh, sharding.whole_rows()):
         arrays = (rows.decoder, sampling, *inputs, rows.stops, rows.is_padding)
         state: Any = _read_prompts(arrays, rows.length, rows.room, logprobs)
         fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampling, rows.stops)
@@ -296,7 +296,7 @@ def _begin(
     def to(state: Any, limit: int) -> Any:
         if limit == 1:  # it is there
             return state
-        with sharding.use(rows.mesh):
+        with sharding.use(rows.mesh, sharding.whole_rows()):
             return proceed((*fixed, np.int32(limit)), state)
 
     return state, to
