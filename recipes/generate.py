@@ -29,7 +29,7 @@ from zoo.publishing.adapters import nearest
 from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
 from zoo.runs.command_line import cli
-from zoo.runs.run import check_seed
+from zoo.runs.config import check_seed
 from zoo.tasks import generation
 from zoo.tasks.generation import Chat, Stops
 

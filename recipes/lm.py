@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
+from zoo.base.configuration import added
 from zoo.runs.command_line import cli
 
 
@@ -28,6 +29,8 @@ class Config(language.Config):
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01
     """Load-balancing loss coefficient of a model with experts."""
+    router_z: float = added(0.0)
+    """Coefficient of the routers' z-loss likewise."""
     model: transformer.Config = transformer.Config(
         vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
@@ -48,7 +51,7 @@ def main(config: Config) -> None:
             remat=model.remat,
         )
         if model.num_experts is not None:
-            loss_fn = losses.balanced_next_token(config.balance)
+            loss_fn = losses.balanced_next_token(config.balance, config.router_z)
             training = dataclasses.replace(training, loss_fn=loss_fn)
         language.train(run, data, training)
 

@@ -16,7 +16,7 @@ import zoo
 from zoo import classification, mlp, optimizers, tabular
 from zoo.base.configuration import may_differ, require
 from zoo.runs.command_line import cli
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ TESTS = Path(__file__).parent
 STEPS = 40
 SPEEDS = {"tokens_per_second", "examples_per_second", "mfu"}
 
-# What each recipe takes to be small and quick; every run of the tests has these flags.
+# What each recipe takes to be small and quick; every run of the tests has these flags. The first
+# word of a case is its recipe.
 TEXT = (
     "--data.files={shared}/corpus/*.txt",
     "--data.cache={shared}/tokens",
@@ -63,6 +64,17 @@ CASES = {
         "--data.seq-len=32",
         "--data.batch-size=8",
     ),
+    "finetune on preferences": (
+        *TEXT,
+        "--data.files={shared}/pairs.jsonl",
+        "--data.format=preferences",
+        "--data.buckets",
+        "32",
+        "48",
+        "--model={shared}/base",
+        "--method=full",
+        "--data.batch-size=8",
+    ),
     "distill": (
         *TEXT,
         "--teacher={shared}/base",
@@ -82,6 +94,7 @@ CASES = {
         "--optimizer.learning-rate=0.01",
     ),
 }
+RECIPES = tuple(dict.fromkeys(case.split()[0] for case in CASES))
 COMMON = (
     f"--steps={STEPS}",
     "--log-every=1",
@@ -110,7 +123,7 @@ class Recipe:
         self, run_dir: Path, *more: str, devices: int = 1, record: Path | None = None, **env: str
     ) -> subprocess.Popen:
         """The process, with its output in one pipe; `record` takes a digest of each batch."""
-        module = f"recipes.{self.name}"
+        module = f"recipes.{self.name.split()[0]}"
         driver = ["-m", module] if record is None else [f"{TESTS}/record_batches.py", module]
         process = subprocess.Popen(
             [sys.executable, *driver, *([record] if record else []), *self.flags(run_dir, *more)],
@@ -150,6 +163,7 @@ def shared(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.getbasetemp() / "shared"
     write_corpus(folder / "corpus")
     write_rows(folder / "rows.csv")
+    write_pairs(folder / "pairs.jsonl")
     write_base(folder / "base")
     yield folder
     for process in _started:  # what a test that failed has left
@@ -182,6 +196,15 @@ def write_rows(path: Path, num_rows: int = 100) -> None:
         f"{','.join(map(str, x))},{'abc'[label]}" for x, label in zip(points, labels, strict=True)
     ]
     path.write_text("\n".join(["w,x,y,z,label", *lines]))
+
+
+def write_pairs(path: Path, num_pairs: int = 60) -> None:
+    """Preferences, of two lengths."""
+    pairs = [
+        {"prompt": f"{i} " * (1 + i % 2), "chosen": f"is {i}", "rejected": "no"}
+        for i in range(num_pairs)
+    ]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
 def write_base(folder: Path) -> None:

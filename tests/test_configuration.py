@@ -333,7 +333,7 @@ OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches 
 OF_TEXT = "sample_tokens sample_every data.files data.cache"
 MAY_DIFFER = {
     recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers
-        model.eos_ids""",
+        model.moe_dispatch model.moe_buffer model.eos_ids""",
     recipes.rnn: f"""{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll
         model.eos_ids""",
     recipes.mlp: f"{OF_A_RUN} data.file model.remat model.in_size model.out_size",
@@ -350,7 +350,10 @@ def test_recipe_fields_that_may_differ_are_listed(recipe: Any):
 def test_family_fields_that_may_differ_are_listed():
     found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
     assert found == {
-        "transformer": {"attention", "remat", "scan_layers", "eos_ids"},
+        "transformer": {
+            *("attention", "remat", "scan_layers", "eos_ids"),
+            *("moe_dispatch", "moe_buffer"),
+        },
         "bert": {"attention", "remat", "scan_layers"},
         "rnn": {"remat", "implementation", "hoist", "unroll", "eos_ids"},
         "mlp": {"remat"},

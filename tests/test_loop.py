@@ -22,10 +22,10 @@ from zoo.data.mixtures.schedule import Stage
 from zoo.nn.parameters import cast
 from zoo.runs import planned
 from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config
 from zoo.training.compiled import CompiledStep
 from zoo.training.pretrained import Pretrained
 

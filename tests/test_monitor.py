@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from zoo.planning import chips
@@ -137,8 +138,10 @@ def test_pty_progress_stays_on_one_line():
 def no_cache():
     """Compiles are compiles, whatever an earlier run of the tests has left."""
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or JAX goes on as its first compile of this process found it
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def test_compiles_are_counted_exactly(no_cache):
@@ -167,8 +170,6 @@ def test_counters_nest_and_leave_no_listener():
 
 
 def test_persistent_cache_hits_are_counted(tmp_path: Path):
-    from jax.experimental.compilation_cache import compilation_cache
-
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

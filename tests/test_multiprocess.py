@@ -1,11 +1,16 @@
 """Runs of several processes on this machine, which find each other over the loopback."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers import drawn_transformer
 from recipe_cases import (
     Recipe,
     assert_same_result,
@@ -17,6 +22,7 @@ from recipe_cases import (
     wait_for,
 )
 
+import zoo
 from zoo.data.prepared.prepare import prepare
 
 __all__ = ["shared"]
@@ -28,7 +34,7 @@ FLAGS = (
     "--optimizer.schedule=constant",
     "--optimizer.warmup-steps=0",
 )
-MESHES = ["data=2,fsdp=2", "fsdp=2,tensor=2", "fsdp=4", "data=4"]
+MESHES = ["data=2,fsdp=2", "fsdp=2,context=2", "fsdp=2,tensor=2", "fsdp=4", "data=4"]
 
 
 def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
@@ -102,6 +108,20 @@ def test_two_processes_train_a_mixture_bit_for_bit_as_one(shared, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_train_on_preferences_bit_for_bit_as_one(shared, tmp_path):
+    """The reference's log-probabilities are made by both."""
+    recipe, one, two = Recipe("finetune on preferences", shared), tmp_path / "one", tmp_path / "two"
+    recipe.run(one, *FLAGS, "--mesh=fsdp=2", devices=2)
+    for process in start_processes(recipe, two, "--mesh=fsdp=2", devices=1):
+        finish(process)
+    assert_same_result(two, one)
+    first, second = (np.load(x / "reference" / "log_probabilities.npz") for x in (one, two))
+    assert len(first["train"]) > 40
+    for name in ("train", "held_out"):
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.slow
 def test_two_processes_finetune_and_sample(shared, tmp_path):
     recipe, run_dir = Recipe("finetune", shared), tmp_path / "run"
     processes = start_processes(recipe, run_dir, "--mesh=fsdp=2,tensor=2", "--steps=4")
@@ -161,3 +181,61 @@ def test_one_signal_interrupts_both_evaluations(shared, tmp_path):
     recipe.run(run_dir, *FLAGS, "--steps=5", "--data.files=")
     assert "eval_loss" in metrics(run_dir)[-1]
     assert metrics(run_dir)[-1]["step"] == 5
+
+
+LOAD_AND_SAVE = """
+import sys
+from pathlib import Path
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import numpy as np
+import zoo
+from zoo.base import checksums
+from zoo.publishing import slices
+checksums.PART_BYTES = slices.BLOCK_BYTES = 1000
+folder = Path(sys.argv[3])
+for format in ("zoo", "hf"):
+    one = jax.tree.leaves(zoo.load(folder / format))
+    for spec in ("fsdp=4", "data=2,tensor=2", "fsdp=2,tensor=2"):
+        model = zoo.load(folder / format, mesh=zoo.make_mesh(spec))
+        split = 0
+        for found, want in zip(jax.tree.leaves(model), one, strict=True):
+            split += not found.is_fully_replicated
+            for shard in found.addressable_shards:
+                assert np.array_equal(shard.data, np.asarray(want)[shard.index])
+        assert split > 5
+        zoo.save(folder / f"{format} {spec}", model, format=format)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_and_save_what_one_does(tmp_path):
+    model = drawn_transformer(num_layers=2, num_heads=8, d_model=32, d_ff=64)
+    for format in ("zoo", "hf"):
+        zoo.save(tmp_path / format, model, format=format)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags |= {"PYTHONPATH": str(Path(zoo.__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD_AND_SAVE, address, str(i), str(tmp_path)],
+            env=os.environ | flags,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        assert "equal" in finish(process)
+    for format in ("zoo", "hf"):
+        want = (tmp_path / format / "model.safetensors").read_bytes()
+        saved = [*tmp_path.glob(f"{format} *")]
+        assert len(saved) == 3
+        for folder in saved:
+            assert (folder / "model.safetensors").read_bytes() == want
+            zoo.load(folder)  # its checksums too

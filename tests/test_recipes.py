@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tyro
 from jax.experimental.compilation_cache import compilation_cache
-from recipe_cases import CASES, STEPS, Recipe, finish, losses, metrics, shared
+from recipe_cases import RECIPES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
 from recipes import finetune, generate, lm
@@ -23,9 +23,9 @@ from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
 from zoo.publishing.errors import PublishError
 from zoo.runs import loop
+from zoo.runs.config import as_json
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
-from zoo.runs.run import as_json
 from zoo.training.compiled import CompiledStep
 
 __all__ = ["shared"]
@@ -64,7 +64,7 @@ def flag_names(name: str) -> list[str]:
     return list(walk(as_json(config_class()), ""))
 
 
-@pytest.mark.parametrize("name", [*CASES, "generate"])
+@pytest.mark.parametrize("name", [*RECIPES, "generate"])
 def test_flags_are_frozen(name):
     """Scripts have these names: after a change that is meant, write the new list to the file."""
     frozen = [
@@ -73,13 +73,13 @@ def test_flags_are_frozen(name):
     assert flag_names(name) == frozen
 
 
-@pytest.mark.parametrize("name", [*CASES, "generate"])
+@pytest.mark.parametrize("name", [*RECIPES, "generate"])
 def test_help_explains_each_flag(name):
     command = [sys.executable, "-m", f"recipes.{name}", "--help"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     shown = set(re.findall(r"--[\w.-]+", output))
     assert {flag.split()[1] for flag in flag_names(name)} <= shown
-    if name in CASES:  # the text under a field that may differ is shown too
+    if name in RECIPES:  # the text under a field that may differ is shown too
         assert "Optimizer steps in all" in output
         assert "Devices by axis, such as fsdp=4,tensor=2" in output
 
@@ -104,7 +104,7 @@ POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "lm" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [name if name == "lm" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
 )
 def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, capsys):
     states, fit = [], loop.fit

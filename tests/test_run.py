@@ -21,8 +21,9 @@ from zoo.nn.precision import native_precision
 from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.command_line import cli
+from zoo.runs.config import Config, as_json
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run, as_json, versions
+from zoo.runs.run import Run, versions
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,8 @@ BEGUN = """
 import sys
 from jax._src import xla_bridge
 from zoo.runs import processes
-from zoo.runs.run import Config, Run
+from zoo.runs.config import Config
+from zoo.runs.run import Run
 
 processes.keep_freed_memory = lambda: print(xla_bridge.backends_are_initialized())
 with Run(Config(run_dir=sys.argv[1], steps=1)):

@@ -23,8 +23,8 @@ import zoo
 from zoo import callbacks
 from zoo.runs.callbacks.tracker import Tracker, all_up_to
 from zoo.runs.callbacks.trackers import TRACKERS
+from zoo.runs.config import TRACKER_NAMES
 from zoo.runs.metrics import read_metrics
-from zoo.runs.run import TRACKER_NAMES
 
 Points = dict[tuple[str, int], float]
 

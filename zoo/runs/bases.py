@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from zoo.nn.parameters import cast
 from zoo.runs.checkpoint import read_meta
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
 

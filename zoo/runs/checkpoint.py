@@ -9,6 +9,7 @@ then renamed.
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -72,12 +73,15 @@ class Checkpointer:
         """Name -> dtype and shape of the extras of the step that was restored."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future | None = None
-        self._orbax = stored_arrays.make_checkpointer()
         if jax.process_index() == 0:
             files.make_folder(self.folder, "folder")
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
+
+    @functools.cached_property
+    def _orbax(self) -> Any:
+        return stored_arrays.make_checkpointer()
 
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
@@ -174,7 +178,8 @@ class Checkpointer:
             self.wait()
         finally:
             self._pool.shutdown()
-            self._orbax.close()
+            if "_orbax" in vars(self):  # of a run that saved
+                self._orbax.close()
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:

@@ -12,8 +12,8 @@ import tyro
 
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import jax
 
 from zoo.data.text import Config as TextConfig
 from zoo.publishing.folder import version
+from zoo.runs.config import Config as RunConfig
 from zoo.runs.remote.folder import CACHE
 from zoo.runs.remote.summary import summary
-from zoo.runs.run import Config as RunConfig
 
 PACKAGE = Path(__file__).parents[1]
 # Variables by their beginnings; none of these holds a password or a token.

@@ -10,7 +10,8 @@ from jaxtyping import Array, PyTree
 
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes
-from zoo.runs.run import Config, Run
+from zoo.runs.config import Config
+from zoo.runs.run import Run
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Evaluate
 from zoo.training.loss_values import LossFunction

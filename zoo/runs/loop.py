@@ -20,10 +20,11 @@ from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.flags import observers
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import DamagedExtras
+from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.recorder import Recorder
-from zoo.runs.run import Config, Run, as_json, versions
+from zoo.runs.run import Run, versions
 from zoo.runs.signals import Stopped
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training

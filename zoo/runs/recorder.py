@@ -11,9 +11,10 @@ import numpy as np
 from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
+from zoo.runs.config import Config
 from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 

@@ -6,6 +6,7 @@ Each process writes the chunks of its own devices.
 """
 
 import functools
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
-from orbax.checkpoint._src.serialization import tensorstore_utils
+
+# Orbax and TensorStore are imported where they are used: they take as long as JAX, and a program
+# that shows its flags, or a plan, needs neither.
 
 CHUNK_BYTES = 2**26  # what has to be read to verify one byte, and what one thread verifies
 METADATA = "_METADATA"  # of Orbax: which arrays there are
@@ -26,8 +27,10 @@ class ArraysError(Exception):
     """Arrays that cannot be read: damaged or missing files."""
 
 
-def make_checkpointer() -> ocp.AsyncCheckpointer:
-    """A checkpointer that writes arrays for `read`."""
+def make_checkpointer() -> Any:
+    """An `orbax.checkpoint.AsyncCheckpointer` that writes arrays for `read`."""
+    import orbax.checkpoint as ocp
+
     _give_chunks_checksums()
     # Replica-parallel writing slices every replicated array, at 2 to 6 compiles each.
     handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -42,7 +45,9 @@ def make_checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def save_args(arrays: Mapping[str, jax.Array]) -> Any:
-    """What a checkpointer of `make_checkpointer` takes to save arrays by name."""
+    """The arguments with which a checkpointer of `make_checkpointer` saves arrays by name."""
+    import orbax.checkpoint as ocp
+
     args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
     return ocp.args.PyTreeSave(dict(arrays), save_args=args)
 
@@ -54,9 +59,11 @@ def _give_chunks_checksums() -> None:
     A reader finds what a chunk consists of in the metadata of its array. `check_written` finds out
     whether Orbax has listened.
     """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
     build = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
     if build is None:
-        raise ArraysError(_OTHER_ORBAX)
+        raise _other_orbax()
 
     def with_checksums(*args: Any, **named: Any) -> Any:
         metadata = build(*args, **named)
@@ -68,10 +75,11 @@ def _give_chunks_checksums() -> None:
     tensorstore_utils._build_zarr3_metadata = with_checksums
 
 
-_OTHER_ORBAX = (
-    f"orbax-checkpoint {ocp.__version__} writes chunks without checksums: install the version that "
-    "pyproject.toml names, and report it"
-)
+def _other_orbax() -> ArraysError:
+    return ArraysError(
+        f"orbax-checkpoint {importlib.metadata.version('orbax-checkpoint')} writes chunks without "
+        "checksums: install the version that pyproject.toml names, and report it"
+    )
 
 
 def check_written(folder: Path) -> None:
@@ -80,7 +88,7 @@ def check_written(folder: Path) -> None:
     for name in names[:1]:  # all are written alike
         metadata = _open(folder, name, zarr3=True).result().spec().to_json()["metadata"]
         if "crc32c" not in json.dumps(metadata["codecs"][0]["configuration"]["codecs"]):
-            raise ArraysError(_OTHER_ORBAX)
+            raise _other_orbax()
 
 
 def problems(folder: Path) -> list[str]:
@@ -166,6 +174,8 @@ def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:
 
 
 def _open(folder: Path, name: str, zarr3: bool) -> Any:
+    import tensorstore as ts
+
     spec = {
         "driver": "zarr3" if zarr3 else "zarr",
         "kvstore": {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"},
@@ -178,6 +188,8 @@ def _open(folder: Path, name: str, zarr3: bool) -> Any:
 
 @functools.cache
 def _context() -> Any:
+    import tensorstore as ts
+
     return ts.Context({"file_io_concurrency": {"limit": 64}})
 
 

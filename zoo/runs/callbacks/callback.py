@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 

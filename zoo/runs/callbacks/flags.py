@@ -9,7 +9,8 @@ from zoo.runs.callbacks.best import BestCheckpoint, EarlyStopping, Save
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.norms import Norms
 from zoo.runs.callbacks.trackers import TRACKERS
-from zoo.runs.run import Config, Run
+from zoo.runs.config import Config
+from zoo.runs.run import Run
 from zoo.training.state import TrainState
 
 

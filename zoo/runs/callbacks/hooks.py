@@ -13,8 +13,9 @@ from jaxtyping import Array, PyTree
 
 from zoo import sharding
 from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.runs.signals import Stopped
 from zoo.sharding.axes import keystr
 from zoo.training.description import Training

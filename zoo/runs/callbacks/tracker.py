@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from zoo.base import files
 from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
-from zoo.runs.run import TRACKED, Config, Run
+from zoo.runs.run import TRACKED, Run
 from zoo.training.state import TrainState
 
 Status = Literal["finished", "failed", "killed"]

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zoo.runs.callbacks.tracker import Status, Tracker, all_up_to
+from zoo.runs.config import Config, as_json, flatten
 from zoo.runs.processes import RunError
-from zoo.runs.run import TRACKED, Config, Run, as_json, flatten
+from zoo.runs.run import TRACKED, Run
 
 
 class Wandb(Tracker):

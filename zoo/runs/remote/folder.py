@@ -178,7 +178,7 @@ class RemoteFolder:
         self._copier.check()
 
     def note(self) -> str:
-        """What the progress line says of the copies: nothing, if they are made."""
+        """The progress line's note on copies that are not made; empty if they are."""
         return self._copier.note()
 
     def settle(self, *, patient: bool = True) -> None:

@@ -1,0 +1,192 @@
+"""The configuration of a run: the flags that every recipe has, stored, read and compared."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from zoo.base import configuration, files
+from zoo.base.configuration import added, may_differ, require
+from zoo.nn.precision import Precision
+from zoo.runs.processes import RunError
+from zoo.runs.remote import folder
+
+TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The flags that every recipe has."""
+
+    run_dir: Path | str = may_differ()
+    """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
+    steps: int = may_differ()
+    """Optimizer steps in all; more than before continues a finished run."""
+    mesh: str = may_differ("")
+    """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
+    precision: Precision | Literal["auto"] = "auto"
+    """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
+    multiplies it, else fp32. int8: bf16, with the products of blocks in int8."""
+    accumulate: int = 1
+    """Microbatches per batch, computed one after the other to save memory."""
+    clip_norm: float = 1.0
+    """Global norm that gradients are clipped to."""
+    seed: int = 0
+    """Seed of the initialisation, dropout, and the order of the data."""
+    on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
+    """On a loss, gradient or update that is not finite: stop the run, or skip the step."""
+    average: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: it is evaluated beside the model,
+    as average/eval_loss, and is what is published."""
+    patience: int | None = may_differ(None)
+    """Evaluations in a row without a better eval_loss, of the average if there is one, after which
+    the run ends."""
+    keep_best: str | None = may_differ(None)
+    """Metric of the evaluations, such as eval_loss or average/eval_loss, by which the best model so
+    far is kept as best/ in the run's folder; the highest accuracy is best, and the lowest of
+    others."""
+    log_every: int = may_differ(10)
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int = may_differ(100)
+    """Steps between evaluations on the held-out part."""
+    eval_batches: int = may_differ(16)
+    """Batches per evaluation during training; the last one takes the whole held-out part."""
+    checkpoint_every: int = may_differ(100)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = may_differ(3)
+    """Checkpoints kept, newest first."""
+    copy_every: int = added(1, may_differ=True)
+    """Steps, at least, between the checkpoints that are copied to an address; the last one always
+    is."""
+    work_dir: Path | None = added(None, may_differ=True)
+    """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
+    processes share it."""
+    sequence_parallel: bool = may_differ(False)
+    """Split activations along the sequence between the tensor-parallel parts."""
+    distributed: bool = may_differ(False)
+    """One of several processes; docs/guides/launch.md lists the environment variables."""
+    plan: str = may_differ("")
+    """Train nothing: print the memory and the speed of a step on devices such as v5e:4x4,
+    v5p:4x4x4, h200:8 or cpu:8. An empty --mesh is then fsdp=-1."""
+    track: str = may_differ("")
+    """Trackers to give the metrics to, with commas between them: wandb, mlflow, tensorboard,
+    trackio (an extra each). They write local files, unless WANDB_MODE, MLFLOW_TRACKING_URI and
+    such variables of theirs say otherwise."""
+    tensorboard: bool = may_differ(False)
+    """The same as tensorboard in --track."""
+    norms_every: int = may_differ(0)
+    """Steps between norms of each layer's parameters and updates, in norms.jsonl and norms.png;
+    0: none."""
+    profile: bool = may_differ(False)
+    """Trace steps 10 to 15 of this start into the run folder."""
+    compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
+    """Folder that keeps compiled programs for the next start."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        configuration.check(self)
+        for name in (
+            "steps",
+            "accumulate",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "copy_every",
+        ):
+            value = getattr(self, name)
+            require(value >= 1, f"{name}={value}: must be at least 1")
+        require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
+        if self.average is not None:
+            require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")
+        require(
+            self.patience is None or self.patience >= 1,
+            f"patience={self.patience}: must be at least 1",
+        )
+        require(
+            self.average is not None or not (self.keep_best or "").startswith("average/"),
+            f"keep_best={self.keep_best!r}: without --average there is none",
+        )
+        # A command line gives paths, and `Path` makes one slash of an address's two.
+        object.__setattr__(self, "run_dir", folder.checked(self.run_dir, self.work_dir))
+        if self.compilation_cache is not None:
+            files.local_path(self.compilation_cache, "compilation_cache")
+        require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
+        unknown = [name for name in self.trackers if name not in TRACKER_NAMES]
+        require(
+            not unknown, f"track={self.track!r}: no tracker {unknown}; known are {[*TRACKER_NAMES]}"
+        )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names of the trackers, each of them once."""
+        names = [name.strip() for name in self.track.split(",") if name.strip()]
+        return tuple(dict.fromkeys(names + ["tensorboard"] * self.tensorboard))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, where the configuration says it: checked before data is read."""
+        return None
+
+    def completed(self, stored: Mapping[str, Any]) -> "Config":
+        """The configuration with the fields that it leaves open.
+
+        `stored` is that of the run in its folder, or empty: what is open is as it is there.
+        """
+        return self
+
+
+ConfigT = TypeVar("ConfigT", bound=Config, covariant=True)
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError where two seeds would give the same numbers."""
+    # Of more bits JAX takes the lower 32, and of more than 64 none.
+    require(0 <= seed < 2**32, f"seed={seed}: must be in 0 to {2**32 - 1}")
+
+
+def differences(found: dict[str, Any], config: Config) -> list[str]:
+    """The fields of a stored configuration that forbid a run to resume with this one."""
+    found = configuration.current(type(config), found)
+    old, new = flatten(found), flatten(as_json(config))
+    differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    return [
+        f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in sorted(differing - configuration.names_that_may_differ(config))
+    ]
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The fields of a run's config.json; None if there is none."""
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return found
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, IsADirectoryError) as error:
+        raise RunError(
+            f"{path} is damaged ({error}); put it back (meta.json of each checkpoint has "
+            "a copy), or use another --run-dir"
+        ) from error
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration as JSON has it: paths as texts, tuples as lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration as JSON has it, with dotted names and no configurations in it."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
+    return flat
