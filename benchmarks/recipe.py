@@ -1,9 +1,7 @@
-"""The costs of the default recipe besides its step: the start-up, and the input pipeline."""
+"""The cost of the default recipe's input pipeline beside its step."""
 
 import contextlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,38 +16,6 @@ from recipes import lm
 from zoo import losses, optimizers, text, transformer
 from zoo.data import loader
 from zoo.nn.precision import native_precision
-
-ROOT = Path(__file__).parents[1]
-
-
-def measure_startup() -> list[Table]:
-    """Seconds from the start of `python -m recipes.lm` to the end of its first step."""
-    table = Table("python -m recipes.lm: from the start of the process to the end of a step")
-    with tempfile.TemporaryDirectory() as folder:
-        caches = [f"--data.cache={folder}/corpus", f"--compilation-cache={folder}/jax"]
-        for name, run_dir, steps in (
-            ("cold: caches empty, tokenizer trained", "first", 1),
-            ("caches warm, tokenizer trained", "second", 1),
-            ("the second run resumed: tokenizer kept", "second", 2),
-        ):
-            seconds = _seconds_to_step(steps, Path(folder, run_dir), caches)
-            table.rows.append({"start": name, "seconds": seconds})
-    table.print()
-    return [table]
-
-
-def _seconds_to_step(step: int, run_dir: Path, flags: list[str]) -> float:
-    command = [sys.executable, "-m", "recipes.lm", f"--run-dir={run_dir}", f"--steps={step}"]
-    start = time.perf_counter()
-    process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
-    metrics = run_dir / "metrics.jsonl"
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        if process.poll() is not None:
-            raise RuntimeError(f"{command} ended with {process.returncode} before step {step}")
-        time.sleep(0.005)
-    seconds = time.perf_counter() - start
-    process.wait()
-    return seconds
 
 
 def measure_pipeline(timing: Timing) -> list[Table]:

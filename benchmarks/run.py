@@ -30,6 +30,7 @@ import benchmarks.quantized
 import benchmarks.recipe
 import benchmarks.rnn
 import benchmarks.speculative
+import benchmarks.startup
 import benchmarks.transformer
 from benchmarks.report import Table, provenance, save
 from benchmarks.timing import Timing
@@ -98,7 +99,7 @@ BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
     "programs": lambda config: benchmarks.programs.measure(config.programs),
     "checkpoint": lambda config: benchmarks.checkpoint.measure(config.checkpoint, config.timing),
     "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
-    "startup": lambda config: benchmarks.recipe.measure_startup(),
+    "startup": lambda config: benchmarks.startup.measure(),
     "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
     "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
     "engines": lambda config: benchmarks.engines.measure(config.engines, config.timing),

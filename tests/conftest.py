@@ -1,6 +1,8 @@
 """Every test sees eight devices and strict numerics, so that no sharding test ever skips."""
 
 import os
+import shutil
+from pathlib import Path
 
 import xla
 
@@ -28,3 +30,14 @@ FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that the workers end together."""
     items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+@pytest.fixture
+def golden_model(tmp_path) -> Path:
+    """A golden model with the tokenizer of its task."""
+    golden = Path(__file__).parent / "golden"
+    folder = tmp_path / "llama3"
+    shutil.copytree(golden / "hf" / "llama3", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(golden / "scores" / name, folder)
+    return folder

@@ -207,14 +207,14 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, atol: float = 0.
 
 
 class FetchedSizes:
-    """Watches what a save fetches from the devices by the `on_host` that a module calls."""
+    """Watches what a save fetches from the devices by the `gathered` that a module calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any):
         self.count = self.largest = self.most_at_once = self._alive = 0
-        fetch = module.on_host
+        fetch = module.gathered
 
-        def on_host(array: jax.Array) -> np.ndarray:
-            fetched = np.array(fetch(array))
+        def gathered(array: jax.Array, index: Any) -> np.ndarray:
+            fetched = np.array(fetch(array, index))
             self.count += 1
             self.largest = max(self.largest, fetched.nbytes)
             self._alive += fetched.nbytes
@@ -222,7 +222,7 @@ class FetchedSizes:
             weakref.finalize(fetched, self._free, fetched.nbytes)
             return fetched
 
-        monkeypatch.setattr(module, "on_host", on_host)
+        monkeypatch.setattr(module, "gathered", gathered)
 
     def _free(self, size: int) -> None:
         self._alive -= size

@@ -176,12 +176,15 @@ def test_gpu_suite_runs_without_data_packages(tmp_path):
     assert sum(row["%"] for row in profile["rows"]) > 90
 
 
-def test_failed_and_overdue_parts_are_reported():
+def test_failed_and_overdue_parts_are_reported(tmp_path):
     from benchmarks.gpu.process import Clock, PartError
 
     clock = Clock(minutes=10)
+    # Python imports this module first.
+    (tmp_path / "sitecustomize.py").write_text("import time\n\ntime.sleep(60)\n")
+    slow = {"PYTHONPATH": str(tmp_path)}
     with pytest.raises(PartError, match="stopped after 1 s"):
-        clock.run("parity", "gradients", {}, seconds=1)
+        clock.run("parity", "gradients", {}, seconds=1, environment=slow)
     with pytest.raises(PartError, match="no time was left"):
         Clock(minutes=0).run("parity", "gradients", {}, seconds=60)
     with pytest.raises(PartError, match=r"TypeError.*unexpected keyword"):

@@ -570,6 +570,13 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def test_packed_pairs_are_refused():
+    with pytest.raises(ValueError, match=r"data.rows='packed': a pair of preferences has a row"):
+        finetuning.Data(format="preferences", rows="packed")
+    assert finetuning.Data(format="preferences").completed().rows == "bucketed"
+    assert finetuning.Data().completed().rows == "packed"
+
+
 def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):
     adapted = zoo.lora.adapt(zoo.load(shared / "base"), zoo.lora.Config(), key=jax.random.key(0))
     zoo.save_adapters(tmp_path / "adapters", adapted, base=shared / "base")

@@ -159,6 +159,22 @@ def test_families_import_no_heavy_packages(tmp_path: Path):
     assert not loaded & heavy
 
 
+def test_flags_are_shown_before_heavy_packages_are_imported(tmp_path: Path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
+        "from recipes import lm\n"
+        "from zoo.data import loader\n"
+        "from zoo.runs import checkpoint\n"
+        "checkpointer = checkpoint.Checkpointer('checkpoints')\n"
+        "assert checkpointer.restore({}) is None\n"
+        "checkpointer.close()\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = set(run(program, tmp_path))
+    assert {"jax", "equinox", "tokenizers", "tyro", "zoo"} <= loaded
+    assert not loaded & {"grain", "matplotlib", "orbax", "tensorstore", "pyarrow"}
+
+
 def test_public_names_can_be_imported(tmp_path: Path):
     program = (
         f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"

@@ -23,8 +23,9 @@ from zoo import lora, mlp, rnn, sharding, transformer
 from zoo.base import checksums
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.precision import matmul
-from zoo.publishing import parts, registry, tensors
+from zoo.publishing import parts, registry, slices, tensors
 from zoo.publishing.errors import PublishError
+from zoo.sharding import parts as parts_of_arrays
 from zoo.transformer import blocks
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble
@@ -250,19 +251,25 @@ class Unresolved(eqx.Module):
 
 def test_what_stacks_layers_is_gathered_in_parts(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(tensors, "on_host", lambda x: seen.append(x.shape) or np.asarray(x))
+
+    def seen_gathered(array, index):
+        seen.append(parts_of_arrays.gathered(array, index))
+        return seen[-1]
+
+    monkeypatch.setattr(tensors, "gathered", seen_gathered)
     _, state = eqx.nn.make_with_state(Net)(key=KEY)
     blocks = drawn_transformer().blocks
+    monkeypatch.setattr(slices, "BLOCK_BYTES", blocks.mlp.w_up[0].nbytes)
     model = {"lost": Unresolved({"a": jnp.ones((8, 4))}), "mlp": blocks.mlp, "state": state}
     tensors.write_tensors(tmp_path / "x.safetensors", model)
     stored = load_file(tmp_path / "x.safetensors")
     np.testing.assert_array_equal(stored["mlp.w_up"], blocks.mlp.w_up)
     layers = len(blocks.mlp.w_up)
     assert layers > 1
-    assert seen.count(blocks.mlp.w_up.shape[1:]) >= layers
-    assert blocks.mlp.w_up.shape not in seen
-    assert (8, 4) in seen  # whole, for want of names
-    assert (4,) in seen  # the running mean of four channels
+    assert sum(part.shape[1:] == blocks.mlp.w_up.shape[1:] for part in seen) >= layers
+    assert max(part.nbytes for part in seen) == slices.BLOCK_BYTES
+    assert (8, 4) in [part.shape for part in seen]
+    assert (4,) in [part.shape for part in seen]  # the running mean of four channels
 
 
 @pytest.mark.parametrize(

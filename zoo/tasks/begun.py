@@ -6,8 +6,9 @@ from pathlib import Path
 
 from zoo.data.prepared.choice import Wanted, is_for_memory, is_small, was_prepared
 from zoo.runs.checkpoint import read_meta
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 
 RECORD = "text"  # a folder of the run; runs on small text have none
 _FILE = "held.json"

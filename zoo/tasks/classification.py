@@ -20,7 +20,8 @@ from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.flags import Chosen
-from zoo.runs.run import Config, Run
+from zoo.runs.config import Config
+from zoo.runs.run import Run
 from zoo.sharding.placement import on_host
 from zoo.training import losses, optimizers
 from zoo.training.description import Training

@@ -26,7 +26,7 @@ from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.callbacks.flags import Chosen
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import begun, mixtures
 from zoo.training import losses, optimizers

@@ -13,8 +13,9 @@ from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.text import MixedText, stages_as_json
 from zoo.runs import evaluation, processes
 from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.config import Config
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config, Run
+from zoo.runs.run import Run
 from zoo.training.description import Evaluate
 from zoo.training.loss_values import LossFunction
 from zoo.training.state import TrainState

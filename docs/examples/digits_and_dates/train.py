@@ -17,7 +17,7 @@ import losses
 import nets
 import zoo
 from zoo.runs.command_line import cli
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from zoo.data.plans import Plan, batch_shapes
 from zoo.data.top_k import StoredTopK
 from zoo.nn.precision import in_precision
 from zoo.runs import processes
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.sharding.placement import on_host
 from zoo.training.compiled import CompiledStep

@@ -12,7 +12,7 @@ from zoo.nn.attention import Implementation
 from zoo.nn.codes import Kind
 from zoo.nn.remat import Policy
 from zoo.publishing import adapters
-from zoo.runs.run import Config as RunConfig
+from zoo.runs.config import Config as RunConfig
 from zoo.tasks import language
 from zoo.training import optimizers, preferences
 from zoo.wrappers.classifier import Pooling
@@ -26,7 +26,10 @@ class Data(text.Source):
     format: Literal["text", "completions", "chats", "preferences"] = "text"
     """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
     by the tokenizer's own template, in which the assistant's answers count; or of preferences, each
-    a prompt, chosen and rejected (texts, or messages of a chat), in rows that are bucketed."""
+    a prompt, chosen and rejected (texts, or messages of a chat)."""
+    rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
+    """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
+    and padded to the next of the buckets. If not given, packed, and bucketed for preferences."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -38,8 +41,17 @@ class Data(text.Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format == "preferences":  # a pair is never cut, and has a row of its own
-            object.__setattr__(self, "rows", "bucketed")
+        require(
+            self.format != "preferences" or self.rows != "packed",
+            "data.rows='packed': a pair of preferences has a row of its own; give 'bucketed'",
+        )
+
+    def completed(self) -> "Data":
+        """The same with a kind of rows: if none is given, that of the format."""
+        if self.rows is not None:
+            return self
+        pairs = self.format == "preferences"
+        return dataclasses.replace(self, rows="bucketed" if pairs else "packed")
 
 
 # Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
@@ -144,11 +156,12 @@ class Config(RunConfig):
         _check_preferences(self)
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
-        """The configuration with the numbers of its optimizer."""
+        """The configuration with the rows of its data and the numbers of its optimizer."""
+        config = dataclasses.replace(self, data=self.data.completed())
         if not isinstance(self.optimizer, Optimizer):
-            return self
+            return config
         optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
-        return dataclasses.replace(self, optimizer=optimizer)
+        return dataclasses.replace(config, optimizer=optimizer)
 
     @property
     def overrides(self) -> dict[str, Any]:

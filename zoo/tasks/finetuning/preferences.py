@@ -15,8 +15,8 @@ from jaxtyping import Float32, PyTree
 from zoo.data import text
 from zoo.data.preferences import PairPlan
 from zoo.runs import evaluation
+from zoo.runs.config import Config as RunConfig
 from zoo.runs.processes import RunError
-from zoo.runs.run import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks.finetuning.base import Base
 from zoo.tasks.finetuning.config import Config
