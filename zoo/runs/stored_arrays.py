@@ -135,17 +135,20 @@ def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
 def _read(
     folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct], zarr3: bool
 ) -> dict[str, jax.Array]:
+    import tensorstore as ts
+
     stores = {name: _open(folder, name, zarr3) for name in targets}
     parts: dict[str, dict[tuple, Any]] = {}
-    for name, target in targets.items():
-        store = _result(folder, name, stores[name])
-        if tuple(store.shape) != target.shape or store.dtype.numpy_dtype != target.dtype:
-            raise ArraysError(
-                f"{name} is {store.dtype.name}{list(store.shape)} in {folder}, and not "
-                f"{target.dtype}{list(target.shape)}"
-            )
-        indices = _indices(target)
-        parts[name] = {key: store[index].read() for key, index in indices.items()}
+    with ts.Batch() as batch:  # parts of one chunk are read together, once
+        for name, target in targets.items():
+            store = _result(folder, name, stores[name])
+            if tuple(store.shape) != target.shape or store.dtype.numpy_dtype != target.dtype:
+                raise ArraysError(
+                    f"{name} is {store.dtype.name}{list(store.shape)} in {folder}, and not "
+                    f"{target.dtype}{list(target.shape)}"
+                )
+            indices = _indices(target).items()
+            parts[name] = {key: store[index].read(batch=batch) for key, index in indices}
     return {name: _placed(folder, name, targets[name], parts.pop(name)) for name in targets}
 
 
