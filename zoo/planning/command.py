@@ -46,8 +46,9 @@ class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
 
     model: tyro.conf.Positional[str]
-    """Published size (llama3-8b, -70b, or qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), a name on the
-    shelf, a model's folder, or an id on the Hugging Face hub, of which no weights are fetched."""
+    """Published size (llama3-8b, -70b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b, -30b-a3b, or
+    mixtral-8x7b), a name on the shelf, a model's folder, or an id on the Hugging Face hub, of which
+    no weights are fetched."""
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or
     virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
