@@ -1,6 +1,7 @@
 """zoo.transformer.moe: an independent formula, meshes, the load balance, and training with it."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -366,7 +367,9 @@ def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
     assert_trees_close(got, (want, balance), rtol=1e-5)
 
 
-BIASED: dict[str, Any] = {**OPTIONS, "router": "sigmoid", "router_bias_rate": 0.5}
+ROUTER: dict[str, Any] = {"router": "sigmoid", "router_bias_rate": 0.5}
+BIASED: dict[str, Any] = {**OPTIONS, **ROUTER}
+PARTS = ("gate", "up", "down")  # of a gated MLP
 
 
 def test_sigmoid_routers_match_independent_numpy_formula():
@@ -386,6 +389,66 @@ def test_sigmoid_routers_match_independent_numpy_formula():
     np.testing.assert_allclose(got.probabilities.sum(-1), 1, rtol=1e-5)
     x, counted = jnp.asarray(logits).repeat(2, -1), jnp.ones((1, 7), bool)
     np.testing.assert_allclose(scaled(x, counted)[0], 2.5 * made(x, counted)[0], rtol=1e-4)
+
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "deepseek.npz")
+
+
+def layer_of_transformers() -> tuple[moe.MoE, Any]:
+    """The experts and the shared ones of a transformer's block, with the golden weights."""
+    sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, **OPTIONS}
+    model = drawn_transformer(**sizes, **ROUTER, shared_experts=2, expert_scale=2.5)
+    block = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, model.blocks)
+    gate, up = np.split(GOLDEN["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
+    weights = {
+        "router": GOLDEN["gate.weight"].T,
+        "w_gate": gate,
+        "w_up": up,
+        "w_down": GOLDEN["experts.down_proj"].swapaxes(1, 2),
+    }
+    routed = with_weights(block.mlp, weights)
+    routed = eqx.tree_at(lambda made: made.bias.value, routed, jnp.asarray(GOLDEN["bias"]))
+    shared = {f"w_{name}": GOLDEN[f"shared_experts.{name}_proj.weight"].T for name in PARTS}
+    return routed, with_weights(block.shared_mlp, shared)
+
+
+def with_weights(made: Any, weights: dict[str, np.ndarray]) -> Any:
+    for name, value in weights.items():
+        assert getattr(made, name).shape == value.shape
+    values = [jnp.asarray(value) for value in weights.values()]
+    return eqx.tree_at(lambda made: [getattr(made, name) for name in weights], made, values)
+
+
+def test_sigmoid_routers_and_shared_experts_match_transformers():
+    routed, shared = layer_of_transformers()
+    x, counted = jnp.asarray(GOLDEN["x"]), jnp.ones((1, 7), bool)
+
+    def layer(made: tuple[moe.MoE, Any], x: jax.Array) -> jax.Array:
+        return made[0](x, counted)[0] + made[1](x)
+
+    y, backward = eqx.filter_vjp(layer, (routed, shared), x)
+    (d_routed, d_shared), d_x = backward(jnp.asarray(GOLDEN["d_y"]))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close(y, GOLDEN["y"])
+    close(d_x, GOLDEN["d_x"])
+    close(d_routed.router.T, GOLDEN["d_gate.weight"])
+    d_gate_up = jnp.concatenate([d_routed.w_gate, d_routed.w_up], -1)
+    close(d_gate_up.swapaxes(1, 2), GOLDEN["d_experts.gate_up_proj"])
+    close(d_routed.w_down.swapaxes(1, 2), GOLDEN["d_experts.down_proj"])
+    for name in PARTS:
+        close(getattr(d_shared, f"w_{name}").T, GOLDEN[f"d_shared_experts.{name}_proj.weight"])
+
+
+def test_a_bias_chooses_the_experts_that_transformers_does():
+    routed, _ = layer_of_transformers()
+    logits = jnp.asarray(GOLDEN["x"]) @ routed.router
+    wanted = np.sort(GOLDEN["chosen"].reshape(2, 7, CHOICES))
+    found, unbiased = (
+        np.sort(routing.route(logits, bias, CHOICES, "sigmoid").chosen)
+        for bias in (routed.bias.value, None)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert (unbiased != wanted).any()
 
 
 def test_router_z_loss_matches_independent_numpy_formula():
