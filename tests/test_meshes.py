@@ -1,15 +1,21 @@
 """The search of a mesh: all by hand, the best few compiled."""
 
 import dataclasses
+import functools
+import math
 from unittest import mock
 
+import equinox as eqx
+import jax
 import pytest
 from helpers import small_config
 
+from zoo import sharding, transformer
 from zoo.planning import chips, command, meshes, published, schedule, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job
 from zoo.planning.meshes import Candidate, candidates, search
+from zoo.publishing.tensors import num_parameters
 
 CHIP = dataclasses.replace(chips.CHIPS["h100"], memory=100.0)
 TARGET = dataclasses.replace(targets.parse("h100:8"), chip=CHIP)
@@ -46,6 +52,25 @@ def test_a_step_by_hand():
     local = 8 * 128 / 4 * SIZES.d_model * 2
     assert both.activations == pytest.approx((5 * SIZES.num_layers + 2) * local / link)
     assert both.seconds == max(both.compute, both.parameters) + both.activations
+
+
+def test_experts_and_what_stores_all_else_by_hand():
+    """An axis of experts stores the other parameters in parts too, and gathers them."""
+    config = dataclasses.replace(SIZES, num_experts=8)
+    make = functools.partial(transformer.Transformer, config)
+    model = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+    parameters = num_parameters(model)
+    found = {each.mesh: each for each in candidates(config, parameters, 1e9, 8, 128, TARGET)}
+    for mesh in ("fsdp=8", "expert=8", "fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2"):
+        where = sharding.shardings(model, sharding.make_mesh(mesh))
+        held = sum(
+            math.prod(place.shard_shape(x.shape))
+            for x, place in zip(*map(jax.tree.leaves, (model, where)), strict=True)
+        )
+        assert found[mesh].state == pytest.approx(12 * held, rel=0.03), mesh
+    own = 3 * config.num_layers * 8 * config.d_model * config.hidden_size
+    expected = 3 * 2 * (parameters - own) * 7 / 8 / CHIP.interconnect
+    assert found["expert=8"].parameters == pytest.approx(expected)
 
 
 def test_split_tokens_gather_keys_and_values():

@@ -25,10 +25,11 @@ def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) ->
     """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
     parts = accumulate * (1 if mesh is None else num_batch_parts(mesh))
     if batch_size % parts:
-        where = "one device" if mesh is None else f"the mesh {dict(mesh.shape)}"
+        sizes = {} if mesh is None else mesh.shape
+        where = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {parts}, the number of its parts on "
-            f"{where} with accumulate={accumulate}: make it a multiple of {parts}"
+            f"{where or 'one device'} with accumulate={accumulate}: make it a multiple of {parts}"
         )
 
 
