@@ -7,7 +7,7 @@ batches, and the integer k is all that a run needs to resume.
 import abc
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from zoo.sharding import batch_sharding, num_batch_parts
+from zoo.sharding import batch_sharding, num_batch_parts, partition_spec
+from zoo.sharding.specs import num_shards
 
 HostBatch = dict[str, np.ndarray]
 Row = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, dtype)
@@ -25,12 +26,27 @@ def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) ->
     """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
     parts = accumulate * (1 if mesh is None else num_batch_parts(mesh))
     if batch_size % parts:
-        sizes = {} if mesh is None else mesh.shape
-        where = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {parts}, the number of its parts on "
-            f"{where or 'one device'} with accumulate={accumulate}: make it a multiple of {parts}"
+            f"{_described(mesh)} with accumulate={accumulate}: make it a multiple of {parts}"
         )
+
+
+def check_row_lengths(lengths: Iterable[int], mesh: Mesh) -> None:
+    """Raise a ValueError where the mesh splits rows of text, and does not divide one's length."""
+    parts = num_shards(partition_spec(["inner_seq"], mesh), mesh)
+    for length in lengths:
+        if length % parts:
+            raise ValueError(
+                f"a row of {length} tokens is not divisible by {parts}, the number of its parts on "
+                f"{_described(mesh)}: make data.seq_len or each of data.buckets, whichever rows "
+                f"have, a multiple of {parts}"
+            )
+
+
+def _described(mesh: Mesh | None) -> str:
+    sizes = {} if mesh is None else mesh.shape
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 @runtime_checkable

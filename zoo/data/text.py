@@ -78,6 +78,11 @@ class Source:
         if self.cache is not None:
             local_path(self.cache, "data.cache")
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The tokens that rows may have."""
+        return self.buckets if self.rows == "bucketed" else (self.seq_len,)
+
 
 @dataclass(frozen=True)
 class Config(Source):

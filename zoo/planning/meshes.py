@@ -93,6 +93,8 @@ def _meshes(config: Config, rows: int, seq_len: int, target: Target) -> Iterator
     for sizes in itertools.product(*factors):
         named = dict(zip(MESH_AXES, sizes, strict=True))
         abstract = {axis: size for axis, size in named.items() if size > 1}
+        if (config.num_experts or 0) % math.prod(named[axis] for axis in _axes("experts")):
+            continue
         if math.prod(sizes) == n and not (
             rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
         ):

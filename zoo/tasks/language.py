@@ -57,6 +57,11 @@ class Config(RunConfig):
         """Rows of a global batch."""
         return self.data.batch_size
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The tokens that rows may have."""
+        return self.data.row_lengths
+
 
 def check_sample_tokens(count: int) -> None:
     """Raise a ValueError for a negative number."""

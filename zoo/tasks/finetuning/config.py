@@ -180,6 +180,11 @@ class Config(RunConfig):
         """Rows of a global batch."""
         return self.data.batch_size
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The tokens that rows may have."""
+        return self.data.row_lengths
+
 
 def _check_preferences(config: Config) -> None:
     """Refuse numbers out of range, and those of preferences where there are none."""
