@@ -384,11 +384,11 @@ MISTAKES = {
     "microbatches": (["--accumulate=3"], "accumulate=3"),
     "parts of rows": (
         ["--mesh=data=2,context=4", "--data.rows=packed", "--data.seq-len=66"],
-        "a row of 66 tokens is not divisible by 4, the number of its parts on data=2,context=4",
+        "data.seq_len: a row of 66 tokens is not divisible by 4, the number of its parts on data=2",
     ),
     "parts of buckets": (
         ["--mesh=context=4", "--data.rows=bucketed", "--data.buckets", "64", "30"],
-        "a row of 30 tokens is not divisible by 4",
+        "data.buckets: a row of 30 tokens is not divisible by 4",
     ),
 }
 

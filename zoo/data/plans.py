@@ -7,7 +7,7 @@ batches, and the integer k is all that a run needs to resume.
 import abc
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -32,15 +32,14 @@ def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) ->
         )
 
 
-def check_row_lengths(lengths: Iterable[int], mesh: Mesh) -> None:
-    """Raise a ValueError where the mesh splits rows of text, and does not divide one's length."""
+def check_row_lengths(lengths: Mapping[str, tuple[int, ...]], mesh: Mesh) -> None:
+    """Raise a ValueError where the mesh splits rows, and does not divide their length; by field."""
     parts = num_shards(partition_spec(["inner_seq"], mesh), mesh)
-    for length in lengths:
-        if length % parts:
+    for name, several in lengths.items():
+        if wrong := [length for length in several if length % parts]:
             raise ValueError(
-                f"a row of {length} tokens is not divisible by {parts}, the number of its parts on "
-                f"{_described(mesh)}: make data.seq_len or each of data.buckets, whichever rows "
-                f"have, a multiple of {parts}"
+                f"{name}: a row of {wrong[0]} tokens is not divisible by {parts}, the number of "
+                f"its parts on {_described(mesh)}: make it a multiple of {parts}"
             )
 
 

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -79,9 +79,10 @@ class Source:
             local_path(self.cache, "data.cache")
 
     @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """The tokens that rows may have."""
-        return self.buckets if self.rows == "bucketed" else (self.seq_len,)
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
+        bucketed = self.rows == "bucketed"
+        return {"data.buckets": self.buckets} if bucketed else {"data.seq_len": (self.seq_len,)}
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ class Config:
         return None
 
     @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """The tokens that rows of text may have, likewise."""
-        return ()
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows of text may have, by the field that says so, likewise."""
+        return {}
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the fields that it leaves open.

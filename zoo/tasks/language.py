@@ -1,7 +1,7 @@
 """Language models of any family, from text to a published model, for all of their recipes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ class Config(RunConfig):
         return self.data.batch_size
 
     @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """The tokens that rows may have."""
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
         return self.data.row_lengths
 
 

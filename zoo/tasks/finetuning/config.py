@@ -181,8 +181,8 @@ class Config(RunConfig):
         return self.data.batch_size
 
     @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """The tokens that rows may have."""
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
         return self.data.row_lengths
 
 
