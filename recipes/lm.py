@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
-from zoo.base.configuration import added
+from zoo.base.configuration import added, require
 from zoo.runs.command_line import cli
 
 
@@ -35,6 +35,13 @@ class Config(language.Config):
         vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
     )
     optimizer: optimizers.Config = optimizers.Config(name="muon", learning_rate=3e-3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.router_z == 0 or self.model.num_experts is not None,
+            f"router_z={self.router_z}: is for models with experts; set model.num_experts",
+        )
 
 
 def main(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import xla
@@ -11,6 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -30,6 +32,16 @@ FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that the workers end together."""
     items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    """Compiles are compiles, whatever an earlier run of the tests has left."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or JAX goes on as its first compile of this process found it
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

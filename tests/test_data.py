@@ -422,7 +422,7 @@ def test_batches_are_prefetched_to_the_device(monkeypatch):
     monkeypatch.setattr(loader, "_place", watched)
     stream = loader.batches(packed())
     next(stream)
-    assert third.wait(5)  # although nobody has asked for the second
+    assert third.wait(60)  # although nobody has asked for the second
     stream.close()
 
 
@@ -435,7 +435,7 @@ def test_a_dropped_iterator_ends_its_threads():
         for _ in loader.batches(packed()):
             break
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(working()) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(working()) <= before

@@ -1,15 +1,21 @@
 """The search of a mesh: all by hand, the best few compiled."""
 
 import dataclasses
+import functools
+import math
 from unittest import mock
 
+import equinox as eqx
+import jax
 import pytest
 from helpers import small_config
 
+from zoo import sharding, transformer
 from zoo.planning import chips, command, meshes, published, schedule, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job
 from zoo.planning.meshes import Candidate, candidates, search
+from zoo.publishing.tensors import num_parameters
 
 CHIP = dataclasses.replace(chips.CHIPS["h100"], memory=100.0)
 TARGET = dataclasses.replace(targets.parse("h100:8"), chip=CHIP)
@@ -21,6 +27,12 @@ def by_hand(rows=8, seq_len=128, flops=1e9, parameters=10_000, target=TARGET, **
     return candidates(config, parameters, flops, rows, seq_len, target)
 
 
+def skeleton(**sizes):
+    config = dataclasses.replace(SIZES, **sizes)
+    make = functools.partial(transformer.Transformer, config)
+    return eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+
+
 def test_all_meshes_that_divide_are_compared():
     found = {each.mesh for each in by_hand()}
     # Two heads of keys: no tensor=4; and every axis alone or with another.
@@ -30,6 +42,15 @@ def test_all_meshes_that_divide_are_compared():
     few = {each.mesh for each in by_hand(rows=4)}  # which are not cut in eight, but their tokens
     assert "fsdp=8" not in few
     assert {"fsdp=4,tensor=2", "fsdp=4,context=2"} <= few
+
+
+def test_experts_lie_whole_on_all_axes_that_split_them():
+    """So each mesh is one that a model takes."""
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "num_experts": 4}
+    found, model = {each.mesh for each in by_hand(**sizes)}, skeleton(**sizes)
+    assert {"fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2", "fsdp=2,tensor=4"} <= found
+    for mesh in found:
+        sharding.shardings(model, sharding.make_mesh(mesh))
 
 
 def test_a_step_by_hand():
@@ -46,6 +67,23 @@ def test_a_step_by_hand():
     local = 8 * 128 / 4 * SIZES.d_model * 2
     assert both.activations == pytest.approx((5 * SIZES.num_layers + 2) * local / link)
     assert both.seconds == max(both.compute, both.parameters) + both.activations
+
+
+def test_experts_and_what_stores_all_else_by_hand():
+    """An axis of experts stores the other parameters in parts too, and gathers them."""
+    model = skeleton(num_experts=8)
+    parameters = num_parameters(model)
+    found = {each.mesh: each for each in by_hand(parameters=parameters, num_experts=8)}
+    for mesh in ("fsdp=8", "expert=8", "fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2"):
+        where = sharding.shardings(model, sharding.make_mesh(mesh))
+        held = sum(
+            math.prod(place.shard_shape(x.shape))
+            for x, place in zip(*map(jax.tree.leaves, (model, where)), strict=True)
+        )
+        assert found[mesh].state == pytest.approx(12 * held, rel=0.03), mesh
+    own = 3 * SIZES.num_layers * 8 * SIZES.d_model * SIZES.hidden_size
+    expected = 3 * 2 * (parameters - own) * 7 / 8 / CHIP.interconnect
+    assert found["expert=8"].parameters == pytest.approx(expected)
 
 
 def test_split_tokens_gather_keys_and_values():

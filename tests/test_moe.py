@@ -567,6 +567,8 @@ def test_shared_experts_are_an_mlp_for_every_token():
         ({"shared_experts": -1}, "shared_experts=-1: is negative"),
         ({"num_experts": None, "shared_experts": 1}, "shared_experts=1: .* set num_experts"),
         ({"num_experts": None, "router_bias_rate": 0.1}, "router_bias_rate=0.1: .* set num_exp"),
+        ({"num_experts": None, "router": "sigmoid"}, "router='sigmoid': .* set num_experts"),
+        ({"num_experts": None, "expert_scale": 2.0}, "expert_scale=2.0: .* set num_experts"),
         ({"router_bias_rate": 0.0}, "router_bias_rate=0.0: must be positive"),
     ],
 )

@@ -134,16 +134,6 @@ def test_pty_progress_stays_on_one_line():
 # Compiles
 
 
-@pytest.fixture
-def no_cache():
-    """Compiles are compiles, whatever an earlier run of the tests has left."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or JAX goes on as its first compile of this process found it
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 def test_compiles_are_counted_exactly(no_cache):
     f = jax.jit(lambda x: x * 3.0 + 1.0)
     short, long = np.zeros(3, np.float32), np.zeros(5, np.float32)

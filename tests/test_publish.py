@@ -709,9 +709,11 @@ def test_a_model_is_saved_in_the_dtypes_of_another(tmp_path):
 
 
 def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
+    file = str(tmp_path / "m" / "model.safetensors")
+
     def mapped() -> int:  # bytes of the file that count as memory of this process
         lines = Path("/proc/self/smaps").read_text().splitlines()
-        at = [i for i, line in enumerate(lines) if line.endswith("model.safetensors")]
+        at = [i for i, line in enumerate(lines) if line.endswith(file)]
         return sum(
             1024 * int(lines[i + j].split()[1])
             for i in at

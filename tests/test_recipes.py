@@ -382,6 +382,14 @@ MISTAKES = {
         "add a larger bucket, or set too_long",
     ),
     "microbatches": (["--accumulate=3"], "accumulate=3"),
+    "parts of rows": (
+        ["--mesh=data=2,context=4", "--data.rows=packed", "--data.seq-len=66"],
+        "data.seq_len: a row of 66 tokens is not divisible by 4, the number of its parts on data=2",
+    ),
+    "parts of buckets": (
+        ["--mesh=context=4", "--data.rows=bucketed", "--data.buckets", "64", "30"],
+        "data.buckets: a row of 30 tokens is not divisible by 4",
+    ),
 }
 
 
@@ -414,6 +422,11 @@ def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=re.escape(message)):
         train(name, tmp_path / "run", *(flag.format(tmp=tmp_path) for flag in flags))
+
+
+def test_a_loss_of_routers_that_are_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"router_z=0.1: .* set model\.num_experts"):
+        lm.Config(router_z=0.1)
 
 
 def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):

@@ -279,9 +279,10 @@ def test_indivisible_batch_is_refused_before_start(tmp_path):
         def batch_size(self):
             return self.data.batch_size
 
-    for mesh, accumulate in (("data=8", 1), ("", 8), ("fsdp=2", 4)):
+    for mesh, accumulate in (("data=8", 1), ("", 8), ("fsdp=2", 4), ("data=2,fsdp=4", 1)):
         wrong = WithData(run_dir=tmp_path / "run", mesh=mesh, accumulate=accumulate)
-        with pytest.raises(ValueError, match=r"^batch_size=12 is not divisible by 8,"):
+        message = f"^batch_size=12 is not divisible by 8, .* on {mesh or 'one device'} with"
+        with pytest.raises(ValueError, match=message):
             Run(wrong).__enter__()
     assert not (tmp_path / "run").exists()
     with Run(WithData(run_dir=tmp_path / "run", mesh="data=2", accumulate=3)):

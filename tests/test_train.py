@@ -913,6 +913,7 @@ WHOLE = ["data=8", "fsdp=8", "tensor=2", "data=2,fsdp=4", "fsdp=4,tensor=2", "fs
 WHOLE += ["fsdp=4,context=2", "data=2,context=2,tensor=2"]
 
 
+@pytest.mark.usefixtures("no_cache")  # a program that is there already is not spoken of again
 @pytest.mark.parametrize(
     "mesh",
     ["data=2,fsdp=2,tensor=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in WHOLE)],

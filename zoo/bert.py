@@ -50,7 +50,9 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
+    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
+    or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
+    exchange heads."""
     remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = may_differ(True)

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from zoo.sharding import batch_sharding, num_batch_parts
+from zoo.sharding import batch_sharding, num_batch_parts, partition_spec
+from zoo.sharding.specs import num_shards
 
 HostBatch = dict[str, np.ndarray]
 Row = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, dtype)
@@ -25,11 +26,26 @@ def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) ->
     """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
     parts = accumulate * (1 if mesh is None else num_batch_parts(mesh))
     if batch_size % parts:
-        where = "one device" if mesh is None else f"the mesh {dict(mesh.shape)}"
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {parts}, the number of its parts on "
-            f"{where} with accumulate={accumulate}: make it a multiple of {parts}"
+            f"{_described(mesh)} with accumulate={accumulate}: make it a multiple of {parts}"
         )
+
+
+def check_row_lengths(lengths: Mapping[str, tuple[int, ...]], mesh: Mesh) -> None:
+    """Raise a ValueError where the mesh splits rows, and does not divide their length; by field."""
+    parts = num_shards(partition_spec(["inner_seq"], mesh), mesh)
+    for name, several in lengths.items():
+        if wrong := [length for length in several if length % parts]:
+            raise ValueError(
+                f"{name}: a row of {wrong[0]} tokens is not divisible by {parts}, the number of "
+                f"its parts on {_described(mesh)}: make it a multiple of {parts}"
+            )
+
+
+def _described(mesh: Mesh | None) -> str:
+    sizes = {} if mesh is None else mesh.shape
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -77,6 +77,12 @@ class Source:
         require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
         if self.cache is not None:
             local_path(self.cache, "data.cache")
+
+    @property
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
+        bucketed = self.rows == "bucketed"
+        return {"data.buckets": self.buckets} if bucketed else {"data.seq_len": (self.seq_len,)}
 
 
 @dataclass(frozen=True)

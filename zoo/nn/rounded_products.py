@@ -113,9 +113,9 @@ def check_rounds(jaxpr: Any) -> None:
     """
     if not _rounds(jaxpr):
         raise ValueError(
-            "precision='int8': the model has no matrix that is multiplied in int8, which those of "
-            "layers run by zoo.nn.remat.scan_layers are (transformers', BERT's, and an MLP's "
-            "blocks; no recurrent cell's, and no quantised one); take bf16"
+            "precision='int8': the model has no matrix to multiply in int8, which is for the "
+            "blocks of transformers, of BERT and of MLPs (layers that zoo.nn.remat.scan_layers "
+            "runs), and for neither recurrent cells nor quantised matrices; take bf16"
         )
 
 

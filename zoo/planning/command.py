@@ -51,7 +51,8 @@ class Config:
     no weights are fetched."""
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or
-    virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8."""
+    virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8. Several slices or machines: as
+    2xv5e:4x4."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
     in memory."""

@@ -93,6 +93,8 @@ def _meshes(config: Config, rows: int, seq_len: int, target: Target) -> Iterator
     for sizes in itertools.product(*factors):
         named = dict(zip(MESH_AXES, sizes, strict=True))
         abstract = {axis: size for axis, size in named.items() if size > 1}
+        if (config.num_experts or 0) % math.prod(named[axis] for axis in _axes("experts")):
+            continue
         if math.prod(sizes) == n and not (
             rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
         ):
@@ -126,13 +128,16 @@ def _by_hand(
 
     expert = (3 if config.gated else 2) * config.d_model * config.hidden_size
     experts = config.num_layers * (config.num_experts or 0) * expert
-    held = (num_parameters - experts + experts / parts(_EXPERTS)) / parts(_SPLIT)
     local = tokens / parts({*_ROWS, *_TOKENS})
     layers, width = config.num_layers, config.d_model
     heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
 
     # Gathered forward and backward, gradients scattered; what is kept twice is summed.
-    parameters, stored = 0.0, held
+    parameters, stored = 0.0, (num_parameters - experts) / parts(_SPLIT)
+    for axis in _EXPERTS:  # over which all but the experts are gathered
+        parameters += 3 * seconds("all-gather", stored * _BYTES, axis)
+        stored /= sizes[axis]
+    stored += experts / parts({*_EXPERTS, *_SPLIT})
     for axis in sorted(sharding.STORAGE_AXES):
         parameters += 3 * seconds("all-gather", stored * _BYTES, axis)
         stored /= sizes[axis]

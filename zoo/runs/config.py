@@ -25,7 +25,8 @@ class Config:
     steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
     mesh: str = may_differ("")
-    """Devices by axis, such as fsdp=4,tensor=2; data=-1 takes all there are; empty is one."""
+    """Devices by axis, such as fsdp=4,tensor=2; also data, expert and context. data=-1 takes all
+    there are; empty is one."""
     precision: Precision | Literal["auto"] = "auto"
     """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
     multiplies it, else fp32. int8: bf16, with the products of blocks in int8."""
@@ -130,6 +131,11 @@ class Config:
     def batch_size(self) -> int | None:
         """Rows of a global batch, where the configuration says it: checked before data is read."""
         return None
+
+    @property
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows of text may have, by the field that says so, likewise."""
+        return {}
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the fields that it leaves open.

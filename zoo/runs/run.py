@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base import addresses, checksums, files
-from zoo.data.plans import check_batch_size
+from zoo.data.plans import check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.planning import targets
 from zoo.runs import processes
@@ -94,6 +94,7 @@ class Run(Generic[ConfigT]):
             check_precision(self.precision, self.mesh)
         if config.batch_size is not None:  # now, as the data may take long to read
             check_batch_size(config.batch_size, self.mesh, config.accumulate)
+        check_row_lengths(config.row_lengths, self.mesh)
         if config.plan:
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         if self.is_main:

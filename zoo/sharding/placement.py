@@ -28,8 +28,8 @@ def shardings(
 
     `axes` names arrays that have no annotation with names of axes, by patterns of their dotted
     paths, as {"*.query_proj.weight": "heads embed"}, or by a function of path and array. Equinox's
-    layers have names built in. Of any other array `fsdp` shards the largest dimension that it
-    divides, and vectors are replicated; `strict` refuses that.
+    layers have names built in. Of any other array `fsdp`, `expert` and `context` each shard the
+    largest dimension that they divide, and vectors are replicated; `strict` refuses that.
 
     Raises:
         ShardingError: as `logical_axes`; an axis that the rules do not know; a size that the mesh
@@ -187,8 +187,9 @@ def _legend(by_default: list[tuple[str, int]], mesh: Mesh) -> list[str]:
     if not by_default:
         return []
     axes = mesh_axes([rules_in_use().get("unnamed", LOGICAL_AXES["unnamed"])])
-    large = " and ".join(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-    placed = f"{large} shards a matrix along the largest dimension that it divides, and vectors are"
+    large = [axis for axis in axes if mesh.shape.get(axis, 1) > 1]
+    each = f"{' and '.join(large)} {'shards' if len(large) == 1 else 'each shard'}"
+    placed = f"{each} a matrix along the largest dimension that divides, and vectors are"
     path, rank = max(by_default, key=lambda found: found[1])
     names = " ".join(["_"] * (rank - 2) + ["embed", "mlp"][:rank])
     return [

@@ -1,7 +1,7 @@
 """Language models of any family, from text to a published model, for all of their recipes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Config(RunConfig):
     def batch_size(self) -> int:
         """Rows of a global batch."""
         return self.data.batch_size
+
+    @property
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
+        return self.data.row_lengths
 
 
 def check_sample_tokens(count: int) -> None:

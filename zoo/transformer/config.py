@@ -124,7 +124,9 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     attention: attention_module.Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, or cudnn (its flash kernel, NVIDIA GPUs)."""
+    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
+    or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
+    exchange heads."""
     remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = may_differ(True)
@@ -156,11 +158,16 @@ class Config:
             len(self.window_pattern) > 0, "window_pattern=(): needs a 'local' or 'global' at least"
         )
         require(self.shared_experts >= 0, f"shared_experts={self.shared_experts}: is negative")
-        for name, default in (("router_bias_rate", None), ("shared_experts", 0)):
+        for name, default in (
+            ("router", "softmax"),
+            ("router_bias_rate", None),
+            ("expert_scale", 1.0),
+            ("shared_experts", 0),
+        ):
             value = getattr(self, name)
             require(
                 self.num_experts is not None or value == default,
-                f"{name}={value}: a model without experts has none; set num_experts",
+                f"{name}={value!r}: is for models with experts; set num_experts",
             )
         require(self.moe_buffer >= 1, f"moe_buffer={self.moe_buffer}: must be 1 at least")
         if self.num_experts is not None:

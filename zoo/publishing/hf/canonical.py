@@ -30,8 +30,6 @@ def of_transformer(config: transformer.Config) -> transformer.Config:
         "qkv_bias": config.bias,
         "experts_per_token": config.num_experts is None,
         "normalize_experts": config.num_experts is None,
-        "router": config.num_experts is None,
-        "expert_scale": config.num_experts is None,
     }
     for field in dataclasses.fields(config):
         if without_effect.get(field.name):

@@ -118,7 +118,7 @@ class Config(RunConfig):
     dropout: float | None = added(None)
     """Rate of dropout in training; that of the stored model if not given."""
     attention: Implementation | None = may_differ(None)
-    """Attention kernel: auto, chunked, xla, or cudnn; that of the stored model if not given."""
+    """Attention kernel, as of recipes.lm; that of the stored model if not given."""
     scan_layers: bool | None = may_differ(None)
     """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()
@@ -179,6 +179,11 @@ class Config(RunConfig):
     def batch_size(self) -> int:
         """Rows of a global batch."""
         return self.data.batch_size
+
+    @property
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens that rows may have, by the field that says so."""
+        return self.data.row_lengths
 
 
 def _check_preferences(config: Config) -> None:
