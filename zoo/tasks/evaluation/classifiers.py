@@ -73,12 +73,7 @@ def main(config: command.Config) -> None:
     out = None if config.out is None else local_path(config.out, "out")
     if out is not None:
         files.make_folder(out, "out")
-    same = {
-        "weights": models.weights_checksum(folder),
-        "precision": precision,
-        "quantize": config.quantize,
-        "max_length": length,
-    }
+    same = command.model_fingerprint(config, folder, precision, length)
     kept = [
         Results(out and out / f"{task.name}.jsonl", same | {"task": command.digest(ids)})
         for task, ids in zip(tasks, rows, strict=True)

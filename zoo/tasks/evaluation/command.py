@@ -114,12 +114,7 @@ def main(config: Config) -> None:
     requests = [make_requests(task, tokenizer, length) for task in tasks]
     if out is not None:
         files.make_folder(out, "out")
-    same = {
-        "weights": models.weights_checksum(folder),
-        "precision": precision,
-        "quantize": config.quantize,
-        "max_length": length,
-    }
+    same = model_fingerprint(config, folder, precision, length)
     kept = [
         Results(out and out / f"{task.name}.jsonl", same | _fingerprint(config, task, asked))
         for task, asked in zip(tasks, requests, strict=True)
@@ -205,6 +200,18 @@ def _check_vocabulary(name: str, skeleton: Any, tokenizer: Tokenizer) -> None:
             f"{name}: its tokenizer has {tokenizer.vocab_size} ids, and the model a vocab_size of "
             f"{size}: they do not go together"
         )
+
+
+def model_fingerprint(
+    config: Config, folder: Path, precision: DTypeName, length: int
+) -> dict[str, Any]:
+    """The parts of a fingerprint that all tasks share: the model, and how it computes."""
+    return {
+        "weights": models.weights_checksum(folder),
+        "precision": precision,
+        "quantize": config.quantize,
+        "max_length": length,
+    }
 
 
 def _fingerprint(config: Config, task: Task, requests: Sequence[Request]) -> dict[str, Any]:
