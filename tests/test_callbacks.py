@@ -182,6 +182,7 @@ def test_signals_end_callbacks_with_a_state(tmp_path):
     assert without_speed(run) == without_speed(config(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_evaluations_cut_short_within_callbacks_are_repeated(tmp_path, monkeypatch):
     def judged(folder, *given):
         with zoo.Run(config(folder)) as run:

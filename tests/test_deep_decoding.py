@@ -48,12 +48,11 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     ("name", "call"),
     [
         ("turns", "greedy"),
-        ("turns", "drafted"),
         *(
             pytest.param(name, call, marks=pytest.mark.slow)
             for name in MODELS
             for call in CALLS
-            if (name, call) not in (("turns", "greedy"), ("turns", "drafted"))
+            if (name, call) != ("turns", "greedy")
         ),
     ],
 )

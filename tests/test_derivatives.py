@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "chunked loss": (small_transformer, of_tokens),
 }
 
-QUICK = {"mlp", "transformer"}
+QUICK = {"mlp"}
 
 
 @pytest.mark.parametrize(

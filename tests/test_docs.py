@@ -37,9 +37,11 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
 SLOW = {
-    "docs/guides/finetuning.md",
+    *(f"docs/concepts/{name}.md" for name in ("derivatives", "models", "precision")),
+    *(f"docs/guides/{name}.md" for name in ("distillation", "evaluation", "finetuning")),
+    *(f"docs/guides/{name}.md" for name in ("generate", "preferences")),
     "docs/reference/wrappers.md",
-    *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "finetune", "loop")),
+    *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "equinox", "finetune", "loop")),
 }
 NOT_RUN = {
     "docs/guides/evaluation.md": ["lm-eval", "lm-eval"],

@@ -138,10 +138,8 @@ def finished_run(name: str, shared: Path, tmp_path: Path) -> Path:
     return shutil.copytree(straight_run(name, shared, "one device"), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lm", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "lm")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_resume_skips_damaged_steps(name, shared, tmp_path):
     run_dir = finished_run(name, shared, tmp_path)
     checkpoints = run_dir / "checkpoints"

@@ -133,10 +133,10 @@ def gradient(residual: bool, spec: str) -> tuple:
 @pytest.mark.parametrize(
     ("residual", "spec"),
     [
-        (False, "data=8"),
-        (True, "fsdp=8"),
-        (False, "tensor=4"),
         (True, "data=2,fsdp=2,tensor=2"),
+        pytest.param(False, "data=8", marks=pytest.mark.slow),
+        pytest.param(True, "fsdp=8", marks=pytest.mark.slow),
+        pytest.param(False, "tensor=4", marks=pytest.mark.slow),
     ],
 )
 def test_mesh_gives_equal_gradients(residual, spec):

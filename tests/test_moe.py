@@ -479,6 +479,7 @@ def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
     return [*found, np.asarray(metrics["grad_norm"])]
 
 
+@pytest.mark.slow
 def test_a_step_moves_biases_against_the_load():
     first, second, _ = biases_after("", 1)
     model = make_transformer(**BIASED)(jax.random.split(jax.random.key(0))[0])

@@ -896,6 +896,7 @@ def test_command_errors_have_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_explained(capsys, monkeypatch):
     mesh, wanted = zoo.make_mesh("fsdp=8"), job(rows=16)
     little = dataclasses.replace(chips.cpu(8), memory=small_estimate().memory.total * 1.2)

@@ -708,6 +708,7 @@ def test_a_model_is_saved_in_the_dtypes_of_another(tmp_path):
     assert dtypes["counts"] == ours.counts.dtype  # integers stay
 
 
+@pytest.mark.slow
 def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
     file = str(tmp_path / "m" / "model.safetensors")
 

@@ -121,9 +121,11 @@ def one_device(request: pytest.FixtureRequest) -> tuple[Family, Trained]:
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "fsdp", "tensor")),
         "all",
-        "sequence",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("data", "fsdp", "tensor", "sequence")
+        ),
     ],
 )
 def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) -> Trained:
