@@ -66,12 +66,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "chunked loss": (small_transformer, of_tokens),
 }
 
-QUICK = {"mlp"}
-
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [name if name == "mlp" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_forward_mode_agrees_with_the_written_gradients(name, monkeypatch):
     """⟨gradient, v⟩ and reverse over reverse are by the rules that training takes."""
