@@ -61,3 +61,24 @@ def test_a_corpus_is_prepared_from_and_to_a_store(
     assert len(losses(tmp_path / "there")) >= 1
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
     assert re.search(r"copies", str(next((tmp_path / "there/.cache").rglob("*.tokens"))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_mixture_of_parquet_shards_is_read_from_a_store(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    store: Store = request.getfixturevalue(kind)
+    for name, word in (("code-0", "def "), ("code-1", "return "), ("help-0", "usage ")):
+        texts = [f"{name} {i} " + word * (i % 13) for i in range(150)]
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
+        shard = (tmp_path / name).read_bytes()
+        (location(f"{store.address}/raw", "data") / f"{name}.parquet").write_bytes(shard)
+    folder = f"{store.address}/raw"
+    mixture = f"code={folder}/code-*.parquet:0.7,help={folder}/help-*.parquet:0.3"
+    run("recipes.lm", *SMALL, "--data", mixture, f"--run-dir={tmp_path / 'run'}", home=tmp_path)
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    code, usage = [(row["code/tokens"], row["help/tokens"]) for row in rows if "loss" in row][-1]
+    assert usage > 0
+    assert code / (code + usage) == pytest.approx(0.7, abs=0.05)
