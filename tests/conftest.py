@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Whole runs, in processes of their own: begun last, they would keep one worker busy at the end.
-FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py", "test_remote_servers.py")
+FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
