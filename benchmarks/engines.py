@@ -179,10 +179,11 @@ def _export(options: Options, name: Model, folder: Path) -> int:
             d_model=options.d_model,
             num_layers=options.num_layers,
             num_heads=options.d_model // 64,
-            num_kv_heads=options.d_model // 128,
             d_ff=3 * options.d_model,
-            qk_norm=True,
             tie_embeddings=True,
+            attention=transformer.AttentionConfig(
+                num_kv_heads=options.d_model // 128, qk_norm="per_head"
+            ),
         )
         model = transformer.Transformer(config, key=jax.random.key(0))
         tokenizer = None

@@ -155,7 +155,7 @@ def _make(options: Options, name: Model) -> Any:
                 d_model=width,
                 num_layers=options.num_layers,
                 max_seq_len=max(options.lengths),
-                window=256 if name == "window" else None,
+                attention=transformer.AttentionConfig(window=256 if name == "window" else None),
             ),
             key=key,
         )

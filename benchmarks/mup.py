@@ -132,9 +132,9 @@ def model_config(config: Config, width: int, vocab_size: int) -> transformer.Con
         d_model=width,
         num_layers=config.num_layers,
         num_heads=width // config.head_dim,
-        head_dim=config.head_dim,
         mlp="gelu",
         scan_layers=False,
+        attention=transformer.AttentionConfig(head_dim=config.head_dim),
     )
 
 

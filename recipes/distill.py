@@ -23,7 +23,12 @@ from zoo import distillation, optimizers, rnn, transformer
 from zoo.runs.command_line import cli
 
 TRANSFORMER = transformer.Config(
-    vocab_size=64, d_model=128, num_layers=2, num_heads=2, qk_norm=True, scan_layers=False
+    vocab_size=64,
+    d_model=128,
+    num_layers=2,
+    num_heads=2,
+    scan_layers=False,
+    attention=transformer.AttentionConfig(qk_norm="per_head"),
 )
 RNN = rnn.Config(vocab_size=64, hidden_size=256, num_layers=1, embed_size=128)
 
@@ -53,10 +58,10 @@ class Config(distillation.Config):
                 f"student={self.student!r} takes nothing from {flag}: leave those flags out, or "
                 "choose the other family by --student"
             )
-        if self.model.num_experts is not None:
+        if (experts := self.model.experts.num_experts) is not None:
             raise ValueError(
-                f"model.num_experts={self.model.num_experts}: a student has no experts, which "
-                "need a loss of their own; leave it out"
+                f"model.experts.num_experts={experts}: a student has no experts, which need a loss "
+                "of their own; leave it out"
             )
 
 

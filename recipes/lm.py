@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
-from zoo.base.configuration import added, require
+from zoo.base.configuration import require
 from zoo.runs.command_line import cli
 
 
@@ -29,18 +29,23 @@ class Config(language.Config):
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01
     """Load-balancing loss coefficient of a model with experts."""
-    router_z: float = added(0.0)
+    router_z: float = 0.0
     """Coefficient of the routers' z-loss likewise."""
     model: transformer.Config = transformer.Config(
-        vocab_size=64, d_model=256, num_layers=4, num_heads=4, qk_norm=True, scan_layers=False
+        vocab_size=64,
+        d_model=256,
+        num_layers=4,
+        num_heads=4,
+        scan_layers=False,
+        attention=transformer.AttentionConfig(qk_norm="per_head"),
     )
     optimizer: optimizers.Config = optimizers.Config(name="muon", learning_rate=3e-3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.router_z == 0 or self.model.num_experts is not None,
-            f"router_z={self.router_z}: is for models with experts; set model.num_experts",
+            self.router_z == 0 or self.model.experts.num_experts is not None,
+            f"router_z={self.router_z}: is for models with experts; set model.experts.num_experts",
         )
 
 
@@ -57,7 +62,7 @@ def main(config: Config) -> None:
             flops_per_token=transformer.num_flops_per_token(model, max(data.train.buckets)),
             remat=model.remat,
         )
-        if model.num_experts is not None:
+        if model.experts.num_experts is not None:
             loss_fn = losses.balanced_next_token(config.balance, config.router_z)
             training = dataclasses.replace(training, loss_fn=loss_fn)
         language.train(run, data, training)

@@ -16,6 +16,7 @@ from jax.extend import core
 from tokenizers import processors
 
 from zoo import losses, mlp, rnn, transformer
+from zoo.base import configuration
 from zoo.data.tokenizer import BPETokenizer
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
@@ -44,8 +45,14 @@ class Family(NamedTuple):
 
 def small_config(**changes: Any) -> transformer.Config:
     """A transformer of two layers, in which eight devices divide an axis of every kind."""
-    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 8, "head_dim": 4, "d_ff": 64}
-    return transformer.Config(**{"vocab_size": VOCAB, **sizes, **changes})
+    sizes: dict[str, Any] = {
+        "d_model": 32,
+        "num_layers": 2,
+        "num_heads": 8,
+        "d_ff": 64,
+        "attention.head_dim": 4,
+    }
+    return configuration.replaced(transformer.Config(VOCAB), {**sizes, **changes})
 
 
 def make_transformer(**changes: Any) -> Callable[[Any], transformer.Transformer]:

@@ -353,9 +353,12 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"implementation": "cudnn"}, "attention='cudnn' needs an NVIDIA GPU.*'cpu'.*'auto'"),
-        ({"implementation": "cudnn", "soft_cap": 5.0}, "no soft cap.*attention_soft_cap=5.0"),
-        ({"implementation": "xla", "soft_cap": 5.0}, "attention='xla' has no soft cap"),
+        (
+            {"implementation": "cudnn"},
+            "kernel='cudnn' needs an NVIDIA GPU.*'cpu'.*'auto'",
+        ),
+        ({"implementation": "cudnn", "soft_cap": 5.0}, "no soft cap.*attention.soft_cap=5.0"),
+        ({"implementation": "xla", "soft_cap": 5.0}, "attention.kernel='xla' has no soft cap"),
     ],
 )
 def test_inapplicable_attention_backends_are_refused(options: dict, message: str):

@@ -22,7 +22,9 @@ from zoo.publishing.parts import with_fields
 VOCAB, NEW = 5, 3
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
 MODELS: dict[str, Callable[[], Any]] = {
-    "transformer": lambda: drawn_transformer(vocab_size=VOCAB, num_layers=1, window=4),
+    "transformer": lambda: drawn_transformer(
+        vocab_size=VOCAB, num_layers=1, **{"attention.window": 4}
+    ),
     "lstm": lambda: drawn_rnn("lstm", vocab_size=VOCAB, num_layers=1),
 }
 

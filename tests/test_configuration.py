@@ -31,6 +31,12 @@ CONFIGS = {
     "mlp": mlp.Config(in_size=2, out_size=2),
     "bert": bert.Config(vocab_size=8, d_model=24, num_layers=1),
 }
+OTHERS: dict[str, Any] = {
+    "attention": transformer.AttentionConfig(),
+    "positions": transformer.PositionsConfig(),
+    "residual": transformer.ResidualConfig(),
+    "lora": lora.Config(),
+}
 NO_VALUES = ([], {}, "foo", math.nan, -math.inf, 2**32, b"rms", ("rms",), object())
 
 
@@ -59,16 +65,16 @@ def test_values_of_wrong_type_are_refused(name: str):
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ("transformer", {"norm": "foo"}, r"norm='foo': choose one of \['rms', 'layer', 'rms_off"),
-        ("transformer", {"attention": "foo"}, "attention='foo': choose one of .*'cudnn'"),
+        ("residual", {"norm": "foo"}, r"residual.norm='foo': choose one of \['rms', 'lay"),
+        ("attention", {"kernel": "foo"}, "attention.kernel='foo': choose one of .*'cudnn'"),
         ("transformer", {"causal": "false"}, "causal='false': must be True or False"),
         ("transformer", {"bias": 1}, "bias=1: must be True or False"),
         ("transformer", {"num_layers": True}, "num_layers=True: must be an integer"),
         ("transformer", {"num_layers": 2.0}, "num_layers=2.0: must be an integer"),
         ("transformer", {"d_ff": "4"}, "d_ff='4': must be an integer of 32 bits or None"),
-        ("transformer", {"rope_scaling": (1.0,)}, "must be a RopeScaling"),
+        ("positions", {"scaling": (1.0,)}, "positions.scaling=.*must be a RopeScaling"),
         ("lora", {"targets": ("a", None)}, "must be a tuple, of a text each"),
-        ("transformer", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
+        ("attention", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
         ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
         ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),
         ("bert", {"mlp": "swiglu"}, "mlp='swiglu': choose one of .*'gelu', 'gelu_erf'"),
@@ -77,7 +83,7 @@ def test_values_of_wrong_type_are_refused(name: str):
 )
 def test_errors_name_field_value_and_choices(config: str, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        changed(lora.Config() if config == "lora" else CONFIGS[config], **changes)
+        changed({**CONFIGS, **OTHERS}[config], **changes)
 
 
 def test_unknown_pooling_is_refused():
@@ -127,61 +133,47 @@ def test_invalid_json_values_are_refused(values: dict[str, Any], message: str):
         configuration.from_json(Small, values)
 
 
-# Fields of earlier versions
-
-
-def from_percent(value: Any) -> Any:
-    return {"rate": value / 100} if isinstance(value, int) else value
+# Configurations in configurations
 
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
     rate: float = 0.0
-    places: int = configuration.formerly("slots", default=1)
-    kind: str = configuration.added("plain")
+    places: int = configuration.may_differ(1)
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "inner.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     size: int
-    inner: Inner = configuration.formerly("percent", default=Inner(), convert=from_percent)
-
-
-def test_added_fields_have_their_defaults_in_files_without_them():
-    found = configuration.current(Outer, {"size": 1, "percent": 50})
-    assert found == {"size": 1, "inner": {"rate": 0.5, "kind": "plain"}}
-    given = {"size": 1, "inner": {"rate": 0.5, "kind": "other"}}
-    assert configuration.current(Outer, given) == given
+    inner: Inner = Inner()
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"size": 1, "percent": 50}, Outer(1, Inner(0.5))),
-        ({"size": 1, "inner": 25}, Outer(1, Inner(0.25))),
-        ({"size": 1, "percent": {"slots": 3}}, Outer(1, Inner(0.0, 3))),
-        ({"size": 1, "inner": {"rate": 1, "places": 2}}, Outer(1, Inner(1.0, 2))),
         ({"size": 1}, Outer(1)),
+        ({"size": 1, "inner": {}}, Outer(1)),
+        ({"size": 1, "inner": {"rate": 1}}, Outer(1, Inner(1.0))),
+        ({"size": 1, "inner": {"rate": 1, "places": 2}}, Outer(1, Inner(1.0, 2))),
     ],
     ids=str,
 )
-def test_fields_of_earlier_versions_are_read(values: dict[str, Any], expected: Outer):
+def test_nested_fields_are_read(values: dict[str, Any], expected: Outer):
     given = copy.deepcopy(values)
     assert configuration.from_json(Outer, values) == expected
     assert values == given
-    found = configuration.current(Outer, {**values, "other": [1]})
-    assert found.pop("other") == [1]
-    assert configuration.current(Outer, found) == found
-    assert found.keys() <= {"size", "inner"}
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"size": 1, "percent": 50, "inner": {}}, "no field percent"),
-        ({"size": 1, "inner": {"speed": 1}}, r"no field inner.speed \(known are rate, places"),
-        ({"size": 1, "inner": {"slots": "a"}}, "inner.places='a': must be an integer"),
+        ({"inner": {"speed": 1}, "size": 1}, r"no field inner.speed \(known are rate, places"),
+        ({"size": 1, "inner": {"places": "a"}}, "inner.places='a': must be an integer"),
         ({"size": 1, "inner": "half"}, "inner='half': must be a Inner"),
+        ({"inner": {}}, "the field size is missing"),
     ],
     ids=str,
 )
@@ -190,30 +182,27 @@ def test_nested_errors_name_the_path(values: dict[str, Any], message: str):
         configuration.from_json(Outer, values)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "scaling"),
-    [
-        ([], RopeScaling()),
-        ([8], RopeScaling(8.0)),
-        ([8.0, 1.0, 4.0, 64.0], RopeScaling(8.0, 1.0, 4.0, 64)),
-    ],
-)
-def test_version_0_1_0_transformers_are_read(numbers: list[float], scaling: RopeScaling):
-    values = {"vocab_size": 8, "norms": "both", "rope_scaling": numbers}
-    config = configuration.from_json(transformer.Config, values)
-    assert config == transformer.Config(8, norm_placement="both", rope_scaling=scaling)
-    written = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert configuration.from_json(transformer.Config, written) == config
-    # What a run compares with its own, field by field.
-    assert (
-        configuration.current(transformer.Config, {**written, "rope_scaling": numbers}) == written
-    )
+def test_dotted_names():
+    config = Outer(1, Inner(0.5, 2))
+    assert configuration.flat(config) == {"size": 1, "inner.rate": 0.5, "inner.places": 2}
+    assert configuration.replaced(config, {"inner.rate": 0.25}) == Outer(1, Inner(0.25, 2))
+    assert configuration.replaced(config, {"inner": {"places": 3}}) == Outer(1, Inner(0.5, 3))
+    assert configuration.replaced(config, {"inner": Inner(), "size": 4}) == Outer(4)
+    assert configuration.changed(config, {"inner.places": 3}) == Outer(1, Inner(0.5, 3))
+    assert configuration.names_that_may_differ(config) == {"inner.places"}
+    for changes in ({"inner.rate": 1.0}, {"inner": {"rate": 1.0}}):
+        with pytest.raises(ValueError, match=r"inner.rate=1.0: inner.places can be another"):
+            configuration.changed(config, changes)
+    with pytest.raises(ValueError, match="no field places"):
+        configuration.replaced(config, {"places": 1})
 
 
-@pytest.mark.parametrize("numbers", [[8.0, 1.0], [8.0, 1.0, 4.0, 64.5], [None], "8"])
-def test_damaged_0_1_0_scaling_is_refused(numbers: Any):
-    with pytest.raises(ValueError, match="rope_scaling"):
-        configuration.from_json(transformer.Config, {"vocab_size": 8, "rope_scaling": numbers})
+@pytest.mark.parametrize("part", ["attention", "positions", "experts", "residual"])
+def test_nested_parts_of_a_transformer_name_their_fields(part: str):
+    config = getattr(CONFIGS["transformer"], part)
+    for field in dataclasses.fields(config):
+        with pytest.raises(ValueError, match=rf"^{part}\.{field.name}="):
+            changed(config, **{field.name: object()})
 
 
 def test_deeply_nested_values_are_refused():
@@ -285,26 +274,26 @@ def test_non_finite_numbers_are_refused(field: str, bad: float):
 @pytest.mark.parametrize(
     "name",
     [
-        "norm_eps",
-        "rope_theta",
-        "local_rope_theta",
-        "attention_scale",
-        "attention_soft_cap",
+        "residual.norm_eps",
+        "positions.theta",
+        "positions.local_theta",
+        "attention.scale",
+        "attention.soft_cap",
         "logit_soft_cap",
     ],
 )
 def test_model_constants_must_be_positive(name: str, value: float):
     with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
-        transformer.Config(vocab_size=8, **{name: value})
-    if name == "norm_eps":
-        with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
+        configuration.replaced(transformer.Config(vocab_size=8), {name: value})
+    if name == "residual.norm_eps":
+        with pytest.raises(ValueError, match=rf"^norm_eps={value}: must be positive"):
             bert.Config(vocab_size=8, norm_eps=value)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
 @pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
 def test_rope_scaling_must_be_positive(name: str, value: float):
-    with pytest.raises(ValueError, match=rf"^rope_scaling.{name}={value}: must be positive"):
+    with pytest.raises(ValueError, match=rf"^positions.scaling.{name}={value}: must be positive"):
         RopeScaling(**{name: value})
 
 
@@ -318,7 +307,11 @@ def test_ids_out_of_the_vocabulary_are_refused(config: Any, token: int):
 
 def test_finite_numbers_are_taken():
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
-    assert transformer.Config(vocab_size=8, rope_scaling=scaling, norm_eps=1e-6)
+    assert transformer.Config(
+        vocab_size=8,
+        positions=transformer.PositionsConfig(scaling=scaling),
+        residual=transformer.ResidualConfig(norm_eps=1e-6),
+    )
     assert rnn.Config(vocab_size=8, dropout=0.1).dropout == 0.1
     assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
     assert recipes.generate.Config(top_p=0.9).top_p == 0.9
@@ -332,12 +325,12 @@ OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches 
     tensorboard norms_every profile compilation_cache patience keep_best"""
 OF_TEXT = "sample_tokens sample_every data.files data.cache"
 MAY_DIFFER = {
-    recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention model.remat model.scan_layers
-        model.moe_dispatch model.moe_buffer model.eos_ids""",
+    recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention.kernel model.remat
+        model.scan_layers model.experts.dispatch model.experts.buffer model.eos_ids""",
     recipes.rnn: f"""{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll
         model.eos_ids""",
     recipes.mlp: f"{OF_A_RUN} data.file model.remat model.in_size model.out_size",
-    recipes.finetune: f"{OF_A_RUN} {OF_TEXT} remat attention scan_layers",
+    recipes.finetune: f"{OF_A_RUN} {OF_TEXT} remat kernel scan_layers",
     recipes.generate: "",
 }
 
@@ -351,10 +344,10 @@ def test_family_fields_that_may_differ_are_listed():
     found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
     assert found == {
         "transformer": {
-            *("attention", "remat", "scan_layers", "eos_ids"),
-            *("moe_dispatch", "moe_buffer"),
+            *("attention.kernel", "remat", "scan_layers", "eos_ids"),
+            *("experts.dispatch", "experts.buffer"),
         },
-        "bert": {"attention", "remat", "scan_layers"},
+        "bert": {"kernel", "remat", "scan_layers"},
         "rnn": {"remat", "implementation", "hoist", "unroll", "eos_ids"},
         "mlp": {"remat"},
     }

@@ -16,6 +16,7 @@ from recipe_cases import losses as losses_of
 
 import zoo
 from zoo import bert, mlp, sharding
+from zoo.base import configuration
 from zoo.nn.attention import attention, splash
 from zoo.nn.attention.blocks import Blocks
 from zoo.nn.attention.heads import Exchange, gathered_numbers
@@ -201,7 +202,7 @@ def test_compiled_attention_sends_what_the_closed_form_says(
 def test_heads_that_the_parts_do_not_divide_are_not_exchanged():
     call = functools.partial(attention, causal=True)
     q = jax.ShapeDtypeStruct((1, 16, 3, 8), jnp.float32)
-    message = "attention='exchange': context=2 of the mesh does not divide the 3 heads of a device"
+    message = "kernel='exchange': context=2 of the mesh does not divide the 3 heads of a device"
     with sharding.use(sharding.make_mesh("context=2")):
         jax.eval_shape(call, q, q, q)
         with pytest.raises(sharding.ShardingError, match=message):
@@ -254,8 +255,9 @@ def token_batch(length: int, vocab: int = 32, rows: int = 8) -> dict[str, Any]:
 
 
 def transformer_of(**options: Any) -> Any:
-    sizes: Any = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "num_heads": 4}
-    config = zoo.transformer.Config(**{**sizes, "num_kv_heads": 2, "max_seq_len": 64, **options})
+    sizes: Any = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
+    sizes["attention.num_kv_heads"] = 2
+    config = configuration.replaced(zoo.transformer.Config(32), {**sizes, **options})
     return lambda key: zoo.transformer.Transformer(config, key=key)
 
 
@@ -279,7 +281,7 @@ def test_a_step_over_split_rows_is_that_of_one_device(mesh: str):
         (31, {}, r"size 31 is not divisible by context=2 of the mesh"),
         (
             30,
-            {"attention": "gather"},
+            {"attention.kernel": "gather"},
             "a row of 30 tokens, split by context=2: .* make the length a multiple of 4",
         ),
     ],
@@ -291,35 +293,52 @@ def test_rows_that_do_not_divide_are_refused(length: int, options: Any, message:
 
 
 FAMILIES: dict[str, Any] = {
-    "learned positions": (transformer_of(positions="learned"), losses.next_token),
+    "learned positions": (transformer_of(**{"positions.kind": "learned"}), losses.next_token),
     "windows": (
-        transformer_of(window_pattern=("local", "global"), window=5, attention_soft_cap=5.0),
+        transformer_of(
+            **{
+                "attention.window_pattern": ("local", "global"),
+                "attention.window": 5,
+                "attention.soft_cap": 5.0,
+            }
+        ),
         losses.next_token,
     ),
     "remat": (transformer_of(remat="full", num_layers=3), losses.next_token),
     "experts": (
-        transformer_of(num_experts=4, experts_per_token=2),
+        transformer_of(**{"experts.num_experts": 4, "experts.per_token": 2}),
         losses.balanced_next_token(0.01),
     ),
     "encoder": (transformer_of(causal=False), losses.next_token),
 }
 
-EIGHT: Any = {"num_heads": 8, "head_dim": 4, "attention": "exchange"}  # which all meshes divide
+EIGHT: Any = {
+    "num_heads": 8,
+    "attention.head_dim": 4,
+    "attention.kernel": "exchange",
+}  # which all meshes divide
 
 FAMILIES |= {
     "heads exchanged": (
-        transformer_of(remat="full", attention_soft_cap=5.0, dropout=0.1, **EIGHT),
+        transformer_of(remat="full", dropout=0.1, **EIGHT, **{"attention.soft_cap": 5.0}),
         losses.next_token,
     ),
     "windows, heads exchanged": (
-        transformer_of(window_pattern=("local", "global"), window=5, positions="learned", **EIGHT),
+        transformer_of(
+            **EIGHT,
+            **{
+                "attention.window_pattern": ("local", "global"),
+                "attention.window": 5,
+                "positions.kind": "learned",
+            },
+        ),
         losses.next_token,
     ),
     "encoder, heads exchanged": (
-        transformer_of(causal=False, num_experts=4, experts_per_token=2, **EIGHT),
+        transformer_of(causal=False, **EIGHT, **{"experts.num_experts": 4, "experts.per_token": 2}),
         losses.next_token,
     ),
-    "keys gathered": (transformer_of(attention="gather"), losses.next_token),
+    "keys gathered": (transformer_of(**{"attention.kernel": "gather"}), losses.next_token),
 }
 
 

@@ -19,8 +19,12 @@ PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
 KEY = jax.random.key(0)
 MODELS: dict[str, dict[str, Any]] = {
     "global": {"num_layers": 3},
-    "turns": {"num_layers": 5, "window": 4, "window_pattern": ("local", "global")},
-    "experts": {"num_layers": 2, "num_experts": 4},
+    "turns": {
+        "num_layers": 5,
+        "attention.window": 4,
+        "attention.window_pattern": ("local", "global"),
+    },
+    "experts": {"num_layers": 2, "experts.num_experts": 4},
 }
 CALLS = {
     "greedy": lambda model: zoo.generate(model, PROMPTS, max_new_tokens=9, temperature=0.0),

@@ -59,9 +59,15 @@ def small_transformer(**changes: Any) -> transformer.Transformer:
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mlp": (lambda: make_mlp("layer"), of_classes),
     **{cell: (lambda cell=cell: drawn_rnn(cell, num_layers=1), of_tokens) for cell in CELLS},
-    "transformer": (lambda: small_transformer(mlp="geglu", qk_norm=True), of_tokens),
-    "moe": (lambda: small_transformer(num_experts=4), of_tokens),
-    "window": (lambda: small_transformer(window=3, attention_soft_cap=5.0), of_tokens),
+    "transformer": (
+        lambda: small_transformer(mlp="geglu", **{"attention.qk_norm": "per_head"}),
+        of_tokens,
+    ),
+    "moe": (lambda: small_transformer(**{"experts.num_experts": 4}), of_tokens),
+    "window": (
+        lambda: small_transformer(**{"attention.window": 3, "attention.soft_cap": 5.0}),
+        of_tokens,
+    ),
     "bert": (make_bert, of_bert),
     "chunked loss": (small_transformer, of_tokens),
 }

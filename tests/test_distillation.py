@@ -366,7 +366,10 @@ def distil(shared, tmp_path):
         ({"stored": Path("x")}, "stored='x': only the likeliest tokens are stored"),
         ({"top_k": 3, "run_dir": "gs://a/b"}, "name a local folder for what the teacher writes"),
         ({"rnn": rnn.Config(vocab_size=9)}, "student='transformer' takes nothing from --rnn"),
-        ({"model": small_config(num_experts=2)}, "model.num_experts=2: a student has no experts"),
+        (
+            {"model": small_config(**{"experts.num_experts": 2})},
+            "model.num_experts=2: a student has no experts",
+        ),
         (
             {"optimizer": optimizers.Config(parametrization="mup", base_width=64)},
             "a student beside its teacher has two widths",

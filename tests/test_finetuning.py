@@ -283,12 +283,12 @@ def test_remat_of_a_loaded_model_saves_memory(compiled, tmp_path):
     memory, plain, training = compiled(*flags)
     more = ("--remat=full", "--dropout=0", "--attention=xla", "--scan-layers=True")
     memory_with_remat, given, _ = compiled(*flags, *more)
-    assert (plain.config.remat, plain.config.dropout, plain.config.attention) == (
+    assert (plain.config.remat, plain.config.dropout, plain.config.attention.kernel) == (
         "none",
         0.1,
         "auto",
     )
-    assert (given.config.remat, given.config.dropout, given.config.attention) == (
+    assert (given.config.remat, given.config.dropout, given.config.attention.kernel) == (
         "full",
         0.0,
         "xla",
@@ -347,7 +347,9 @@ def write_llama_like(folder):
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     shape = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     shape |= {"d_ff": 48, "max_seq_len": 128}
-    config = transformer.Config(320, **shape, rope_scaling=scaling)
+    config = transformer.Config(
+        320, positions=transformer.PositionsConfig(scaling=scaling), **shape
+    )
     model = transformer.Transformer(config, key=jax.random.key(0))
     # Adapters leave the head as it is, which has to be able to tell tokens apart.
     model = eqx.tree_at(lambda m: m.head.weight, model, 8 * model.head.weight)
@@ -546,7 +548,7 @@ MISTAKES = {
         ["--data.rows=bucketed", "--data.buckets", "64", "4096"],
         "data.buckets=4096: {shared}/base has 2048 positions",
     ),
-    "field": (["--model={shared}/rnn", "--attention=xla"], "of a rnn, attention='xla': dropout"),
+    "field": (["--model={shared}/rnn", "--kernel=xla"], "of a rnn, kernel='xla': dropout"),
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),

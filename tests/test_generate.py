@@ -34,17 +34,24 @@ PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 DECODERS: dict[str, Callable[[], Any]] = {
     "rotary": lambda: drawn_transformer(num_layers=1),
     "learned": lambda: drawn_transformer(
-        positions="learned", norm="layer", mlp="gelu", bias=True, tie_embeddings=True
+        mlp="gelu",
+        bias=True,
+        tie_embeddings=True,
+        **{"positions.kind": "learned", "residual.norm": "layer"},
     ),
-    "grouped": lambda: drawn_transformer(num_kv_heads=2, qk_norm=True, scan_layers=False),
-    "window": lambda: drawn_transformer(num_layers=1, window=5),
+    "grouped": lambda: drawn_transformer(
+        scan_layers=False, **{"attention.num_kv_heads": 2, "attention.qk_norm": "per_head"}
+    ),
+    "window": lambda: drawn_transformer(num_layers=1, **{"attention.window": 5}),
     "soft caps": lambda: drawn_transformer(
         num_layers=1,
-        num_kv_heads=1,
-        window=7,
-        attention_soft_cap=5.0,
         logit_soft_cap=10.0,
-        positions="learned",
+        **{
+            "attention.num_kv_heads": 1,
+            "attention.window": 7,
+            "attention.soft_cap": 5.0,
+            "positions.kind": "learned",
+        },
     ),
     **{cell: functools.partial(drawn_rnn, cell) for cell in CELLS},
     "tied lstm": lambda: drawn_rnn("lstm", tie_embeddings=True, norm="rms"),
@@ -414,7 +421,7 @@ def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):
             "causal=False: this is an encoder",
         ),
         (
-            lambda: drawn_transformer(num_layers=1, positions="learned", max_seq_len=4),
+            lambda: drawn_transformer(num_layers=1, max_seq_len=4, **{"positions.kind": "learned"}),
             "a sequence of 5 is longer than max_seq_len=4",
         ),
         (lambda: drawn_rnn("gru", bidirectional=True), "bidirectional=True"),

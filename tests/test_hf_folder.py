@@ -24,6 +24,7 @@ from test_hf import CASES, GOLDEN, tensors
 
 import zoo
 from zoo import hf, sharding, transformer
+from zoo.base import configuration
 from zoo.data import tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.publishing import models, token_ids
@@ -122,7 +123,7 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types=.*for each layer"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9: must be in 1 to"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "experts.per_token=9: must be in 1 to"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
     ],
@@ -177,10 +178,14 @@ null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 
 @pytest.mark.parametrize(
     ("text", "parameters", "fields"),
     [
-        (LLAMA_3_2_1B, 1_235_814_400, {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)}),
-        (QWEN_2_5_05B, 494_032_768, {"window": None, "qkv_bias": True, "head_dim": 64}),
-        (GEMMA_3_1B, 999_885_952, {"window": 512, "local_rope_theta": 10_000.0}),
-        (QWEN_3_30B, 30_532_122_624, {"num_experts": 128, "d_ff": 768, "window": None}),
+        (LLAMA_3_2_1B, 1_235_814_400, {"positions.scaling": RopeScaling(32.0, 1.0, 4.0, 8192)}),
+        (
+            QWEN_2_5_05B,
+            494_032_768,
+            {"attention.window": None, "attention.head_dim": 64},
+        ),
+        (GEMMA_3_1B, 999_885_952, {"attention.window": 512, "positions.local_theta": 10_000.0}),
+        (QWEN_3_30B, 30_532_122_624, {"experts.num_experts": 128, "d_ff": 768}),
     ],
     ids=["Llama 3.2 1B", "Qwen 2.5 0.5B", "Gemma 3 1B", "Qwen 3 30B A3B"],
 )
@@ -191,7 +196,8 @@ def test_published_configurations_have_published_sizes(text: str, parameters: in
     skeleton = eqx.filter_eval_shape(lambda: family.model(config, key=jax.random.key(0)))
     leaves = [x for x in jax.tree.leaves(skeleton) if isinstance(x, jax.ShapeDtypeStruct)]
     assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters
-    assert {name: getattr(config, name) for name in fields} == fields
+    found = configuration.flat(config) | {"positions.scaling": config.positions.scaling}
+    assert {name: found[name] for name in fields} == fields
     assert family.difference(config) == []
 
 
@@ -393,7 +399,7 @@ print((peak - before) / size, max(held.values()) / size, min(held.values()) / si
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_loading_memory_stays_near_file_size(tmp_path: Path):
     """Mapped pages of the files count too: this is the whole process's resident memory."""
-    options = {"vocab_size": 8192, "d_ff": 1024, "head_dim": None, "tie_embeddings": True}
+    options = {"vocab_size": 8192, "d_ff": 1024, "attention.head_dim": None, "tie_embeddings": True}
     for name, size, layers in (("small", 64, 1), ("large", 512, 6)):
         model = drawn_transformer(d_model=size, num_layers=layers, **options)
         zoo.save(tmp_path / name, model, format="hf")
@@ -415,11 +421,11 @@ def test_loading_memory_stays_near_file_size(tmp_path: Path):
     ("options", "kind"),
     [
         ({}, "llama"),
-        ({"qk_norm": True}, "qwen3"),
-        ({"window": 5}, "mistral"),
-        ({"num_experts": 4, "d_ff": 12, "tie_embeddings": True}, "mixtral"),
+        ({"attention.qk_norm": "per_head"}, "qwen3"),
+        ({"attention.window": 5}, "mistral"),
+        ({"experts.num_experts": 4, "d_ff": 12, "tie_embeddings": True}, "mixtral"),
         (
-            {"norm": "layer", "positions": "learned", "bias": True, "mlp": "gelu"},
+            {"residual.norm": "layer", "positions.kind": "learned", "bias": True, "mlp": "gelu"},
             "gpt2",
         ),
     ],
@@ -427,7 +433,7 @@ def test_loading_memory_stays_near_file_size(tmp_path: Path):
 )
 def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: Path):
     if kind == "gpt2":
-        options = {**options, "head_dim": None}
+        options = {**options, "attention.head_dim": None}
     model = drawn_transformer(**options)
     zoo.save(tmp_path / "model", model, format="hf", card="A card.")
     values = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -447,12 +453,18 @@ def test_exports_name_all_sizes(kind: str, tmp_path: Path):
     """Other programs refuse a null, or have a default of their own for it."""
     options: dict = {
         "llama": {},
-        "qwen3": {"qk_norm": True},
-        "mixtral": {"num_experts": 4},
-        "gpt2": {"norm": "layer", "positions": "learned", "bias": True, "mlp": "gelu"},
+        "qwen3": {"attention.qk_norm": "per_head"},
+        "mixtral": {"experts.num_experts": 4},
+        "gpt2": {
+            "residual.norm": "layer",
+            "positions.kind": "learned",
+            "bias": True,
+            "mlp": "gelu",
+        },
     }[kind]
-    config = transformer.Config(vocab_size=8, d_model=8, num_layers=1, num_heads=2, **options)
-    assert config.d_ff is config.num_kv_heads is config.head_dim is None
+    plain = transformer.Config(vocab_size=8, d_model=8, num_layers=1, num_heads=2)
+    config = configuration.replaced(plain, options)
+    assert config.d_ff is config.attention.num_kv_heads is config.attention.head_dim is None
     zoo.save(tmp_path, transformer.Transformer(config, key=jax.random.key(0)), format="hf")
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["model_type"] == kind
@@ -463,9 +475,13 @@ def test_exports_name_all_sizes(kind: str, tmp_path: Path):
 
 
 def test_unexportable_models_are_refused(tmp_path: Path):
-    with pytest.raises(PublishError, match=r"qwen3 is the nearest, without norm_placement='both'"):
+    with pytest.raises(PublishError, match=r"qwen3 .* residual.norm_placement='both'"):
         zoo.save(
-            tmp_path / "a", drawn_transformer(qk_norm=True, norm_placement="both"), format="hf"
+            tmp_path / "a",
+            drawn_transformer(
+                **{"attention.qk_norm": "per_head", "residual.norm_placement": "both"}
+            ),
+            format="hf",
         )
     with pytest.raises(PublishError, match="no family of Hugging Face's has such a model"):
         zoo.save(tmp_path / "a", drawn_transformer(causal=False), format="hf")
@@ -494,7 +510,7 @@ def test_modified_model_classes_are_refused(tmp_path: Path):
 def test_tensors_are_fetched_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf.folder, "BLOCK_BYTES", 1024)
     fetched = FetchedSizes(monkeypatch, hf.folder)
-    model = drawn_transformer(num_layers=4, num_experts=4, d_ff=24)
+    model = drawn_transformer(num_layers=4, d_ff=24, **{"experts.num_experts": 4})
     zoo.save(tmp_path / "model", model, format="hf")
     assert fetched.most_at_once <= 2 * 1024 < model.embedding.weight.nbytes
     stored = tensors(tmp_path / "model")

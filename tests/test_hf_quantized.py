@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
 from zoo import transformer
+from zoo.base import configuration
 from zoo.nn.parameters import resolve
 from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
@@ -246,16 +247,16 @@ def gptq_of_plain(source: Path, folder: Path, plain: Path, *, order: bool) -> li
 
 
 FAMILIES = {
-    "qwen2": {"qkv_bias": True, "norm": "rms"},
-    "mixtral": {"num_experts": 4, "normalize_experts": True},
+    "qwen2": {"attention.qkv_bias": True, "residual.norm": "rms"},
+    "mixtral": {"experts.num_experts": 4, "experts.normalize": True},
     "gemma2": {
-        "norm": "rms_offset",
-        "norm_placement": "both",
-        "scale_embedding": True,
+        "residual.norm": "rms_offset",
+        "residual.norm_placement": "both",
+        "residual.scale_embedding": True,
         "mlp": "geglu",
-        "attention_soft_cap": 50.0,
-        "window": 4,
-        "window_pattern": ("local", "global"),
+        "attention.soft_cap": 50.0,
+        "attention.window": 4,
+        "attention.window_pattern": ("local", "global"),
     },
 }
 
@@ -268,14 +269,15 @@ FAMILIES = {
     ],
 )
 def test_every_family_with_llamas_names(family: str, order: bool, tmp_path: Path):
-    sizes = {"vocab_size": 16, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "d_ff": 32}
-    config = transformer.Config(**{"mlp": "swiglu", **sizes, **FAMILIES[family]}, num_layers=2)
+    sizes = {"d_model": 32, "num_heads": 4, "attention.num_kv_heads": 2, "d_ff": 32}
+    small = transformer.Config(16, num_layers=2)
+    config = configuration.replaced(small, {"mlp": "swiglu", **sizes, **FAMILIES[family]})
     model = transformer.Transformer(config, key=jax.random.key(0))
     zoo.save(tmp_path / "whole", model, format="hf")
     folders = tmp_path / "whole", tmp_path / "gptq", tmp_path / "plain"
     linears = gptq_of_plain(*folders, order=order)
     assert json.loads((folders[1] / "config.json").read_text())["model_type"] == family
-    assert len(linears) == 2 * (4 + 3 * (config.num_experts or 1))
+    assert len(linears) == 2 * (4 + 3 * (config.experts.num_experts or 1))
     got = zoo.load(folders[1])
     assert len(matrices(got)) == 7
     assert all((x.order is not None) == order for x in matrices(got).values())

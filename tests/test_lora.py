@@ -399,7 +399,11 @@ def step_jaxpr(base, config, precision="bf16", loss=losses.next_token):
 def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatch):
     monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 8 * 4 * 64)  # the head in four chunks
     base = drawn_transformer(
-        d_model=24, head_dim=8, num_heads=4, d_ff=40, tie_embeddings=tied, num_kv_heads=2
+        d_model=24,
+        num_heads=4,
+        d_ff=40,
+        tie_embeddings=tied,
+        **{"attention.head_dim": 8, "attention.num_kv_heads": 2},
     )
     frozen = {(24, 4, 8), (24, 32), (24, 2, 8), (24, 16), (4, 8, 24), (32, 24), (24, 40), (40, 24)}
     frozen |= {(64, 24), (24, 64)}

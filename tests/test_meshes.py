@@ -19,7 +19,7 @@ from zoo.publishing.tensors import num_parameters
 
 CHIP = dataclasses.replace(chips.CHIPS["h100"], memory=100.0)
 TARGET = dataclasses.replace(targets.parse("h100:8"), chip=CHIP)
-SIZES = small_config(num_heads=4, num_kv_heads=2)
+SIZES = small_config(num_heads=4, **{"attention.num_kv_heads": 2})
 
 
 def by_hand(rows=8, seq_len=128, flops=1e9, parameters=10_000, target=TARGET, **sizes):
@@ -46,7 +46,7 @@ def test_all_meshes_that_divide_are_compared():
 
 def test_experts_lie_whole_on_all_axes_that_split_them():
     """So each mesh is one that a model takes."""
-    sizes = {"num_heads": 8, "num_kv_heads": 8, "num_experts": 4}
+    sizes = {"num_heads": 8, "attention.num_kv_heads": 8, "experts.num_experts": 4}
     found, model = {each.mesh for each in by_hand(**sizes)}, skeleton(**sizes)
     assert {"fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2", "fsdp=2,tensor=4"} <= found
     for mesh in found:
@@ -71,9 +71,11 @@ def test_a_step_by_hand():
 
 def test_experts_and_what_stores_all_else_by_hand():
     """An axis of experts stores the other parameters in parts too, and gathers them."""
-    model = skeleton(num_experts=8)
+    model = skeleton(**{"experts.num_experts": 8})
     parameters = num_parameters(model)
-    found = {each.mesh: each for each in by_hand(parameters=parameters, num_experts=8)}
+    found = {
+        each.mesh: each for each in by_hand(parameters=parameters, **{"experts.num_experts": 8})
+    }
     for mesh in ("fsdp=8", "expert=8", "fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2"):
         where = sharding.shardings(model, sharding.make_mesh(mesh))
         held = sum(

@@ -154,7 +154,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 EXPERTS = Family(
     "experts",
-    lambda dropout: make_transformer(num_experts=4, dropout=dropout),
+    lambda dropout: make_transformer(dropout=dropout, **{"experts.num_experts": 4}),
     token_batch,
     lambda batch: batch,
     losses.balanced_next_token(0.01),

@@ -26,17 +26,16 @@ from zoo.nn.parameters import cast, gather
 from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.kinds import is_matrix
 from zoo.training import state as state_module
+from zoo.transformer import ExpertsConfig, moe, routing
 from zoo.transformer import dispatch as exchanges
-from zoo.transformer import moe, routing
 
 EXPERTS, CHOICES = 8, 3
-OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "d_ff": 12}
+OPTIONS: dict[str, Any] = {"experts.num_experts": EXPERTS, "experts.per_token": CHOICES, "d_ff": 12}
 
 
 def layer(**changes: Any) -> moe.MoE:
-    options = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "normalize": True, **changes}
-    made = moe.MoE(16, 12, activation=jax.nn.silu, num_layers=1, key=jax.random.key(1), **options)
-    return made
+    config = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
+    return moe.MoE(config, 16, 12, activation=jax.nn.silu, num_layers=1, key=jax.random.key(1))
 
 
 def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -44,10 +43,10 @@ def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     w = {name: np.asarray(value, np.float64) for name, value in arrays(made).items()}
     logits = x @ w["router"]
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    out, chosen = np.zeros_like(x), np.argsort(-probabilities, -1)[..., : made.experts_per_token]
+    out, chosen = np.zeros_like(x), np.argsort(-probabilities, -1)[..., : made.config.per_token]
     for place in np.ndindex(x.shape[:-1]):
         weights = probabilities[place][chosen[place]]
-        weights = weights / weights.sum() if made.normalize else weights
+        weights = weights / weights.sum() if made.config.normalize else weights
         for expert, weight in zip(chosen[place], weights, strict=True):
             gate = x[place] @ w["w_gate"][expert]
             hidden = gate / (1 + np.exp(-gate)) * (x[place] @ w["w_up"][expert])
@@ -58,7 +57,7 @@ def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("choices", [1, CHOICES])
 def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
-    made = layer(experts_per_token=choices, normalize=normalize)
+    made = layer(per_token=choices, normalize=normalize)
     x = np.random.default_rng(0).normal(size=(2, 7, 16))
     counted = np.arange(7)[None] < np.array([[7], [1]])
     got, balance = eqx.filter_jit(made)(jnp.asarray(x, jnp.float32), jnp.asarray(counted))
@@ -368,7 +367,7 @@ def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
     assert_trees_close(got, (want, balance), rtol=1e-5)
 
 
-ROUTER: dict[str, Any] = {"router": "sigmoid", "router_bias_rate": 0.5}
+ROUTER: dict[str, Any] = {"experts.router": "sigmoid", "experts.bias_rate": 0.5}
 BIASED: dict[str, Any] = {**OPTIONS, **ROUTER}
 PARTS = ("gate", "up", "down")  # of a gated MLP
 
@@ -378,7 +377,7 @@ def test_sigmoid_routers_match_independent_numpy_formula():
     bias = np.linspace(1, -1, EXPERTS).astype(np.float32)
     made, scaled = (
         eqx.tree_at(lambda made: made.bias.value, each, jnp.asarray(bias))
-        for each in (layer(scores="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
+        for each in (layer(router="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
     )
     logits = np.random.default_rng(0).normal(size=(2, 7, EXPERTS)).astype(np.float32)
     got = routing.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
@@ -398,7 +397,7 @@ GOLDEN = np.load(Path(__file__).parent / "golden" / "deepseek.npz")
 def layer_of_transformers() -> tuple[moe.MoE, Any]:
     """The experts and the shared ones of a transformer's block, with the golden weights."""
     sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, **OPTIONS}
-    model = drawn_transformer(**sizes, **ROUTER, shared_experts=2, expert_scale=2.5)
+    model = drawn_transformer(**sizes, **ROUTER, **{"experts.num_shared": 2, "experts.scale": 2.5})
     block = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, model.blocks)
     gate, up = np.split(GOLDEN["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
     weights = {
@@ -536,7 +535,7 @@ def test_biases_resume_bit_for_bit(tmp_path: Any):
 
 
 def test_biases_are_stored_but_not_trained(tmp_path: Any):
-    model = drawn_transformer(**BIASED, shared_experts=1)
+    model = drawn_transformer(**BIASED, **{"experts.num_shared": 1})
     bias = model.blocks.mlp.bias.value
     assert cast(model, jnp.bfloat16).blocks.mlp.bias.value.dtype == jnp.float32
     assert not state_module.trained_leaves(model, None).blocks.mlp.bias.value
@@ -549,7 +548,7 @@ def test_biases_are_stored_but_not_trained(tmp_path: Any):
 
 
 def test_shared_experts_are_an_mlp_for_every_token():
-    model = drawn_transformer(**OPTIONS, shared_experts=2, num_layers=1)
+    model = drawn_transformer(num_layers=1, **OPTIONS, **{"experts.num_shared": 2})
     block = jax.tree.map(lambda x: x[0], eqx.filter(model.blocks, eqx.is_array))
     block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
     assert block.shared_mlp.w_up.shape == (32, 24)
@@ -564,13 +563,25 @@ def test_shared_experts_are_an_mlp_for_every_token():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_buffer": 0.5}, "moe_buffer=0.5: must be 1 at least"),
-        ({"shared_experts": -1}, "shared_experts=-1: is negative"),
-        ({"num_experts": None, "shared_experts": 1}, "shared_experts=1: .* set num_experts"),
-        ({"num_experts": None, "router_bias_rate": 0.1}, "router_bias_rate=0.1: .* set num_exp"),
-        ({"num_experts": None, "router": "sigmoid"}, "router='sigmoid': .* set num_experts"),
-        ({"num_experts": None, "expert_scale": 2.0}, "expert_scale=2.0: .* set num_experts"),
-        ({"router_bias_rate": 0.0}, "router_bias_rate=0.0: must be positive"),
+        ({"experts.buffer": 0.5}, "experts.buffer=0.5: must be 1 at least"),
+        ({"experts.num_shared": -1}, "experts.num_shared=-1"),
+        (
+            {"experts.num_experts": None, "experts.num_shared": 1},
+            "experts.num_shared=1: .*experts.num_experts",
+        ),
+        (
+            {"experts.num_experts": None, "experts.bias_rate": 0.1},
+            "experts.bias_rate=0.1: .*experts.num_exp",
+        ),
+        (
+            {"experts.num_experts": None, "experts.router": "sigmoid"},
+            "experts.router='sigmoid': .*experts.num_experts",
+        ),
+        (
+            {"experts.num_experts": None, "experts.scale": 2.0},
+            "experts.scale=2.0: .*experts.num_experts",
+        ),
+        ({"experts.bias_rate": 0.0}, "experts.bias_rate=0.0: must be positive"),
     ],
 )
 def test_bad_settings_of_experts_are_refused(changes: dict, message: str):
@@ -580,7 +591,7 @@ def test_bad_settings_of_experts_are_refused(changes: dict, message: str):
 
 def test_experts_that_the_axis_does_not_divide_are_refused():
     mesh = zoo.make_mesh("expert=8")
-    make_model = make_transformer(**{**OPTIONS, "num_experts": 12})
+    make_model = make_transformer(**{**OPTIONS, "experts.num_experts": 12})
     message = r"w_gate of shape .*: the size 12 is not divisible by expert=8 of the mesh"
     with pytest.raises(sharding.ShardingError, match=message):
         zoo.init_state(make_model, optax.sgd(0.1), key=jax.random.key(0), mesh=mesh)

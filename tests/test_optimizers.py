@@ -164,7 +164,10 @@ def test_only_matrices_are_decayed(name: str, decays: set[str]):
 
 
 def test_matrices_are_found_by_logical_axes():
-    make_model = make_transformer(bias=True, norm="layer", qk_norm=True, positions="learned")
+    make_model = make_transformer(
+        bias=True,
+        **{"residual.norm": "layer", "attention.qk_norm": "per_head", "positions.kind": "learned"},
+    )
     found: dict[bool, set[str]] = {True: set(), False: set()}
     skeleton = eqx.filter(eqx.filter_eval_shape(make_model, KEY), is_parameter)
     for path, matrix in jax.tree_util.tree_leaves_with_path(optimizers.matrices(skeleton)):

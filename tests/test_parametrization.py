@@ -1,6 +1,5 @@
 """zoo.training.parametrization: muP's initial scales and rates, and what they are for."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float
 import zoo
 from benchmarks import mup
 from zoo import bert, losses, mlp, optimizers, rnn, sharding
+from zoo.base import configuration
 from zoo.sharding.axes import is_parameter, keystr
 from zoo.training import parametrization
 from zoo.training.parametrization import Factors
@@ -53,8 +53,13 @@ def make_rnn(**changes: Any) -> Callable[[Any], rnn.RNN]:
 
 
 def test_transformer_factors():
-    options: dict = {"bias": True, "positions": "learned", "qk_norm": True, "mlp": "gelu"}
-    by_path = found(make_transformer(num_kv_heads=4, **options), 8)
+    options: dict = {
+        "bias": True,
+        "positions.kind": "learned",
+        "attention.qk_norm": "per_head",
+        "mlp": "gelu",
+    }
+    by_path = found(make_transformer(**options, **{"attention.num_kv_heads": 4}), 8)
     hidden = {f"blocks.attention.{name}" for name in ("wq", "wk", "wv", "wo")}
     hidden |= {"blocks.mlp.w_up", "blocks.mlp.w_down"}
     assert {path for path, factors in by_path.items() if factors == HIDDEN} == hidden
@@ -66,13 +71,15 @@ def test_transformer_factors():
 
 
 def test_experts_factors():
-    by_path = found(make_transformer(num_experts=4), 8)
+    by_path = found(make_transformer(**{"experts.num_experts": 4}), 8)
     assert by_path["blocks.mlp.router"] == OUTPUT
     assert by_path["blocks.mlp.w_gate"] == by_path["blocks.mlp.w_down"] == HIDDEN
 
 
 def test_tied_embedding_is_divided_by_the_gain_before_it():
-    by_path = found(make_transformer(tie_embeddings=True, norm="layer", bias=True), 8)
+    by_path = found(
+        make_transformer(tie_embeddings=True, bias=True, **{"residual.norm": "layer"}), 8
+    )
     assert by_path["embedding.weight"] == SAME
     gain = {path for path, factors in by_path.items() if factors == GAIN}
     assert gain == {"final_norm.scale", "final_norm.bias"}
@@ -119,7 +126,7 @@ def test_factors_of_wrapped_models():
 
 
 def test_muon_rates_keep_the_spectral_condition():
-    by_path = found(make_transformer(num_experts=4), 8, orthogonal=True)
+    by_path = found(make_transformer(**{"experts.num_experts": 4}), 8, orthogonal=True)
     assert by_path["blocks.attention.wq"] == by_path["blocks.mlp.w_up"] == Factors(1, 1 / 2)
     assert by_path["blocks.mlp.router"] == OUTPUT
     assert by_path["head.weight"] == OUTPUT
@@ -200,7 +207,7 @@ def test_initial_values_are_scaled_on_a_mesh():
 
 @pytest.mark.parametrize("norm", ["rms", "rms_offset"])
 def test_gain_of_a_tied_model_is_a_multiplier_of_its_logits(norm: Any, tmp_path: Path):
-    drawn = drawn_transformer(tie_embeddings=True, num_layers=1, norm=norm)
+    drawn = drawn_transformer(tie_embeddings=True, num_layers=1, **{"residual.norm": norm})
     config = optimizers.Config(parametrization="mup", base_width=8)
     model = optimizers.initialise(config, lambda key: drawn)(KEY)
     zoo.save(tmp_path / "model", model)
@@ -280,7 +287,7 @@ def test_coordinates_of_an_mlp_stay():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "norm": "layer"}])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "residual.norm": "layer"}])
 def test_coordinates_of_a_transformer_stay(changes: dict):
     """The mean |x| of each layer's output, over steps and widths; logits by their change."""
     settings = mup.Config(base_width=32, head_dim=16)
@@ -289,7 +296,7 @@ def test_coordinates_of_a_transformer_stay(changes: dict):
     for name in mup.PARAMETRIZATIONS:
         by_width = []
         for width in (32, 128):
-            model = dataclasses.replace(mup.model_config(settings, width, 64), **changes)
+            model = configuration.replaced(mup.model_config(settings, width, 64), changes)
             options: dict = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 2e-3}
             rule = mup.rule(settings, width, name, **options)
             by_width.append(mup.coordinates(model, rule, batches, 2)["scale"])
@@ -312,9 +319,19 @@ def test_models_without_a_counterpart_are_refused():
         with pytest.raises(ValueError, match=message):
             found(make_model, base_width)
 
-    refused(make_transformer(num_heads=2, head_dim=16), 8, "2 heads at a width of 32 are 0.5 at")
-    refused(make_transformer(num_kv_heads=1), 8, "1 kv_heads at a width of 32 are 0.25 at")
-    refused(make_transformer(scale_embedding=True), 8, "scale_embedding=True multiplies")
+    refused(
+        make_transformer(num_heads=2, **{"attention.head_dim": 16}),
+        8,
+        "2 heads at a width of 32 are 0.5 at",
+    )
+    refused(
+        make_transformer(**{"attention.num_kv_heads": 1}),
+        8,
+        "1 kv_heads at a width of 32 are 0.25 at",
+    )
+    refused(
+        make_transformer(**{"residual.scale_embedding": True}), 8, "scale_embedding=True multiplies"
+    )
     refused(make_rnn(tie_embeddings=True), 8, "tie_embeddings=True: .* norm='none'")
     refused(lambda key: jnp.zeros(3), 8, "has no axis of that name")
 

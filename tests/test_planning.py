@@ -359,7 +359,7 @@ def traced_flops(wanted, policy=None):
 
 
 def test_step_flops_match_the_formula():
-    sizes = {"num_layers": 3, "attention": "xla", "causal": False}
+    sizes = {"num_layers": 3, "attention.kernel": "xla", "causal": False}
     wanted, config = job(model=sizes), small_config(**sizes)
     plain, again = traced_flops(wanted), traced_flops(wanted, "full")
     assert plain == pytest.approx(wanted.training.flops_per_token * wanted.tokens)
@@ -541,7 +541,7 @@ def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
 
 
 BLOCKS = Blocks(128, 128, 128)
-EXPERTS = {"attention": "xla", "causal": False, "mlp": "swiglu", "num_experts": 4}
+EXPERTS = {"attention.kernel": "xla", "causal": False, "mlp": "swiglu", "experts.num_experts": 4}
 
 
 def test_products_of_experts_are_counted_on_any_mesh():
@@ -554,10 +554,12 @@ def test_products_of_experts_are_counted_on_any_mesh():
     assert estimate.flops == found
 
 
-@pytest.mark.parametrize("model", [{"attention": "xla", "causal": False}, EXPERTS])
+@pytest.mark.parametrize("model", [{"attention.kernel": "xla", "causal": False}, EXPERTS])
 def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
     sizes, target = small_config(num_layers=3, **model), targets.parse("cpu:8")
-    if "num_experts" in model:  # whose adapters are merged, a product that the maths does not need
+    if (
+        "experts.num_experts" in model
+    ):  # whose adapters are merged, a product that the maths does not need
         only = {"lora": zoo.lora.Config(rank=2, targets=("blocks.attention.*",))}
     else:
         only = {"lora": zoo.lora.Config(rank=2)}
@@ -570,7 +572,7 @@ def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
 
 
 def test_a_token_uses_the_adapters_of_its_own_experts():
-    config = small_config(mlp="swiglu", num_experts=4, experts_per_token=2)
+    config = small_config(mlp="swiglu", **{"experts.num_experts": 4, "experts.per_token": 2})
 
     def per_token(*targets):
         adapters = zoo.lora.Config(rank=2, targets=("blocks.attention.*", *targets))
@@ -931,7 +933,7 @@ def test_tpu_slices_are_planned_without_tpus():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     wanted = job(
         rows=8, seq=128, mesh="fsdp=4,tensor=2", precision="bf16",
-        model={"d_model": 512, "d_ff": 1024, "num_layers": 3, "head_dim": 128},
+        model={"d_model": 512, "d_ff": 1024, "num_layers": 3, "attention.head_dim": 128},
     )  # fmt: skip
     estimate = make_estimate(dataclasses.replace(wanted, remat="full"), targets.parse("v5e:2x4"))
     assert estimate.memory.fits

@@ -216,33 +216,41 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
     experts = draw(st.sampled_from([None, None, unit * math.ceil(2 / unit)]))
     gated = st.sampled_from(["swiglu", "geglu"])
     plain = st.sampled_from(["swiglu", "geglu", "gelu", "gelu_erf"])
-    flags = ("qkv_bias", "qk_norm", "qk_norm_per_head", "tie_embeddings", "scale_embedding")
-    flags += ("causal", "scan_layers", "normalize_experts")
+    flag, norms = st.booleans(), st.sampled_from(["none", "per_head", "across_heads"])
     soft_caps = st.sampled_from([None, 5.0])
     config = transformer.Config(
         vocab_size=unit * math.ceil(64 / unit),
         d_model=unit * draw(st.integers(2, 4)),
         num_layers=draw(st.integers(1, 3)),
         num_heads=groups * kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=2 * unit,
         d_ff=unit * draw(st.integers(1, 8)),
         mlp=draw(plain if experts is None else gated),
-        num_experts=experts,
-        norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
-        norm_placement=draw(st.sampled_from(["pre", "post", "both"])),
-        positions=draw(st.sampled_from(["rotary", "learned"])),
-        rope_scaling=draw(
-            st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
-        ),
         max_seq_len=unit * math.ceil(16 / unit),
         bias=experts is None and draw(st.booleans()),
-        window=draw(st.none() | st.integers(1, 9)),
-        window_pattern=draw(st.sampled_from([("local",), ("local", "global")])),
-        attention_soft_cap=draw(soft_caps),
         logit_soft_cap=draw(soft_caps),
         remat=draw(st.sampled_from(["none", "dots", "dots_no_batch", "full"])),
-        **{name: draw(st.booleans()) for name in flags},
+        attention=transformer.AttentionConfig(
+            num_kv_heads=kv_heads,
+            head_dim=2 * unit,
+            window=draw(st.none() | st.integers(1, 9)),
+            window_pattern=draw(st.sampled_from([("local",), ("local", "global")])),
+            soft_cap=draw(soft_caps),
+            qkv_bias=draw(flag),
+            qk_norm=draw(norms),
+        ),
+        experts=transformer.ExpertsConfig(num_experts=experts, normalize=draw(flag)),
+        residual=transformer.ResidualConfig(
+            norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
+            norm_placement=draw(st.sampled_from(["pre", "post", "both"])),
+            scale_embedding=draw(flag),
+        ),
+        positions=transformer.PositionsConfig(
+            kind=draw(st.sampled_from(["rotary", "learned"])),
+            scaling=draw(
+                st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
+            ),
+        ),
+        **{name: draw(flag) for name in ("tie_embeddings", "causal", "scan_layers")},
     )
     note(str(config))
     make_model = functools.partial(transformer.Transformer, config)

@@ -379,7 +379,7 @@ def test_models_unlike_their_configuration_are_refused(tmp_path, monkeypatch, ma
 
 def test_execution_options_survive_saving(tmp_path, monkeypatch):
     monkeypatch.undo()
-    options = {"num_experts": 2, "mlp": "geglu", "remat": "full", "attention": "xla"}
+    options = {"experts.num_experts": 2, "mlp": "geglu", "remat": "full", "attention.kernel": "xla"}
     model = drawn_transformer(num_layers=1, scan_layers=False, dropout=0.1, **options)
     zoo.save(tmp_path / "model", model)
     assert_same(zoo.load(tmp_path / "model"), model)
@@ -673,21 +673,21 @@ def test_fields_that_can_be_overridden_change_no_parameter():
         cls = families.FAMILIES[name].model
         make = lambda config, cls=cls: eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
         shapes = tensors.parameter_shapes(make(config))
-        for field in dataclasses.fields(config):
-            value = others.get(type(getattr(config, field.name)), 3)
+        for field, old in configuration.flat(config).items():
             value = {
-                "attention": "xla",
+                "attention.kernel": "xla",
+                "kernel": "xla",
                 "remat": "full",
                 "implementation": "scan",
-                "moe_dispatch": "all_to_all",
+                "experts.dispatch": "all_to_all",
                 "eos_ids": (3,),
-            }.get(field.name, value)
+            }.get(field, others.get(type(old), 3))
             try:
-                changed = configuration.changed(config, {field.name: value})
+                changed = configuration.changed(config, {field: value})
             except ValueError:
                 continue
             count += 1
-            assert tensors.parameter_shapes(make(changed)) == shapes, field.name
+            assert tensors.parameter_shapes(make(changed)) == shapes, field
     assert count >= 4 + 4 + 2 + 5
 
 

@@ -23,7 +23,12 @@ from zoo.training.state import trained_leaves
 
 KINDS = codes_module.KINDS
 CONFIG = transformer.Config(
-    vocab_size=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=2
+    vocab_size=64,
+    d_model=64,
+    d_ff=128,
+    num_layers=2,
+    num_heads=4,
+    attention=transformer.AttentionConfig(num_kv_heads=2),
 )
 TOKENS = np.arange(32, dtype=np.int32).reshape(4, 8) % 50
 

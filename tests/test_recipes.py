@@ -475,12 +475,12 @@ UNFIT = {
     "an encoder": ("finetune", ["--model={tmp}/bert"], "a BERT is no decoder"),
     "long rows": (
         "lm",
-        ["--model.positions=learned", "--model.max-seq-len=31"],
+        ["--model.positions.kind=learned", "--model.max-seq-len=31"],
         "the longest row of data: a sequence of 32 is longer than max_seq_len=31",
     ),
     "long sample": (
         "lm",
-        ["--model.positions=learned", "--model.max-seq-len=64", "--sample-tokens=64"],
+        ["--model.positions.kind=learned", "--model.max-seq-len=64", "--sample-tokens=64"],
         "sample_tokens=64: a sequence of 65 is longer than max_seq_len=64",
     ),
     "long prompt": (
@@ -502,7 +502,9 @@ def unfit(tmp_path_factory):
     """A BERT, a model of few positions, and prompts of 40 characters."""
     folder = tmp_path_factory.mktemp("unfit")
     sizes = {"vocab_size": 320, "d_model": 8, "num_layers": 1, "num_heads": 1}
-    config = transformer.Config(**sizes, positions="learned", max_seq_len=56)
+    config = transformer.Config(
+        max_seq_len=56, positions=transformer.PositionsConfig(kind="learned"), **sizes
+    )
 
     def save(name, make):
         skeleton = eqx.filter_eval_shape(make, jax.random.key(0))

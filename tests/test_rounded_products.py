@@ -171,14 +171,14 @@ def products(model: Any, name: Any) -> list[tuple[str, set[int]]]:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_the_matrices_of_blocks_alone_are_rounded():
-    model = drawn_transformer(num_heads=8, d_ff=96, d_model=40, head_dim=4)
+    model = drawn_transformer(num_heads=8, d_ff=96, d_model=40, **{"attention.head_dim": 4})
     found = products(model, "int8")
     # Of a scanned layer: q, k, v, o, gate, up, down, and the gradient of each one's input.
     assert [dtype for dtype, _ in found].count("int8") == 2 * 7
     assert all(VOCAB not in sizes for dtype, sizes in found if dtype == "int8")
     assert any(VOCAB in sizes for dtype, sizes in found if dtype == "bfloat16")
     assert {dtype for dtype, _ in products(model, "bf16")} == {"bfloat16"}
-    mixture = drawn_transformer(num_experts=5, experts_per_token=2)
+    mixture = drawn_transformer(**{"experts.num_experts": 5, "experts.per_token": 2})
     found = products(mixture, "int8")
     assert [dtype for dtype, _ in found].count("int8") == 2 * 4
     assert all(5 not in sizes for dtype, sizes in found if dtype == "int8")

@@ -95,13 +95,18 @@ def test_exports_are_served_with_equal_logits_tokens_and_stops(
     pytest.importorskip(engine, reason="an engine to serve exported models")
     options: dict = {
         "llama": {},
-        "qwen3": {"qk_norm": True, "head_dim": 8},
+        "qwen3": {"attention.qk_norm": "per_head", "attention.head_dim": 8},
         "gpt2": {
-            "norm": "layer", "positions": "learned", "bias": True, "mlp": "gelu", "norm_eps": 1e-5
+            "residual.norm": "layer", "residual.norm_eps": 1e-5, "positions.kind": "learned",
+            "bias": True, "mlp": "gelu",
         },
     }[family]  # fmt: skip
     if family == "gpt2":
-        options |= {"num_kv_heads": None, "head_dim": None, "tie_embeddings": True}
+        options |= {
+            "attention.num_kv_heads": None,
+            "attention.head_dim": None,
+            "tie_embeddings": True,
+        }
     tokenizer = zoo.tokenizer.BPETokenizer.train(["some text to train on"] * 9, 300)
     options |= {"vocab_size": tokenizer.vocab_size, "max_seq_len": 64}
     model = drawn_transformer(**options)

@@ -280,7 +280,7 @@ def test_stacked_axis_must_be_a_stack():
 
 def test_the_placement_table_adds_up():
     mesh = make_mesh(CUBE)
-    config = small_config(num_kv_heads=2)
+    config = small_config(**{"attention.num_kv_heads": 2})
     skeleton = eqx.filter_eval_shape(transformer.Transformer, config, key=jax.random.key(0))
     lines = sharding.placement_table(skeleton, mesh).splitlines()
     rows = {line.split()[0]: line.split() for line in lines}

@@ -23,7 +23,7 @@ KEY = jax.random.key(0)
 
 def model_of(name: str) -> Any:
     if name == "transformer":
-        return drawn_transformer(vocab_size=VOCAB, num_layers=2, window=4)
+        return drawn_transformer(vocab_size=VOCAB, num_layers=2, **{"attention.window": 4})
     if name == "unwindowed":
         return drawn_transformer(vocab_size=VOCAB, num_layers=2)
     return drawn_rnn(name, vocab_size=VOCAB, num_layers=1)

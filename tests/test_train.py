@@ -300,12 +300,18 @@ def separate(batch: Batch) -> Batch:
     "options",
     [
         {"tie_embeddings": True, "remat": "full"},
-        {"bias": True, "norm": "layer", "qk_norm": True, "positions": "learned", "mlp": "gelu"},
+        {
+            "bias": True,
+            "residual.norm": "layer",
+            "attention.qk_norm": "per_head",
+            "positions.kind": "learned",
+            "mlp": "gelu",
+        },
     ],
     ids=["tied", "biased"],
 )
 def test_bf16_multiplies_and_fp32_reduces(options: dict):
-    make_model = make_transformer(attention="chunked", dropout=0.1, **options)
+    make_model = make_transformer(dropout=0.1, **options, **{"attention.kernel": "chunked"})
     optimizer = optax.adamw(1e-3)
     step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", accumulate=2)
     state = abstract_state(make_model, optimizer, key=KEY)

@@ -34,10 +34,10 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
     size, groups = config.head_size, config.num_heads // config.kv_heads
 
     def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.residual.norm_eps) * scale
 
     def turn(x: np.ndarray) -> np.ndarray:
-        angles = np.arange(length)[:, None] * config.rope_theta ** (
+        angles = np.arange(length)[:, None] * config.positions.theta ** (
             -np.arange(size // 2) * 2 / size
         )
         z = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * angles)
@@ -65,8 +65,10 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 def test_logits_match_independent_numpy_forward():
     # Dropout needs a key, and so is off.
-    options = {"norm_eps": 0.1, "rope_theta": 100.0, "dropout": 0.5}
-    model = drawn_transformer(num_heads=4, num_kv_heads=2, head_dim=6, **options)
+    options = {"residual.norm_eps": 0.1, "positions.theta": 100.0, "dropout": 0.5}
+    model = drawn_transformer(
+        num_heads=4, **options, **{"attention.num_kv_heads": 2, "attention.head_dim": 6}
+    )
     tokens = token_batch(2, 16)["tokens"]
     got = eqx.filter_jit(model)(jnp.asarray(tokens))
     assert got.dtype == jnp.float32
@@ -93,7 +95,7 @@ def influence(options: dict, **inputs: Any) -> np.ndarray:
 
 
 T, S = np.mgrid[:12, :12]
-LOCAL_BUT_LAST: dict[str, Any] = {"window_pattern": ("local", "local", "local", "global")}
+LOCAL_BUT_LAST: dict[str, Any] = {"attention.window_pattern": ("local", "local", "local", "global")}
 SEGMENTS = np.array([1] * 5 + [2] * 4 + [0] * 3)
 SAME = SEGMENTS[T] == SEGMENTS[S]
 
@@ -102,15 +104,15 @@ SAME = SEGMENTS[T] == SEGMENTS[S]
     ("options", "packed", "seen"),
     [
         ({}, False, S <= T),
-        ({"positions": "learned", "scan_layers": False}, False, S <= T),
+        ({"positions.kind": "learned", "scan_layers": False}, False, S <= T),
         ({"causal": False}, False, S >= 0),
-        ({"num_layers": 1, "window": 4}, False, (S <= T) & (T - S < 4)),
+        ({"num_layers": 1, "attention.window": 4}, False, (S <= T) & (T - S < 4)),
         # Each layer sees three positions further.
-        ({"num_layers": 2, "window": 4}, False, (S <= T) & (T - S < 7)),
-        ({"num_layers": 1, "window": 4, "causal": False}, False, abs(T - S) < 4),
+        ({"num_layers": 2, "attention.window": 4}, False, (S <= T) & (T - S < 7)),
+        ({"num_layers": 1, "attention.window": 4, "causal": False}, False, abs(T - S) < 4),
         # One layer with a window, one without; and three with and one without.
-        ({"window": 2, "window_pattern": ("local", "global")}, False, S <= T),
-        ({"num_layers": 3, "window": 2, **LOCAL_BUT_LAST}, False, (S <= T) & (T - S < 4)),
+        ({"attention.window": 2, "attention.window_pattern": ("local", "global")}, False, S <= T),
+        ({"num_layers": 3, "attention.window": 2, **LOCAL_BUT_LAST}, False, (S <= T) & (T - S < 4)),
         ({}, True, (S <= T) & SAME),
         ({"causal": False}, True, SAME),
     ],
@@ -146,7 +148,7 @@ def test_the_mask_hides_padding():
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_given_positions_are_used(positions: Any):
-    model = drawn_transformer(positions=positions)
+    model = drawn_transformer(**{"positions.kind": positions})
     tokens = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2)[None]
     segment_ids = jnp.repeat(jnp.array([1, 2], jnp.int32), 6)[None]
     restarted = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2)[None]
@@ -163,31 +165,51 @@ def test_given_positions_are_used(positions: Any):
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "grouped": {"num_kv_heads": 2, "head_dim": 6, "tie_embeddings": True, "qk_norm": True},
-    "biased": {"bias": True, "norm": "layer", "mlp": "gelu", "window": 5, "scan_layers": False},
-    "learned": {"positions": "learned", "max_seq_len": 12, "mlp": "geglu", "norm": "layer"},
-    "capped": {"attention_soft_cap": 5.0, "logit_soft_cap": 3.0, "d_ff": None, "head_dim": None},
-    "encoder": {"causal": False, "bias": True, "attention": "xla", "mlp": "swiglu"},
+    "grouped": {
+        "attention.num_kv_heads": 2,
+        "attention.head_dim": 6,
+        "tie_embeddings": True,
+        "attention.qk_norm": "per_head",
+    },
+    "biased": {
+        "bias": True,
+        "residual.norm": "layer",
+        "mlp": "gelu",
+        "attention.window": 5,
+        "scan_layers": False,
+    },
+    "learned": {
+        "positions.kind": "learned",
+        "max_seq_len": 12,
+        "mlp": "geglu",
+        "residual.norm": "layer",
+    },
+    "capped": {
+        "attention.soft_cap": 5.0,
+        "logit_soft_cap": 3.0,
+        "d_ff": None,
+        "attention.head_dim": None,
+    },
+    "encoder": {"causal": False, "bias": True, "attention.kernel": "xla", "mlp": "swiglu"},
     "both norms": {
-        "norm_placement": "both",
-        "norm": "rms_offset",
-        "scale_embedding": True,
-        "attention_scale": 0.3,
-        "window": 5,
-        "window_pattern": ("local", "global"),
+        "residual.norm_placement": "both",
+        "residual.norm": "rms_offset",
+        "residual.scale_embedding": True,
+        "attention.scale": 0.3,
+        "attention.window": 5,
+        "attention.window_pattern": ("local", "global"),
         "num_layers": 3,
-        "local_rope_theta": 100.0,
-        "rope_scaling": RopeScaling(8.0),
+        "positions.local_theta": 100.0,
+        "positions.scaling": RopeScaling(8.0),
     },
     "post norms": {
-        "norm_placement": "post",
-        "qk_norm": True,
-        "qk_norm_per_head": False,
-        "qkv_bias": True,
+        "residual.norm_placement": "post",
+        "attention.qk_norm": "across_heads",
+        "attention.qkv_bias": True,
         "mlp": "gelu_erf",
-        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
+        "positions.scaling": RopeScaling(8.0, 1.0, 4.0, 16),
     },
-    "experts": {"num_experts": 4, "experts_per_token": 2, "d_ff": 12},
+    "experts": {"experts.num_experts": 4, "experts.per_token": 2, "d_ff": 12},
 }
 
 
@@ -286,8 +308,8 @@ def test_call_options_are_checked(method: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "cudnn"}, "attention='cudnn' needs an NVIDIA GPU"),
-        ({"attention": "xla", "attention_soft_cap": 5.0}, "attention_soft_cap=5.0"),
+        ({"attention.kernel": "cudnn"}, "'cudnn' needs an NVIDIA GPU"),
+        ({"attention.kernel": "xla", "attention.soft_cap": 5.0}, "attention.soft_cap=5.0"),
     ],
     ids=str,
 )
@@ -302,16 +324,25 @@ def test_inapplicable_attention_backends_are_refused(options: dict, message: str
     [
         ({"vocab_size": 0}, "vocab_size=0: must be positive"),
         ({"num_layers": -1}, "num_layers=-1"),
-        ({"num_heads": 5, "head_dim": None}, "num_heads=5 does not divide d_model=32.*head_dim"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
-        ({"head_dim": 5}, "head_dim=5 is odd"),
+        (
+            {"num_heads": 5, "attention.head_dim": None},
+            "num_heads=5 does not divide d_model=32.*attention.head_dim",
+        ),
+        ({"attention.num_kv_heads": 3}, "attention.num_kv_heads=3 does not divide num_heads=8"),
+        ({"attention.head_dim": 5}, "attention.head_dim=5 is odd"),
         ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
         ({"dropout": -0.1}, "dropout=-0.1"),
-        ({"window": 0}, "window=0: must be positive"),
+        ({"attention.window": 0}, "attention.window=0: must be positive"),
         ({"d_ff": 0}, "d_ff=0: must be positive"),
-        ({"window_pattern": ()}, "needs a 'local' or 'global'"),
-        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3: must be in 1 to"),
-        ({"num_experts": 2, "mlp": "gelu"}, "num_experts=2: experts are gated MLPs"),
+        ({"attention.window_pattern": ()}, "needs a 'local' or 'global'"),
+        (
+            {"experts.num_experts": 2, "experts.per_token": 3},
+            "experts.per_token=3: must be in 1 to",
+        ),
+        (
+            {"experts.num_experts": 2, "mlp": "gelu"},
+            "experts.num_experts=2: experts",
+        ),
     ],
     ids=str,
 )
@@ -323,8 +354,11 @@ def test_invalid_configurations_name_the_field(options: dict, message: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"low_freq_factor": 1.0}, "rope_scaling has low_freq_factor: give all of low_freq_factor"),
-        ({"high_freq_factor": 0.0}, "rope_scaling.high_freq_factor=0.0: must be positive"),
+        (
+            {"low_freq_factor": 1.0},
+            "positions.scaling has low_freq_factor: give all",
+        ),
+        ({"high_freq_factor": 0.0}, "positions.scaling.high_freq_factor=0.0: must be positive"),
     ],
     ids=str,
 )
@@ -341,6 +375,6 @@ def test_unknown_remat_policy_names_the_field():
 
 
 def test_sequences_beyond_learned_positions_are_refused():
-    model = drawn_transformer(positions="learned", max_seq_len=8)
+    model = drawn_transformer(max_seq_len=8, **{"positions.kind": "learned"})
     with pytest.raises(ValueError, match="a sequence of 9 is longer than max_seq_len=8"):
         model(jnp.zeros((1, 9), jnp.int32))

@@ -49,7 +49,7 @@ class Config:
     """A dense layer with tanh over the first position: `pooled`."""
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
-    attention: attention_module.Implementation = may_differ("auto")
+    kernel: attention_module.Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
     or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
     exchange heads."""
@@ -60,6 +60,7 @@ class Config:
 
     def __post_init__(self) -> None:
         configuration.check(self)
+        configuration.check_positive(self, "", "norm_eps")
         require(
             self.num_token_types > 0, f"num_token_types={self.num_token_types}: must be positive"
         )
@@ -75,14 +76,13 @@ class Config:
             num_heads=self.num_heads,
             d_ff=self.d_ff,
             mlp=self.mlp,
-            norm="layer",
-            norm_eps=self.norm_eps,
-            positions="learned",
+            residual=transformer_config.ResidualConfig(norm="layer", norm_eps=self.norm_eps),
+            positions=transformer_config.PositionsConfig(kind="learned"),
             max_seq_len=self.max_seq_len,
             causal=False,
             bias=True,
             dropout=self.dropout,
-            attention=self.attention,
+            attention=transformer_config.AttentionConfig(kernel=self.kernel),
             remat=self.remat,
             scan_layers=self.scan_layers,
         )

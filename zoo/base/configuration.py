@@ -1,8 +1,8 @@
 """Configurations are dataclasses whose fields have values of the types they are annotated with.
 
-A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields,
-those of earlier versions too: a field names its former form by `formerly`. A field that
-`may_differ` between two starts of a run says so in its own declaration.
+A `Config` calls `check(self)` in its `__post_init__`; `from_json` makes one of a file's fields. A
+field that `may_differ` between two starts of a run says so in its own declaration. A field of a
+configuration in another has a dotted name, such as "attention.window", as on the command line.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 _TEXTS = {
     bool: "True or False",
@@ -26,7 +26,7 @@ _TEXTS = {
 
 
 # In the metadata of fields:
-_MAY_DIFFER, _FORMERLY, _ADDED, _OF_TRAINING = "may differ", "formerly", "added", "of training"
+_MAY_DIFFER, _OF_TRAINING = "may differ", "of training"
 
 
 def may_differ(default: Any = dataclasses.MISSING) -> Any:
@@ -45,72 +45,96 @@ def of_training(default: Any) -> Any:
 def changed(config: Any, values: Mapping[str, Any]) -> Any:
     """A model's configuration with other values for fields that its parameters do not depend on.
 
-    Those are the fields that `may_differ`, and those `of_training`.
+    Those are the fields that `may_differ`, and those `of_training`; see `replaced` for the names.
 
     Raises:
         ValueError: another field, or a value that it can't have.
     """
-    fields = dataclasses.fields(config)
-    marks = _MAY_DIFFER, _OF_TRAINING
-    allowed = [f.name for f in fields if any(f.metadata.get(mark) for mark in marks)]
-    if others := [name for name in values if name not in allowed]:
+    allowed = [*_names(config, _MAY_DIFFER), *_names(config, _OF_TRAINING)]
+    given = _leaves(values)
+    if others := [name for name in given if name not in allowed]:
         raise ValueError(
-            f"{others[0]}={values[others[0]]!r}: {', '.join(allowed)} can be another than a model "
+            f"{others[0]}={given[others[0]]!r}: {', '.join(allowed)} can be another than a model "
             "is stored with, and no other field"
         )
-    return dataclasses.replace(config, **values)
+    return replaced(config, values)
 
 
-def names_that_may_differ(config: Any, prefix: str = "") -> set[str]:
-    """The dotted names of the fields that `may_differ`, those of nested configurations too."""
-    names: set[str] = set()
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, of dictionaries in each other."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict)
+        found |= _leaves(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
+
+
+def names_that_may_differ(config: Any) -> set[str]:
+    """The dotted names of the fields that `may_differ`."""
+    return {*_names(config, _MAY_DIFFER)}
+
+
+def _names(config: Any, mark: str, prefix: str = "") -> list[str]:
+    names = []
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        if any(_marks(cls, field.name) for cls in type(config).__mro__):
-            names.add(name)
+        if any(_marks(cls, field.name, mark) for cls in type(config).__mro__):
+            names.append(name)
         if dataclasses.is_dataclass(value):
-            names |= names_that_may_differ(value, f"{name}.")
+            names += _names(value, mark, f"{name}.")
     return names
 
 
-def _marks(cls: type, name: str) -> bool:
+def _marks(cls: type, name: str, mark: str) -> bool:
     fields = getattr(cls, "__dataclass_fields__", {})
-    return name in fields and bool(fields[name].metadata.get(_MAY_DIFFER))
+    return name in fields and bool(fields[name].metadata.get(mark))
 
 
-class _Former(NamedTuple):
-    name: str | None = None
-    convert: Callable[[Any], Any] | None = None
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name, such as "attention.window", as dictionaries in each other."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        found[head] = {**found.get(head, {}), rest: value} if rest else value
+    return {k: nested(v) if isinstance(v, dict) else v for k, v in found.items()}
 
 
-def formerly(
-    name: str | None = None, *, default: Any, convert: Callable[[Any], Any] | None = None
-) -> Any:
-    """A field that files of earlier versions have in another form.
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration by dotted name, those of the configurations in it too."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        found |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return found
 
-    `name` is the name that it had; `convert` maps a JSON value of then to that of now, and leaves
-    every other value as it is.
+
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """A configuration with other values, by dotted name or as dictionaries.
+
+    Raises:
+        ValueError: a field that it does not have, or a value that it can't have.
     """
-    return dataclasses.field(default=default, metadata={_FORMERLY: _Former(name, convert)})
-
-
-def added(default: Any, *, may_differ: bool = False) -> Any:
-    """A field that files of earlier versions lack; they have its default, a plain JSON value.
-
-    It may also be a field that `may_differ`.
-    """
-    return dataclasses.field(default=default, metadata={_ADDED: True, _MAY_DIFFER: may_differ})
-
-
-def defaults_of_added(cls: Any) -> dict[str, Any]:
-    """The fields of a configuration that are `added`, with their defaults."""
-    return {x.name: x.default for x in dataclasses.fields(cls) if _ADDED in x.metadata}
+    found: dict[str, Any] = {}
+    for name, value in nested(values).items():
+        if name not in (known := annotations(type(config))):
+            raise ValueError(f"no field {name} (known are {', '.join(known)})")
+        part = getattr(config, name)
+        is_part = isinstance(value, dict) and dataclasses.is_dataclass(part)
+        found[name] = replaced(part, value) if is_part else value
+    return dataclasses.replace(config, **found)
 
 
 def require(condition: bool, message: str) -> None:
     """Raise a ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check_positive(config: Any, prefix: str, *names: str) -> None:
+    """Raise a ValueError for a field that is given and not positive."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{prefix}{name}={value}: must be positive")
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int | None) -> None:
@@ -144,25 +168,6 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         raise ValueError(f"{name}={reprlib.repr(value)}: {wanted}")
 
 
-def current(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON fields of a configuration as this version has them, whichever version wrote them.
-
-    So are those of the configurations in it. Unknown fields stay.
-    """
-    found = dict(values)
-    for field in dataclasses.fields(cls):
-        name, former = field.name, field.metadata.get(_FORMERLY, _Former())
-        if former.name in found and name not in found:
-            found[name] = found.pop(former.name)
-        if former.convert is not None and name in found:
-            found[name] = former.convert(found[name])
-    found = defaults_of_added(cls) | found
-    for name, annotation in annotations(cls).items():
-        if dataclasses.is_dataclass(annotation) and isinstance(found.get(name), dict):
-            found[name] = current(annotation, found[name])
-    return found
-
-
 def from_json(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """A configuration of values out of JSON, in which tuples are lists, and 1.0 may be 1.
 
@@ -171,7 +176,7 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     Raises:
         ValueError: a field that is missing, unknown, or has a value that it can't have.
     """
-    known, values = annotations(cls), current(cls, values)
+    known = annotations(cls)
     if unknown := sorted(values.keys() - known.keys()):
         raise ValueError(f"no field {prefix}{', '.join(unknown)} (known are {', '.join(known)})")
     absent = dataclasses.MISSING

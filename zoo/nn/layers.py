@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.base.configuration import check, require
+from zoo.base.configuration import check, check_positive, require
 from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
@@ -327,18 +327,13 @@ class RopeScaling:
     """The original length: the longest sequence that the model was trained on before."""
 
     def __post_init__(self) -> None:
-        check(self, "rope_scaling.")
-        of_waves = {
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_max_seq_len": self.original_max_seq_len,
-        }
-        for name, value in {"factor": self.factor, **of_waves}.items():
-            require(value is None or value > 0, f"rope_scaling.{name}={value}: must be positive")
-        given = [name for name, value in of_waves.items() if value is not None]
+        check(self, "positions.scaling.")
+        waves = "low_freq_factor", "high_freq_factor", "original_max_seq_len"
+        check_positive(self, "positions.scaling.", "factor", *waves)
+        given = [name for name in waves if getattr(self, name) is not None]
         require(
             len(given) in (0, 3),
-            f"rope_scaling has {' and '.join(given)}: give all of {', '.join(of_waves)}, or none",
+            f"positions.scaling has {' and '.join(given)}: give all of {', '.join(waves)}, or none",
         )
 
     def stretch(self, frequency: Float[Array, "pairs"]) -> Float[Array, "pairs"]:

@@ -119,8 +119,9 @@ def per_token(model: PyTree, seq_len: int) -> float | None:
 def _used(adapter: Adapted, config: Config) -> float:
     """The weights of an adapter that a token is multiplied by: of experts, those it goes to."""
     share = 1.0
-    if config.num_experts is not None and "experts" in dict(adapter.axes)["*inputs"].split():
-        share = config.experts_per_token / config.num_experts
+    experts = config.experts
+    if experts.num_experts is not None and "experts" in dict(adapter.axes)["*inputs"].split():
+        share = experts.per_token / experts.num_experts
     return share * (adapter.down.size + adapter.up.size)
 
 

@@ -83,7 +83,7 @@ def candidates(
 def _meshes(config: Config, rows: int, seq_len: int, target: Target) -> Iterator[dict[str, int]]:
     """The sizes of axes that divide what they split."""
     divided = dict.fromkeys(_SPLIT, math.gcd(config.kv_heads, config.hidden_size))
-    divided |= dict.fromkeys(_EXPERTS, config.num_experts or 1)
+    divided |= dict.fromkeys(_EXPERTS, config.experts.num_experts or 1)
     divided |= dict.fromkeys(_TOKENS, seq_len if rows < target.num_devices else 1)
     n = target.num_devices
     factors = [
@@ -93,7 +93,7 @@ def _meshes(config: Config, rows: int, seq_len: int, target: Target) -> Iterator
     for sizes in itertools.product(*factors):
         named = dict(zip(MESH_AXES, sizes, strict=True))
         abstract = {axis: size for axis, size in named.items() if size > 1}
-        if (config.num_experts or 0) % math.prod(named[axis] for axis in _axes("experts")):
+        if (config.experts.num_experts or 0) % math.prod(named[axis] for axis in _axes("experts")):
             continue
         if math.prod(sizes) == n and not (
             rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
@@ -127,7 +127,7 @@ def _by_hand(
         return math.prod(sizes[axis] for axis in axes)
 
     expert = (3 if config.gated else 2) * config.d_model * config.hidden_size
-    experts = config.num_layers * (config.num_experts or 0) * expert
+    experts = config.num_layers * (config.experts.num_experts or 0) * expert
     local = tokens / parts({*_ROWS, *_TOKENS})
     layers, width = config.num_layers, config.d_model
     heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
@@ -156,7 +156,7 @@ def _by_hand(
             moved = 2 * kv_heads * sizes[axis] * head
             activations += 3 * layers * seconds("all-gather", moved, axis)
     for axis in _EXPERTS:  # to the experts and back: forward, again, and backward
-        rows = local * config.experts_per_token * width * _BYTES
+        rows = local * config.experts.per_token * width * _BYTES
         activations += 6 * layers * seconds("all-to-all", rows, axis)
     return Candidate(
         mesh=",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1),

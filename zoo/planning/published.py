@@ -15,23 +15,27 @@ from jaxtyping import Array, Key, PyTree
 from zoo.nn.codes import Kind
 from zoo.nn.parameters import cast
 from zoo.publishing.quantizing import quantized_skeleton
-from zoo.transformer.config import Config
+from zoo.transformer.config import (
+    AttentionConfig,
+    Config,
+    ExpertsConfig,
+    PositionsConfig,
+    ResidualConfig,
+)
 from zoo.transformer.model import Transformer
 
 _LLAMA3 = Config(
     vocab_size=128_256,
-    num_kv_heads=8,
-    norm_eps=1e-5,
-    rope_theta=500_000.0,
     max_seq_len=8192,
+    attention=AttentionConfig(num_kv_heads=8),
+    positions=PositionsConfig(theta=500_000.0),
+    residual=ResidualConfig(norm_eps=1e-5),
 )
 _QWEN3 = Config(
     vocab_size=151_936,
-    head_dim=128,
-    num_kv_heads=8,
-    qk_norm=True,
-    rope_theta=1_000_000.0,
     max_seq_len=40_960,
+    attention=AttentionConfig(num_kv_heads=8, head_dim=128, qk_norm="per_head"),
+    positions=PositionsConfig(theta=1_000_000.0),
 )
 
 
@@ -53,15 +57,16 @@ SIZES: dict[str, Config] = {
     "qwen3-14b": _sized(_QWEN3, 5120, 40, 40, 17_408),
     "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
     "qwen3-30b-a3b": dataclasses.replace(
-        _sized(_QWEN3, 2048, 48, 32, 768), num_kv_heads=4, num_experts=128, experts_per_token=8
+        _sized(_QWEN3, 2048, 48, 32, 768),
+        attention=dataclasses.replace(_QWEN3.attention, num_kv_heads=4),
+        experts=ExpertsConfig(num_experts=128, per_token=8),
     ),
     "mixtral-8x7b": dataclasses.replace(
         _sized(_LLAMA3, 4096, 32, 32, 14_336),
         vocab_size=32_000,
-        rope_theta=1_000_000.0,
         max_seq_len=32_768,
-        num_experts=8,
-        experts_per_token=2,
+        positions=PositionsConfig(theta=1_000_000.0),
+        experts=ExpertsConfig(num_experts=8, per_token=2),
     ),
 }
 

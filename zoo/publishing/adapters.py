@@ -24,7 +24,7 @@ from zoo.base.files import local_path
 from zoo.nn.quantized import dequantize
 from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import current_name, family_name, skeleton_of
+from zoo.publishing.families import family_name, skeleton_of
 from zoo.publishing.folder import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -178,7 +178,7 @@ def _open(folder: Path, base: PyTree) -> _Opened:
         config, read, dtypes = opened.config, opened.read, opened.dtypes
     else:
         description, config = _read(folder)
-        if (family := family_name(base)) != (stored := current_name(description.get("family"))):
+        if (family := family_name(base)) != (stored := description.get("family")):
             raise PublishError(
                 f"{folder} holds adapters of the family {stored!r}, and the model is of {family!r}"
             )
@@ -279,8 +279,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
         raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
     try:
         configuration.check_value(BASE, description[BASE], str)
-        values = configuration.current(lora.Config, description)
-        fields = {name: values.get(name) for name in configuration.annotations(lora.Config)}
+        fields = {name: description.get(name) for name in configuration.annotations(lora.Config)}
         return description, configuration.from_json(lora.Config, fields)
     except (TypeError, ValueError) as error:
         raise PublishError(f"{path}: {error}") from error

@@ -46,19 +46,6 @@ FAMILIES = {
     "transformer": Family(transformer.Transformer, transformer.Config),
 }
 
-# Versions up to 0.1 named a family by its class.
-FORMER_NAMES = {
-    "zoo.bert.BERT": "bert",
-    "zoo.mlp.MLP": "mlp",
-    "zoo.rnn.RNN": "rnn",
-    "zoo.transformer.Transformer": "transformer",
-}
-
-
-def current_name(name: Any) -> Any:
-    """A family's name in the table, given it or the former one; any other name as it is."""
-    return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
-
 
 def family_name(model: PyTree) -> str:
     """The family of a model, by name, or the registered name of its class.
@@ -95,14 +82,11 @@ def describe(model: PyTree) -> dict[str, Any]:
     check_model(model, _with_parts(fresh(model), parts, {}))
     config = body_of(model).config
     fields = dataclasses.asdict(config)
-    for field, value in fields.items():
-        try:
-            again = json.loads(json.dumps(value))
-            same = (tuple(again) if isinstance(again, list) else again) == value
-        except TypeError:
-            same = False
-        if not same:
-            raise PublishError(f"Config.{field}={value!r} does not survive JSON")
+    try:
+        again = configuration.from_json(type(config), json.loads(json.dumps(fields)))
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"the configuration does not survive JSON: {error}") from error
+    assert again == config
     return {
         **head,
         **_around(model),
@@ -193,7 +177,7 @@ def read_skeleton(folder: Path, classes: Classes = (), allow_import: Iterable[st
     """The skeleton of the model that `config.json` describes; see `zoo.load`."""
     path = folder / CONFIG
     description = read_json(path)
-    name = current_name(description.get("family"))
+    name = description.get("family")
     if "model" not in description and (not isinstance(name, str) or name not in FAMILIES):
         raise PublishError(
             f"{path}: family {reprlib.repr(description.get('family'))} is unknown; known are "
@@ -205,7 +189,7 @@ def read_skeleton(folder: Path, classes: Classes = (), allow_import: Iterable[st
             return decode(description["model"], known)
         parts = description.get("parts", {})
         configuration.check_value("parts", parts, dict)
-        return _with_parts(_plain(name, description), parts, known)
+        return _with_parts(_plain(str(name), description), parts, known)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PublishError(
             f"{path}: {error}. The folder was written by version "
@@ -233,7 +217,7 @@ def _plain(name: str, description: Mapping[str, Any]) -> PyTree:
         if name in description
     }
     config = configuration.from_json(config_class, values)
-    check_counts(vars(config))
+    check_counts(config)
     return _skeleton(cls, config, around)
 
 

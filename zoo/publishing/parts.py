@@ -14,7 +14,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from zoo.base import configuration
 from zoo.publishing.errors import PublishError
 from zoo.publishing.registry import name_of
 from zoo.sharding.axes import is_parameter
@@ -136,7 +135,6 @@ def _instance(name: str, cls: Any, fields: dict[str, Any]) -> Any:
     if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
         raise ValueError(f"{reprlib.repr(name)} is no class of modules")
     declared = [field.name for field in dataclasses.fields(cls)]
-    fields = configuration.defaults_of_added(cls) | fields
     if {*declared} != fields.keys():
         raise ValueError(
             f"{reprlib.repr(name)} has the fields {', '.join(declared)} now, and the folder has "

@@ -8,7 +8,6 @@ from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
 from zoo.publishing import downloads, hf
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import current_name
 from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, METRICS, README, read_json
 
 
@@ -43,7 +42,7 @@ def _card(folder: Path) -> Card:
     return Card(
         name=folder.name,
         folder=folder,
-        family=current_name(description.get("family", "unknown")),
+        family=str(description.get("family", "unknown")),
         num_parameters=description.get("num_parameters", 0),
         text=readme.read_text(encoding="utf-8") if readme.is_file() else "",
         metrics=read_json(metrics) if metrics.is_file() else {},

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.base import configuration
 from zoo.base.checksums import Digest
 from zoo.nn.codes import Kind
 from zoo.nn.precision import DTYPES
@@ -30,10 +31,10 @@ from zoo.sharding.parts import gathered, place
 _MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 
 
-def check_counts(fields: Mapping[str, Any]) -> None:
+def check_counts(config: Any) -> None:
     """Raise a ValueError for implausible numbers of layers or experts."""
-    for name in ("num_layers", "num_experts"):
-        if (count := fields.get(name) or 0) > _MOST:
+    for name, count in configuration.flat(config).items():
+        if name.split(".")[-1] in ("num_layers", "num_experts") and (count or 0) > _MOST:
             raise ValueError(f"{name}={count}: must be at most {_MOST}")
 
 

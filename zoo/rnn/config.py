@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zoo.base import configuration
-from zoo.base.configuration import added, may_differ, of_training, require
+from zoo.base.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
 from zoo.rnn.time import Chunks
@@ -49,7 +49,7 @@ class Config:
     """Take the products with the input out of the scan, into one."""
     unroll: int | None = may_differ(None)
     """Steps that an iteration of the scan runs; if not given, 4 in bf16 on a CPU, and else 1."""
-    eos_ids: tuple[int, ...] = added((), may_differ=True)
+    eos_ids: tuple[int, ...] = may_differ(())
     """Ids of the tokens that end a text, where generation stops."""
 
     def __post_init__(self) -> None:

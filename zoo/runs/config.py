@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zoo.base import configuration, files
-from zoo.base.configuration import added, may_differ, require
+from zoo.base.configuration import may_differ, require
 from zoo.nn.precision import Precision
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder
@@ -58,10 +58,10 @@ class Config:
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
-    copy_every: int = added(1, may_differ=True)
+    copy_every: int = may_differ(1)
     """Steps, at least, between the checkpoints that are copied to an address; the last one always
     is."""
-    work_dir: Path | None = added(None, may_differ=True)
+    work_dir: Path | None = may_differ(None)
     """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
     processes share it."""
     sequence_parallel: bool = may_differ(False)
@@ -156,7 +156,6 @@ def check_seed(seed: int) -> None:
 
 def differences(found: dict[str, Any], config: Config) -> list[str]:
     """The fields of a stored configuration that forbid a run to resume with this one."""
-    found = configuration.current(type(config), found)
     old, new = flatten(found), flatten(as_json(config))
     differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
     return [

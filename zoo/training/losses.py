@@ -243,7 +243,9 @@ def balanced_next_token(
             key=key,
         )
         if experts is None:
-            raise ValueError("balanced_next_token: the model has no experts; set num_experts")
+            raise ValueError(
+                "balanced_next_token: the model has no experts; set experts.num_experts"
+            )
         over = partial(_over_time, model.readout(), x_BTE)
         total, weight, metrics = _token_sums(over, batch)
         balance = experts.load.sum()

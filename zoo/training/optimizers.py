@@ -9,7 +9,7 @@ import optax.contrib
 from jaxtyping import Array, Key, PyTree
 
 from zoo.base import configuration
-from zoo.base.configuration import added, require
+from zoo.base.configuration import require
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.training import parametrization
@@ -37,7 +37,7 @@ class Config:
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
-    parametrization: Literal["standard", "mup"] = added("standard")
+    parametrization: Literal["standard", "mup"] = "standard"
     """mup: initial scales and rates per matrix by the width, so that one rate fits all widths."""
     base_width: int | None = None
     """Of mup: the width (d_model, hidden_size) that the learning rate was found at."""

@@ -168,9 +168,9 @@ def _check(model: PyTree, base_width: int) -> None:
                     "grows with the width, and head_dim does not; change either"
                 )
     inner = model.members if isinstance(model, Ensemble) else model
-    if getattr(getattr(inner, "config", None), "scale_embedding", False):
+    if getattr(getattr(getattr(inner, "config", None), "residual", None), "scale_embedding", False):
         raise ValueError(
-            "scale_embedding=True multiplies by the root of the width, which "
+            "residual.scale_embedding=True multiplies by the root of the width, which "
             "optimizer.parametrization='mup' has no rule for: choose False"
         )
 

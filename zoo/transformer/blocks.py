@@ -18,7 +18,7 @@ from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, r
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 from zoo.sharding import constrain
-from zoo.transformer.config import Config
+from zoo.transformer.config import AttentionConfig, Config
 from zoo.transformer.moe import MoE
 
 # `attention`, or a function in its place where keys and values are kept.
@@ -28,7 +28,8 @@ Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq hea
 
 def residual_norm(config: Config) -> Norm:
     """A norm over the residual stream."""
-    norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+    residual = config.residual
+    norm = make_norm(residual.norm, config.d_model, eps=residual.norm_eps, bias=config.bias)
     assert norm is not None
     return norm
 
@@ -46,7 +47,8 @@ class Attention(eqx.Module):
     bo: Float[Array, "embed"] | None
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    config: Config = eqx.field(static=True)
+    causal: bool = eqx.field(static=True)
+    config: AttentionConfig = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embed, size = config.d_model, config.head_size
@@ -57,22 +59,24 @@ class Attention(eqx.Module):
         self.wv = normal(v_key, (embed, kv_heads, size), embed)
         # Divided by the number of parts that add to the residual stream (Radford et al. 2019).
         self.wo = normal(o_key, (heads, size, embed), heads * size * 2 * config.num_layers)
-        qkv_bias = config.bias or config.qkv_bias
+        qkv_bias = config.bias or config.attention.qkv_bias
         self.bq = jnp.zeros((heads, size)) if qkv_bias else None
         self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bo = jnp.zeros(embed) if config.bias else None
         self.q_norm = self.k_norm = None
         rms_norm = partial(
-            RMSNorm, eps=config.norm_eps, offset=1.0 if config.norm == "rms_offset" else 0.0
+            RMSNorm,
+            eps=config.residual.norm_eps,
+            offset=1.0 if config.residual.norm == "rms_offset" else 0.0,
         )
-        if config.qk_norm and config.qk_norm_per_head:
+        if config.attention.qk_norm == "per_head":
             self.q_norm = rms_norm(size, axis="head_dim")
             self.k_norm = rms_norm(size, axis="head_dim")
-        elif config.qk_norm:
+        elif config.attention.qk_norm == "across_heads":
             self.q_norm = rms_norm(heads * size, axis="heads")
             self.k_norm = rms_norm(kv_heads * size, axis="kv_heads")
-        self.config = config
+        self.causal, self.config = config.causal, config.attention
 
     def __call__(
         self,
@@ -97,12 +101,12 @@ class Attention(eqx.Module):
             constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"),
             constrain(k_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
             constrain(v_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
-            causal=self.config.causal,
+            causal=self.causal,
             segment_ids=segment_ids,
             window=window,
-            soft_cap=self.config.attention_soft_cap,
-            scale=self.config.attention_scale,
-            implementation=self.config.attention,
+            soft_cap=self.config.soft_cap,
+            scale=self.config.scale,
+            implementation=self.config.kernel,
         )
         out_BTNH = constrain(out_BTNH, "batch", "inner_seq", "heads", "head_dim")
         return add_bias(matmul(out_BTNH, self.wo, contract=2), self.bo)
@@ -162,7 +166,8 @@ class Block(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         attention_key, mlp_key = jax.random.split(key)
-        before, after = (config.norm_placement in (place, "both") for place in ("pre", "post"))
+        placement = config.residual.norm_placement
+        before, after = (placement in (place, "both") for place in ("pre", "post"))
         self.attention_norm = residual_norm(config) if before else None
         self.attention = Attention(config, key=attention_key)
         self.attention_out_norm = residual_norm(config) if after else None
@@ -231,30 +236,23 @@ def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed
 
 
 def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
-    if config.num_experts is None:
+    if config.experts.num_experts is None:
         return MLP(config, key=key)
     return MoE(
+        config.experts,
         config.d_model,
         config.hidden_size,
-        num_experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        normalize=config.normalize_experts,
-        scores=config.router,
-        bias_rate=config.router_bias_rate,
-        scale=config.expert_scale,
         activation=config.activation,
         num_layers=config.num_layers,
-        dispatch=config.moe_dispatch,
-        buffer=config.moe_buffer,
         key=key,
     )
 
 
 def _make_shared(config: Config, *, key: Key[Array, ""]) -> MLP | None:
     """The experts that every token goes to, as one MLP."""
-    if config.num_experts is None or config.shared_experts == 0:
+    if config.experts.num_experts is None or config.experts.num_shared == 0:
         return None
-    width = config.shared_experts * config.hidden_size
+    width = config.experts.num_shared * config.hidden_size
     return MLP(dataclasses.replace(config, d_ff=width), key=jax.random.fold_in(key, 1))
 
 

@@ -89,7 +89,7 @@ def apply_experts(
         dispatch = "all_reduce"
     if dispatch == "all_to_all" and not exchanges:
         raise ValueError(
-            f"moe_dispatch='all_to_all': the compiler for {device_kind()} has no exchange of "
+            f"experts.dispatch='all_to_all': the compiler for {device_kind()} has no exchange of "
             "uneven parts; take 'auto' or 'all_reduce'"
         )
 

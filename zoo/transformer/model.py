@@ -41,7 +41,7 @@ class Transformer(CastsAtUse):
         self.embedding = Embedding(config.vocab_size, config.d_model, key=embedding_key)
         self.position_embedding = (
             Embedding(config.max_seq_len, config.d_model, axis="positions", key=position_key)
-            if config.positions == "learned"
+            if config.positions.kind == "learned"
             else None
         )
         self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
@@ -113,7 +113,7 @@ class Transformer(CastsAtUse):
             layers_key, embedding_key = jax.random.split(key)
             x_BTE = dropout(x_BTE, config.dropout, embedding_key)
         zeros = [jnp.zeros(tokens.shape[0]) for _ in Balance._fields]
-        balance = None if config.num_experts is None else Balance(*zeros)
+        balance = None if config.experts.num_experts is None else Balance(*zeros)
 
         def block(kind: LayerKind, block: Block, carry: tuple, index: Array) -> tuple:
             x_BTE, so_far = carry
@@ -143,7 +143,7 @@ class Transformer(CastsAtUse):
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
         """The input of the first layer, and each kind's tables of rotary positions."""
         x_BTE = gather(self.embedding)(constrain(tokens, "batch", "inner_seq"))
-        if self.config.scale_embedding:
+        if self.config.residual.scale_embedding:
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
             x_BTE = x_BTE + gather(self.position_embedding)(positions)
@@ -153,11 +153,12 @@ class Transformer(CastsAtUse):
     def _rotary(self, kind: LayerKind, positions: Int[Array, "#batch seq"]) -> Rotary | None:
         """The tables of rotary positions in layers of a kind."""
         config = self.config
-        if config.positions != "rotary":
+        if config.positions.kind != "rotary":
             return None
-        if kind == "local" and config.local_rope_theta is not None:
-            return rotary_tables(positions, config.head_size, config.local_rope_theta)
-        return rotary_tables(positions, config.head_size, config.rope_theta, config.rope_scaling)
+        if kind == "local" and config.positions.local_theta is not None:
+            return rotary_tables(positions, config.head_size, config.positions.local_theta)
+        rotary = config.positions
+        return rotary_tables(positions, config.head_size, rotary.theta, rotary.scaling)
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the output head, from the output of the last layer."""

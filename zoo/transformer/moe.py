@@ -20,8 +20,8 @@ from zoo.nn.layers import normal
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
 from zoo.transformer import routing
-from zoo.transformer.dispatch import Dispatch, Routed, apply_experts
-from zoo.transformer.routing import Scores
+from zoo.transformer.config import ExpertsConfig
+from zoo.transformer.dispatch import Routed, apply_experts
 from zoo.transformer.routing import load_balance as load_balance
 
 
@@ -33,42 +33,29 @@ class MoE(eqx.Module):
     w_up: Float[Array, "experts embed mlp"]
     w_down: Float[Array, "experts mlp embed"]
     bias: LoadBias | None
-    experts_per_token: int = eqx.field(static=True)
-    normalize: bool = eqx.field(static=True)
-    scores: Scores = eqx.field(static=True)
-    scale: float = eqx.field(static=True)
     activation: Callable[[Array], Array] = eqx.field(static=True)
-    dispatch: Dispatch = eqx.field(static=True)
-    buffer: float = eqx.field(static=True)
+    config: ExpertsConfig = eqx.field(static=True)
 
     def __init__(
         self,
+        config: ExpertsConfig,
         size: int,
         hidden_size: int,
         *,
-        num_experts: int,
-        experts_per_token: int,
-        normalize: bool,
-        scores: Scores = "softmax",
-        bias_rate: float | None = None,
-        scale: float = 1.0,
         activation: Callable[[Array], Array],
         num_layers: int,
-        dispatch: Dispatch = "auto",
-        buffer: float = 2.0,
         key: Key[Array, ""],
     ):
+        num_experts, rate = config.num_experts, config.bias_rate
+        assert num_experts is not None
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = normal(router_key, (size, num_experts), size)
         self.w_gate = normal(gate_key, (num_experts, size, hidden_size), size)
         self.w_up = normal(up_key, (num_experts, size, hidden_size), size)
         fan_in = hidden_size * 2 * num_layers
         self.w_down = normal(down_key, (num_experts, hidden_size, size), fan_in)
-        self.experts_per_token = experts_per_token
-        self.normalize, self.scores, self.scale = normalize, scores, scale
-        self.bias = None if bias_rate is None else LoadBias(jnp.zeros(num_experts), bias_rate)
-        self.activation = activation
-        self.dispatch, self.buffer = dispatch, buffer
+        self.bias = None if rate is None else LoadBias(jnp.zeros(num_experts), rate)
+        self.activation, self.config = activation, config
 
     def __call__(
         self, x_BTE: Float[Array, "batch seq embed"], counted_BT: Bool[Array, "#batch seq"]
@@ -79,18 +66,19 @@ class MoE(eqx.Module):
         """
         logits_BTX = matmul(x_BTE, self.router, dtype=jnp.float32)
         bias_X = None if self.bias is None else self.bias.value
-        route = routing.route(logits_BTX, bias_X, self.experts_per_token, self.scores)
+        config = self.config
+        route = routing.route(logits_BTX, bias_X, config.per_token, config.router)
         weights_BTC = route.weights
-        if self.normalize:
+        if config.normalize:
             weights_BTC = weights_BTC / weights_BTC.sum(-1, keepdims=True)
-        if self.scale != 1:
-            weights_BTC = weights_BTC * self.scale
+        if config.scale != 1:
+            weights_BTC = weights_BTC * config.scale
         y_BTE = apply_experts(
             partial(_gated_mlps, self.activation),
             Routed(x_BTE, weights_BTC.astype(x_BTE.dtype), route.chosen),
             (self.w_gate, self.w_up, self.w_down),
-            dispatch=self.dispatch,
-            buffer=self.buffer,
+            dispatch=config.dispatch,
+            buffer=config.buffer,
         )
         return y_BTE, routing.balance(logits_BTX, bias_X, route, counted_BT)
 

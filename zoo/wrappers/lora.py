@@ -16,7 +16,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, PyTree
 
-from zoo.base.configuration import added, check, require
+from zoo.base.configuration import check, require
 from zoo.nn.parameters import is_operand, takes_operands
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix
@@ -37,11 +37,11 @@ class Config:
     """The added matrix is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Paths of matrices, such as blocks.attention.*; empty: all but embeddings and heads."""
-    rank_stabilized: bool = added(False)
+    rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead, for high ranks (Kalajdzievski 2023)."""
-    dora: bool = added(False)
+    dora: bool = False
     """Train the length of each column of a matrix apart from its direction (Liu et al. 2024)."""
-    dropout: float = added(0.0)
+    dropout: float = 0.0
     """Rate of dropout on the input of each adapter in training."""
 
     def __post_init__(self) -> None:

@@ -49,11 +49,11 @@ def sizes(shape: Shape, remat: Policy, scan: bool) -> transformer.Config:
         num_heads=shape.num_heads,
         d_ff=shape.d_ff,
         mlp="gelu",
-        norm_eps=given.NORM_EPS,
-        rope_theta=given.ROPE_THETA,
         remat=remat,
         tie_embeddings=shape.tied,
         scan_layers=scan,
+        residual=transformer.ResidualConfig(norm_eps=given.NORM_EPS),
+        positions=transformer.PositionsConfig(theta=given.ROPE_THETA),
     )
 
 

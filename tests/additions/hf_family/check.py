@@ -68,14 +68,12 @@ config = transformer.Config(
     d_model=8,
     num_layers=2,
     num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     d_ff=16,
     mlp="geglu",
-    norm="rms_offset",
     max_seq_len=64,
     tie_embeddings=True,
-    scale_embedding=True,
+    attention=transformer.AttentionConfig(num_kv_heads=2, head_dim=4),
+    residual=transformer.ResidualConfig(norm="rms_offset", scale_embedding=True),
 )
 
 

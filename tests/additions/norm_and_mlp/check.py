@@ -20,7 +20,9 @@ want = np.sqrt(8) * x / np.linalg.norm(x, axis=-1, keepdims=True)
 np.testing.assert_allclose(make_norm("scale", 8)(jnp.asarray(x)), want, rtol=1e-5)
 sizes = {"vocab_size": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_ff": 16}
 for kind, activation in (("reglu", lambda x: x), ("relu2", lambda x: x**2)):
-    config = transformer.Config(**sizes, norm="scale", mlp=kind)
+    config = transformer.Config(
+        mlp=kind, residual=transformer.ResidualConfig(norm="scale"), **sizes
+    )
     part = blocks.MLP(config, key=key)
     up = x @ np.asarray(part.w_up)
     gate = up if part.w_gate is None else x @ np.asarray(part.w_gate)
@@ -40,7 +42,7 @@ rows = {
 CASES = [
     (
         transformer.Transformer,
-        transformer.Config(**sizes, norm="scale", mlp="reglu"),
+        transformer.Config(mlp="reglu", residual=transformer.ResidualConfig(norm="scale"), **sizes),
         losses.next_token,
         texts,
     ),

@@ -69,7 +69,9 @@ def attention(
     if implementation == "auto":
         implementation = next((x for x in _KERNELS if not refuses(x)), "chunked")
     elif refusal:
-        raise ValueError(f"attention={implementation!r} {refusal}; choose 'auto' or 'chunked'")
+        raise ValueError(
+            f"attention.kernel={implementation!r} {refusal}; choose 'auto' or 'chunked'"
+        )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     if implementation in ("chunked", "splash"):
         attend = chunked if implementation == "chunked" else splash
@@ -102,7 +104,7 @@ def _refusal(
     if implementation not in ("xla", *_KERNELS):
         return "is no implementation"
     if soft_cap is not None and implementation != "splash":
-        return f"has no soft cap, and attention_soft_cap={soft_cap}"
+        return f"has no soft cap, and attention.soft_cap={soft_cap}"
     if implementation == "xla":
         return None
     if in_forward_mode():

@@ -1,40 +1,42 @@
 """One canonical form for configurations of the same model, so that they can be compared."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from zoo import bert, transformer
+from zoo.base import configuration
 
 
 def of_transformer(config: transformer.Config) -> transformer.Config:
     """Derived sizes filled in, the shortest pattern, and defaults for fields without effect."""
     pattern = config.all_layer_kinds
     changes: dict[str, Any] = {
-        "num_kv_heads": config.kv_heads,
-        "head_dim": config.head_size,
+        "attention.num_kv_heads": config.kv_heads,
+        "attention.head_dim": config.head_size,
         "d_ff": config.hidden_size,
-        "window_pattern": shortest(pattern),
+        "attention.window_pattern": shortest(pattern),
     }
-    stretched = config.rope_scaling.factor != 1
-    if config.attention_scale == config.head_size**-0.5:
-        changes["attention_scale"] = None
-    if config.local_rope_theta == config.rope_theta and not stretched:
-        changes["local_rope_theta"] = None
+    stretched = config.positions.scaling.factor != 1
+    if config.attention.scale == config.head_size**-0.5:
+        changes["attention.scale"] = None
+    if config.positions.local_theta == config.positions.theta and not stretched:
+        changes["positions.local_theta"] = None
     without_effect = {
-        "window": "local" not in pattern,
-        "window_pattern": "local" not in pattern,
-        "local_rope_theta": "local" not in pattern or config.positions != "rotary",
-        "rope_theta": config.positions != "rotary",
-        "rope_scaling": config.positions != "rotary" or not stretched,
-        "qk_norm_per_head": not config.qk_norm,
-        "qkv_bias": config.bias,
-        "experts_per_token": config.num_experts is None,
-        "normalize_experts": config.num_experts is None,
+        "attention.window": "local" not in pattern,
+        "attention.window_pattern": "local" not in pattern,
+        "positions.local_theta": "local" not in pattern or config.positions.kind != "rotary",
+        "positions.theta": config.positions.kind != "rotary",
+        "positions.scaling": config.positions.kind != "rotary" or not stretched,
+        "attention.qkv_bias": config.bias,
+        "experts.per_token": config.experts.num_experts is None,
+        "experts.normalize": config.experts.num_experts is None,
     }
-    for field in dataclasses.fields(config):
-        if without_effect.get(field.name):
-            changes[field.name] = field.default
-    return dataclasses.replace(config, **changes)
+    defaults = type(config)(vocab_size=1)
+    for name, has_none in without_effect.items():
+        if has_none:
+            changes[name] = functools.reduce(getattr, name.split("."), defaults)
+    return configuration.replaced(config, changes)
 
 
 def of_bert(config: bert.Config) -> bert.Config:

@@ -39,10 +39,10 @@ class _NumExperts(Rule):
         for name in self.names:
             count = fields.take(name, count)
             configuration.check_value(name, count, int)
-        return {"num_experts": count}
+        return {"experts.num_experts": count}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {self.names[0]: config.num_experts}
+        return {self.names[0]: config.experts.num_experts}
 
 
 MIXTRAL = llama.decoder(
@@ -52,11 +52,11 @@ MIXTRAL = llama.decoder(
         *llama.sizes(eps=1e-5, kv_heads=8),
         llama.SILU,
         Rotary(theta=1_000_000.0, max_seq_len=131072),
-        Same("sliding_window", "window", None),
+        Same("sliding_window", "attention.window", None),
         _NumExperts(("num_local_experts",), 8),
-        Same("num_experts_per_tok", "experts_per_token", 2),
+        Same("num_experts_per_tok", "experts.per_token", 2),
     ),
-    always={"normalize_experts": True},
+    always={"experts.normalize": True},
     tensors=_tensors("block_sparse_moe", "w1", "w3", "w2"),
 )
 QWEN3_MOE = llama.decoder(
@@ -68,13 +68,13 @@ QWEN3_MOE = llama.decoder(
         Rotary(max_seq_len=32768),
         OptionalLayerTypes(all_layers=True),
         _NumExperts(("num_experts", "num_local_experts"), 128),
-        Same("num_experts_per_tok", "experts_per_token", 8),
-        Same("norm_topk_prob", "normalize_experts", False),
+        Same("num_experts_per_tok", "experts.per_token", 8),
+        Same("norm_topk_prob", "experts.normalize", False),
         Fixed("attention_bias", False),
         Fixed("decoder_sparse_step", 1),
         Fixed("mlp_only_layers", []),
     ),
-    always={"qk_norm": True},
+    always={"attention.qk_norm": "per_head"},
     tensors=_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
     ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )

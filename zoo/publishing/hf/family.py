@@ -7,7 +7,7 @@ that the zoo's model does not support, is an error: nothing that changes the mat
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 import abc
-import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +91,7 @@ class Same(Rule):
         return {self.ours: fields.take(self.theirs, self.default)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {self.theirs: getattr(config, self.ours)}
+        return {self.theirs: functools.reduce(getattr, self.ours.split("."), config)}
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,13 @@ class Family:
             PublishError: a field is missing, unknown or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
-        types = configuration.annotations(self.config)
         try:
             for rule in self.rules:
-                for name, value in rule.read(fields).items():
-                    found[name] = configuration.value_from_json(name, value, types[name])
-                check_counts(found)
+                found |= rule.read(fields)
             fields.finish(self.ignored)
-            return self.canonical(self.config(**found))
+            config = configuration.from_json(self.config, configuration.nested(found))
+            check_counts(config)
+            return self.canonical(config)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise PublishError(f"{where}: {error}") from error
 
@@ -201,11 +200,11 @@ class Family:
             again = self.adapt(again, [tensor.name for tensor in self.tensors(config).values()])
         except (PublishError, ValueError, TypeError) as error:
             return [str(error)]
-        mine = self.canonical(config)
+        mine, other = configuration.flat(self.canonical(config)), configuration.flat(again)
         # Without effect on what a published model computes, and not in Hugging Face's fields.
         ignored = configuration.names_that_may_differ(config) | {"dropout"}
         return [
-            f"{x.name}={getattr(mine, x.name)!r}"
-            for x in dataclasses.fields(config)
-            if x.name not in ignored and getattr(mine, x.name) != getattr(again, x.name)
+            f"{name}={value!r}"
+            for name, value in mine.items()
+            if name not in ignored and value != other[name]
         ]

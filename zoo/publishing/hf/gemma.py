@@ -12,7 +12,11 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-ALWAYS = {"norm": "rms_offset", "norm_placement": "both", "scale_embedding": True}
+ALWAYS = {
+    "residual.norm": "rms_offset",
+    "residual.norm_placement": "both",
+    "residual.scale_embedding": True,
+}
 MLPS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
 
 
@@ -20,7 +24,7 @@ def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, 
     return (
         *llama.sizes(tied=True, head_dim=256),
         Choice("hidden_activation", "mlp", MLPS, "gelu_pytorch_tanh"),
-        Same("attn_logit_softcapping", "attention_soft_cap", attention_cap),
+        Same("attn_logit_softcapping", "attention.soft_cap", attention_cap),
         Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
         QueryScale(),
         Fixed("attention_bias", False),
@@ -47,6 +51,6 @@ GEMMA3 = llama.decoder(
         LayerTypes(period=6),
         CAUSAL,
     ),
-    always={**ALWAYS, "qk_norm": True},
+    always={**ALWAYS, "attention.qk_norm": "per_head"},
     tensors=TENSORS,
 )

@@ -49,7 +49,7 @@ GPT2 = Family(
         Same("n_head", "num_heads"),
         Same("n_inner", "d_ff", None),
         Same("n_positions", "max_seq_len", 1024),
-        Same("layer_norm_epsilon", "norm_eps", 1e-5),
+        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
         Same("tie_word_embeddings", "tie_embeddings", True),
         Choice(
             "activation_function",
@@ -61,7 +61,7 @@ GPT2 = Family(
         Fixed("scale_attn_by_inverse_layer_idx", False),
         Fixed("add_cross_attention", False),
     ),
-    always={"norm": "layer", "positions": "learned", "bias": True},
+    always={"residual.norm": "layer", "positions.kind": "learned", "bias": True},
     canonical=of_transformer,
     tensors=_tensors,
     prefixes=("transformer.", ""),

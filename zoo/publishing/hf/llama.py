@@ -28,10 +28,10 @@ def sizes(
         Same(hidden, "d_ff"),
         Same("num_hidden_layers", "num_layers"),
         Same("num_attention_heads", "num_heads"),
-        Same("num_key_value_heads", "num_kv_heads", kv_heads),
-        Same("rms_norm_eps", "norm_eps", eps),
+        Same("num_key_value_heads", "attention.num_kv_heads", kv_heads),
+        Same("rms_norm_eps", "residual.norm_eps", eps),
         Same("tie_word_embeddings", "tie_embeddings", tied),
-        Same("head_dim", "head_dim", head_dim),
+        Same("head_dim", "attention.head_dim", head_dim),
     )
 
 
@@ -55,13 +55,13 @@ def attention(config: transformer.Config) -> dict[str, Tensor]:
         "blocks.attention.wv": Tensor(part + "v_proj.weight", "kv_heads.head_dim embed"),
         "blocks.attention.wo": Tensor(part + "o_proj.weight", "embed heads.head_dim"),
     }
-    if config.qkv_bias:
+    if config.attention.qkv_bias:
         found |= {
             "blocks.attention.bq": Tensor(part + "q_proj.bias", "heads.head_dim"),
             "blocks.attention.bk": Tensor(part + "k_proj.bias", "kv_heads.head_dim"),
             "blocks.attention.bv": Tensor(part + "v_proj.bias", "kv_heads.head_dim"),
         }
-    if config.qk_norm:
+    if config.attention.qk_norm != "none":
         found["blocks.attention.q_norm.scale"] = Tensor(part + "q_norm.weight")
         found["blocks.attention.k_norm.scale"] = Tensor(part + "k_norm.weight")
     return found
@@ -123,7 +123,7 @@ MISTRAL = decoder(
         *sizes(kv_heads=8),
         SILU,
         Rotary(max_seq_len=131072),
-        Same("sliding_window", "window", 4096),
+        Same("sliding_window", "attention.window", 4096),
     ),
 )
 QWEN2 = decoder(
@@ -136,7 +136,7 @@ QWEN2 = decoder(
         OptionalLayerTypes(),
         Fixed("use_mrope", False, written=False),
     ),
-    always={"qkv_bias": True},
+    always={"attention.qkv_bias": True},
 )
 QWEN3 = decoder(
     model_type="qwen3",
@@ -148,12 +148,12 @@ QWEN3 = decoder(
         OptionalLayerTypes(),
         Fixed("attention_bias", False),
     ),
-    always={"qk_norm": True},
+    always={"attention.qk_norm": "per_head"},
 )
 OLMO2 = decoder(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     rules=(*sizes(eps=1e-5), SILU, Rotary(), Fixed("attention_bias", False)),
-    always={"qk_norm": True, "qk_norm_per_head": False, "norm_placement": "post"},
+    always={"attention.qk_norm": "across_heads", "residual.norm_placement": "post"},
     tensors=partial(dense, names=POST_NORMS),
 )

@@ -21,7 +21,7 @@ _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
 
 
 def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> RopeScaling:
-    """The zoo's `rope_scaling` from a dictionary of rotary parameters."""
+    """The zoo's `RopeScaling` from a dictionary of rotary parameters."""
     given = dict(given or {})
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
@@ -83,16 +83,16 @@ class Rotary(Rule):
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
                 raise fields.refusal("scaled rotary positions in windowed layers are not supported")
-            found["local_rope_theta"] = local.get("rope_theta", base)
+            found["positions.local_theta"] = local.get("rope_theta", base)
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
                 raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
             new = new.get("full_attention") or {}
-        found["rope_theta"] = (old or {}).get("rope_theta", new.get("rope_theta", theta))
-        found["rope_scaling"] = _take_scaling(fields, old or new, length)
+        found["positions.theta"] = (old or {}).get("rope_theta", new.get("rope_theta", theta))
+        found["positions.scaling"] = _take_scaling(fields, old or new, length)
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
-        theta, scaling = config.rope_theta, _write_scaling(config.rope_scaling)
+        theta, scaling = config.positions.theta, _write_scaling(config.positions.scaling)
         new = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
         values = {
             "max_position_embeddings": config.max_seq_len,
@@ -101,7 +101,7 @@ class Rotary(Rule):
         }
         if self.local is None:
             return values | {"rope_parameters": new}
-        local = theta if config.local_rope_theta is None else config.local_rope_theta
+        local = theta if config.positions.local_theta is None else config.positions.local_theta
         kinds = {
             "full_attention": new,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -132,10 +132,10 @@ class LayerTypes(Rule):
         if given is not None:
             pattern = _kinds(fields, given)
         window = fields.take("sliding_window", self.default)
-        return {"window": window, "window_pattern": shortest(pattern)}
+        return {"attention.window": window, "attention.window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        window = config.window or self.default
+        window = config.attention.window or self.default
         return {"sliding_window": window, "layer_types": _layer_types(config)}
 
 
@@ -156,19 +156,20 @@ class OptionalLayerTypes(Rule):
         if not used or window is None:
             if given and "sliding_attention" in given:
                 raise fields.refusal("layer_types has a window, but use_sliding_window is false")
-            return {"window": None}
+            return {"attention.window": None}
         if self.all_layers:
-            return {"window": window}
+            return {"attention.window": window}
         num_layers = fields.values.get("num_hidden_layers", 0)
         first = min(first, num_layers)
         pattern = ("global",) * first + ("local",) * (num_layers - first)
         if given is not None:
             pattern = _kinds(fields, given)
-        return {"window": window, "window_pattern": shortest(pattern)}
+        return {"attention.window": window, "attention.window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        used = config.window is not None
-        values: dict[str, Any] = {"use_sliding_window": used, "sliding_window": config.window}
+        used = config.attention.window is not None
+        window = config.attention.window
+        values: dict[str, Any] = {"use_sliding_window": used, "sliding_window": window}
         if not self.all_layers:
             types = _layer_types(config)
             values |= {"layer_types": types, "max_window_layers": config.num_layers}
@@ -193,8 +194,8 @@ class QueryScale(Rule):
     default: int = 256
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        return {"attention_scale": fields.take("query_pre_attn_scalar", self.default) ** -0.5}
+        return {"attention.scale": fields.take("query_pre_attn_scalar", self.default) ** -0.5}
 
     def write(self, config: Any) -> dict[str, Any]:
-        scale = config.attention_scale
+        scale = config.attention.scale
         return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}

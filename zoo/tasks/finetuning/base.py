@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.base import configuration
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
@@ -36,8 +37,9 @@ class Base:
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         _check_quantized(config, stored)
         merged = eqx.filter_eval_shape(lora.merge, stored)
-        self.skeleton: Any = reconfigured(merged, config.overrides)
-        self._stored_config, self._run = getattr(merged, "config", None), run
+        self._stored_config: Any = getattr(merged, "config", None)
+        self._overrides, self._run = config.overrides(self._stored_config), run
+        self.skeleton: Any = reconfigured(merged, self._overrides)
         is_sequence = isinstance(self.skeleton, SequenceModel)
         size = self.skeleton.config.vocab_size if is_sequence else None
         if size is None:
@@ -77,12 +79,12 @@ class Base:
         if lora.has_adapters(model):  # what else is quantised, or of another dtype, stays so
             model = _without_adapters(self._run, model)
         check_finite(model, self.folder)
-        return reconfigured(model, self._run.config.overrides)
+        return reconfigured(model, self._overrides)
 
     def as_stored(self, model: PyTree) -> PyTree:
         """A model of this run with the fields of the base that the run had other values for."""
-        names = self._run.config.overrides
-        return reconfigured(model, {name: getattr(self._stored_config, name) for name in names})
+        stored = configuration.flat(self._stored_config)
+        return reconfigured(model, {name: stored[name] for name in self._overrides})
 
     @property
     def pretrained(self) -> Pretrained:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zoo.base.addresses import location
-from zoo.base.configuration import added, may_differ, require
+from zoo.base.configuration import may_differ, require
 from zoo.data import text
 from zoo.nn.attention import Implementation
 from zoo.nn.codes import Kind
@@ -91,7 +91,7 @@ class Config(RunConfig):
     are merged, or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
-    base: Literal["stored", "int8", "int4", "nf4"] = added("stored")
+    base: Literal["stored", "int8", "int4", "nf4"] = "stored"
     """Format of the matrices that adapters are trained beside: as they are stored, or quantised to
     8 bits (int8) or to 4 (int4, nf4)."""
     freeze: tuple[str, ...] = ()
@@ -101,12 +101,12 @@ class Config(RunConfig):
     pooling: Pooling = "auto"
     """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
-    objective: Literal["dpo", "orpo"] = added("dpo")
+    objective: Literal["dpo", "orpo"] = "dpo"
     """Loss of preferences: DPO, whose reference is the model to begin with, or ORPO, which has
     none."""
-    beta: float = added(0.1)
+    beta: float = 0.1
     """Of DPO, the strength of the pull to the reference; of ORPO, the weight of the odds ratio."""
-    label_smoothing: float = added(0.0)
+    label_smoothing: float = 0.0
     """Share of the preferences that DPO takes to be the wrong way round."""
     sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
@@ -115,14 +115,14 @@ class Config(RunConfig):
     remat: Policy | None = may_differ(None)
     """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full; that
     of the stored model if not given."""
-    dropout: float | None = added(None)
+    dropout: float | None = None
     """Rate of dropout in training; that of the stored model if not given."""
-    attention: Implementation | None = may_differ(None)
+    kernel: Implementation | None = may_differ(None)
     """Attention kernel, as of recipes.lm; that of the stored model if not given."""
     scan_layers: bool | None = may_differ(None)
     """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()
-    adapter_format: adapters.Format = added("zoo")
+    adapter_format: adapters.Format = "zoo"
     """Format in which the trained adapters are saved; PEFT's is peft."""
     data: Data = Data()
     optimizer: optimizers.Config = Optimizer()
@@ -163,11 +163,15 @@ class Config(RunConfig):
         optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
         return dataclasses.replace(config, optimizer=optimizer)
 
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """The given values of fields of the model's own configuration."""
-        names = ("remat", "dropout", "attention", "scan_layers")
-        values = {name: getattr(self, name) for name in names}
+    def overrides(self, model: Any) -> dict[str, Any]:
+        """The given values of fields of the model's own configuration, by their names there."""
+        kernel = "attention.kernel" if hasattr(model, "attention") else "kernel"
+        values = {
+            "remat": self.remat,
+            "dropout": self.dropout,
+            kernel: self.kernel,
+            "scan_layers": self.scan_layers,
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     @property
