@@ -227,7 +227,8 @@ def balanced_next_token(
 
     And `z_coefficient` times the routers' z-loss, the squared logarithm of the partition function
     of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the mean `moe.load_balance`
-    per token: 1 for an even load. Where routers have a `LoadBias`, the step moves it.
+    per token, 1 for an even load, of the positions that count: prompts have a weight of 0 in all
+    of it, as in `next_token`. Where routers have a `LoadBias`, the step moves it.
     """
 
     def loss(
@@ -241,6 +242,7 @@ def balanced_next_token(
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
             key=key,
+            weights=batch["weights"],
         )
         if experts is None:
             raise ValueError("balanced_next_token: the model has no experts; set num_experts")
