@@ -100,8 +100,8 @@ class Transformer(CastsAtUse):
         """`hidden`, and each row's `Balance` as the layers' mean; None without experts.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
-        in each of them, `mask` is False at padding, and a `key` turns dropout on. `weights` are those of
-        positions in the balance, 1 if not given; padding counts nothing.
+        in each of them, `mask` is False at padding, and a `key` turns dropout on. `weights` are
+        those of positions in the balance, 1 if not given; padding counts nothing.
         """
         config = self.config
         if positions is None:
