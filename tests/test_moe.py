@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    Batch,
     arrays,
     assert_trees_close,
     copy,
     drawn_transformer,
     make_transformer,
+    pad_tokens,
     small_config,
     token_batch,
 )
@@ -23,6 +25,8 @@ from helpers import (
 import zoo
 from zoo import losses, optimizers, sharding
 from zoo.nn.parameters import cast, gather
+from zoo.nn.precision import in_precision
+from zoo.publishing import models
 from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.kinds import is_matrix
 from zoo.training import state as state_module
@@ -60,7 +64,9 @@ def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
     made = layer(per_token=choices, normalize=normalize)
     x = np.random.default_rng(0).normal(size=(2, 7, 16))
     counted = np.arange(7)[None] < np.array([[7], [1]])
-    got, balance = eqx.filter_jit(made)(jnp.asarray(x, jnp.float32), jnp.asarray(counted))
+    got, balance = eqx.filter_jit(made)(
+        jnp.asarray(x, jnp.float32), jnp.asarray(counted, jnp.float32)
+    )
     want, probabilities, chosen = numpy_experts(made, x)
     np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
     for row in range(2):
@@ -73,7 +79,7 @@ def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
 def test_even_load_scores_one_per_token():
     probabilities = jnp.full((1, EXPERTS, EXPERTS), 1 / EXPERTS)
     even = jnp.arange(EXPERTS, dtype=jnp.int32)[None, :, None]
-    counted = jnp.ones((1, EXPERTS), bool)
+    counted = jnp.ones((1, EXPERTS))
     assert float(moe.load_balance(probabilities, even, counted)[0]) == pytest.approx(EXPERTS)
     sure = jnp.zeros_like(probabilities).at[:, :, 2].set(1.0)
     alike = jnp.full_like(even, 2)
@@ -132,7 +138,8 @@ def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
     """A layer's output, its balance, and the gradients of both for its input and parameters."""
     made, rng = layer(**options), np.random.default_rng(0)
     x_BTE, g_BTE = (jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32) for _ in range(2))
-    counted = jnp.arange(6)[None] < jnp.asarray([6, 1, 3, 6, 2, 6, 6, 5])[:, None]
+    lengths = jnp.asarray([6, 1, 3, 6, 2, 6, 6, 5])[:, None]
+    counted = (jnp.arange(6)[None] < lengths).astype(jnp.float32)
     if skewed:  # all to the same experts
         x_BTE = x_BTE.at[..., 0].set(4.0)
         router = made.router.at[0].set(jnp.arange(EXPERTS, dtype=jnp.float32))
@@ -262,7 +269,7 @@ def test_rows_are_exchanged_where_the_compiler_can(kind: str, calls: int, monkey
     monkeypatch.setattr(
         exchanges, "_by_all_to_all", lambda *args: seen.append(args) or exchange(*args)
     )
-    made, x_BTE, all_BT = layer(), jnp.ones((8, 6, 16)), jnp.ones((8, 6), bool)
+    made, x_BTE, all_BT = layer(), jnp.ones((8, 6, 16)), jnp.ones((8, 6))
     with sharding.use(zoo.make_mesh("expert=8")):
         jax.eval_shape(lambda x: made(x, all_BT)[0], x_BTE)
         assert len(seen) == calls
@@ -330,6 +337,67 @@ def test_balance_sums_over_rows():
     assert float(metrics["balance"]) == pytest.approx(balance, rel=1e-5)
 
 
+def with_prompts(batch: Batch) -> Batch:
+    """A batch of which only the last quarter of each row counts, by weights of all sizes."""
+    rows, size = batch["weights"].shape
+    counted = np.random.default_rng(1).uniform(0.5, 2, (rows, size)).astype(np.float32)
+    answer = np.arange(size)[None] >= size * 3 // 4
+    return {**batch, "weights": np.where(answer & (batch["segment_ids"] > 0), counted, 0)}
+
+
+def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
+    model, routes = drawn_transformer(**OPTIONS), []
+    batch, real = with_prompts(token_batch(8, 16)), routing.route
+    monkeypatch.setattr(routing, "route", lambda *given: routes.append(real(*given)) or routes[-1])
+    with jax.disable_jit():
+        loss = losses.balanced_next_token(0.5, 0.25)
+        total, weight, metrics = loss(model, jax.tree.map(jnp.asarray, batch), None)
+    monkeypatch.undo()
+    plain, _, _ = losses.next_token(model, jax.tree.map(jnp.asarray, batch), None)
+    w, expected = batch["weights"].astype(np.float64), []
+    assert (w == 0).mean() > 0.7
+    for route in routes:
+        for row, share in enumerate(w):
+            if not share.any():
+                continue
+            chosen, p = np.asarray(route.chosen[row]), np.asarray(route.probabilities[row])
+            taken = np.stack([(chosen == expert).sum(-1) for expert in range(EXPERTS)], -1)
+            f, p = (share @ taken / CHOICES / share.sum(), share @ p / share.sum())
+            expected.append(share.sum() * EXPERTS * (f * p).sum() / len(routes))
+    assert len(routes) == 2
+    assert float(metrics["balance"]) == pytest.approx(sum(expected), rel=1e-4)
+    assert 1 < sum(expected) / w.sum() < 2.5
+    terms = 0.5 * metrics["balance"] + 0.25 * metrics["router_z"]
+    assert float(total - plain) == pytest.approx(float(terms), rel=1e-3)
+    even = eqx.tree_at(lambda m: m.blocks.mlp.router, model, replace_fn=jnp.zeros_like)
+    _, weight, metrics = eqx.filter_jit(loss)(even, jax.tree.map(jnp.asarray, batch), None)
+    assert float(metrics["balance"] / weight) == pytest.approx(1, rel=1e-5)
+    assert float(metrics["router_z"] / weight) == pytest.approx(np.log(EXPERTS) ** 2, rel=1e-5)
+
+
+def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
+    batch = with_prompts(token_batch(8, 16))
+    longer = pad_tokens(batch)
+    rows = {name: np.pad(x, ((0, 8), (0, 0))) for name, x in batch.items()}
+    found = []
+    for given, spec, accumulate in [
+        (batch, "", 1),
+        (longer, "", 1),
+        (rows, "", 1),
+        (batch, "", 4),
+        (batch, "data=2,fsdp=2", 2),
+    ]:
+        mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
+        options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
+        make_model = lambda key: drawn_transformer(**OPTIONS)
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+        loss = losses.balanced_next_token(0.5, 0.25)
+        _, metrics = zoo.make_train_step(loss, optimizer, **options)(state, given)
+        found.append([float(metrics[x]) for x in ("balance", "router_z", "loss", "grad_norm")])
+    np.testing.assert_allclose(found[1:], [found[0]] * 4, rtol=2e-4)
+    assert found[0][0] > 1
+
+
 def test_balance_without_experts_is_refused():
     batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
     loss = losses.balanced_next_token(0.1)
@@ -357,7 +425,7 @@ def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
         return jnp.where(behind[:, None], jnp.nan, exact(rows, weights, group_sizes))
 
     made, mesh = layer(), zoo.make_mesh("tensor=4")
-    x, counted = jax.random.normal(jax.random.key(0), (2, 7, 16)), jnp.ones((2, 7), bool)
+    x, counted = jax.random.normal(jax.random.key(0), (2, 7, 16)), jnp.ones((2, 7))
     want, balance = eqx.filter_jit(made)(x, counted)
     monkeypatch.setattr(jax.lax, "ragged_dot", ragged_dot)
     with sharding.use(mesh):
@@ -387,7 +455,7 @@ def test_sigmoid_routers_match_independent_numpy_formula():
     np.testing.assert_array_equal(got.chosen, chosen)
     np.testing.assert_allclose(got.weights, np.take_along_axis(scores, chosen, -1), rtol=1e-5)
     np.testing.assert_allclose(got.probabilities.sum(-1), 1, rtol=1e-5)
-    x, counted = jnp.asarray(logits).repeat(2, -1), jnp.ones((1, 7), bool)
+    x, counted = jnp.asarray(logits).repeat(2, -1), jnp.ones((1, 7))
     np.testing.assert_allclose(scaled(x, counted)[0], 2.5 * made(x, counted)[0], rtol=1e-4)
 
 
@@ -421,7 +489,7 @@ def with_weights(made: Any, weights: dict[str, np.ndarray]) -> Any:
 
 def test_sigmoid_routers_and_shared_experts_match_transformers():
     routed, shared = layer_of_transformers()
-    x, counted = jnp.asarray(GOLDEN["x"]), jnp.ones((1, 7), bool)
+    x, counted = jnp.asarray(GOLDEN["x"]), jnp.ones((1, 7))
 
     def layer(made: tuple[moe.MoE, Any], x: jax.Array) -> jax.Array:
         return made[0](x, counted)[0] + made[1](x)
@@ -454,7 +522,7 @@ def test_a_bias_chooses_the_experts_that_transformers_does():
 def test_router_z_loss_matches_independent_numpy_formula():
     made, rng = layer(), np.random.default_rng(0)
     x, counted = rng.normal(size=(2, 5, 16)).astype(np.float32), np.arange(5)[None] < [[5], [2]]
-    _, balance = made(jnp.asarray(x), jnp.asarray(counted))
+    _, balance = made(jnp.asarray(x), jnp.asarray(counted, jnp.float32))
     z = np.log(np.exp(x @ np.asarray(made.router)).sum(-1)) ** 2
     np.testing.assert_allclose(balance.z, (z * counted).sum(1), rtol=1e-4)
     model, batch = drawn_transformer(**OPTIONS), jax.tree.map(jnp.asarray, token_batch(4, 8))
@@ -545,6 +613,41 @@ def test_biases_are_stored_but_not_trained(tmp_path: Any):
     loaded = zoo.load(tmp_path / "m").blocks
     np.testing.assert_array_equal(loaded.mlp.bias.value, bias)
     np.testing.assert_array_equal(loaded.shared_mlp.w_up, model.blocks.shared_mlp.w_up)
+
+
+def with_low_biases(model: Any) -> Any:
+    low = lambda x: x.astype(jnp.bfloat16)
+    return eqx.tree_at(lambda model: model.blocks.mlp.bias.value, model, replace_fn=low)
+
+
+def test_biases_are_in_fp32_whatever_a_model_is_loaded_saved_or_computed_in(tmp_path: Any):
+    model = drawn_transformer(**BIASED)
+    bias = np.asarray(model.blocks.mlp.bias.value)
+    assert (bias != bias.astype(jnp.bfloat16).astype(np.float32)).any()
+    zoo.save(tmp_path / "m", model)
+    loaded, skeleton = (
+        function(tmp_path / "m", dtype="bf16") for function in (zoo.load, models.skeleton)
+    )
+    zoo.save(tmp_path / "low", loaded)
+    zoo.save(tmp_path / "like", model, like=tmp_path / "low")
+    zoo.save(tmp_path / "stored low", with_low_biases(loaded))
+    for name in ("low", "like"):
+        found = zoo.load(tmp_path / name).blocks.mlp
+        np.testing.assert_array_equal(found.bias.value, bias, err_msg=name)
+        assert found.w_up.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(loaded.blocks.mlp.bias.value, bias)
+    with in_precision((model, 0), "bf16") as computed:  # in a model of no class of the zoo
+        pass
+    of_state = state_module.abstract_state(
+        lambda key, model: model,
+        optax.sgd(0.1),
+        key=jax.random.key(0),
+        pretrained=with_low_biases(loaded),
+    ).model
+    others = [skeleton, computed[0], zoo.load(tmp_path / "stored low"), of_state]
+    others += [zoo.load(tmp_path / "m", dtype="bf16", quantize="int8")]
+    assert [x.blocks.mlp.bias.value.dtype for x in others] == [jnp.float32] * 5
+    assert {x.blocks.mlp.w_up.dtype for x in others[:3]} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_shared_experts_are_an_mlp_for_every_token():

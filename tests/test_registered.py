@@ -199,8 +199,12 @@ def test_own_models_are_saved_with_their_state(tmp_path):
         strict=True,
     ):
         np.testing.assert_array_equal(got, want)
-    half, _ = zoo.load(tmp_path / "model", dtype="bf16")
+    half, kept = zoo.load(tmp_path / "model", dtype="bf16")
     assert half.convolution.weight.dtype == jnp.bfloat16
+    assert_same(kept, state)  # running statistics, which would lose small steps
+    zoo.save(tmp_path / "half", (half, kept))
+    zoo.save(tmp_path / "like", (model, state), like=tmp_path / "half")
+    assert_same(zoo.load(tmp_path / "like")[1], state)
     assert "Family: `test_registered:Net`" in (tmp_path / "model" / "README.md").read_text()
 
 

@@ -116,7 +116,7 @@ def test_states_stay_as_they_were_in_a_skipped_step():
     before = copy(state.model)
     bad = centred_batch(seed=1)
     bad["weights"][0] = np.nan
-    state, metrics = step(state, bad)
+    state, metrics = step(state, jax.tree.map(jnp.asarray, bad))  # on the device: not looked at
     assert float(metrics["skipped"]) == 1
     assert_trees_close(state.model, before, rtol=0)
     state, _ = step(state, centred_batch(seed=1))
@@ -340,6 +340,41 @@ def test_the_mesh_does_not_change_batch_norm(mesh: str, precision: Any):
     np.testing.assert_allclose(values, expected, rtol=rtol / 10 if precision == "bf16" else rtol)
     assert_trees_close(state, one, rtol=rtol)
     np.testing.assert_allclose(values[0], expected[0], rtol=1e-5)
+
+
+def test_running_statistics_of_an_incomplete_batch_are_of_different_rows():
+    """Of an epoch of two batches, the second of one row; by a formula for each batch's rows."""
+    make = lambda key: eqx.nn.make_with_state(OneNorm)(key)
+    rows = np.random.default_rng(0).normal(2.0, 0.9, size=(9, 3)).astype(np.float32)
+    plan = zoo.ArrayPlan({"x": rows}, batch_size=8, seed=0, shuffle=False)
+    state, step = state_and_step(norm_loss, make, optax.sgd(0.0))
+    for k in range(2):
+        state, metrics = step(state, plan.batch(k))
+    assert float(metrics["tokens"]) == 1
+    mean, variance = state.model[1].get(state.model[0].norm.batch_state_index)
+    taken = [rows[:8], rows[[8, 0, 1, 2, 3, 4, 5, 6]]]
+    # In this mode both begin at zero.
+    np.testing.assert_allclose(mean, 0.09 * taken[0].mean(0) + 0.1 * taken[1].mean(0), rtol=1e-5)
+    wanted = 0.9 * (0.9 * 1 + 0.1 * taken[0].var(0)) + 0.1 * taken[1].var(0)
+    np.testing.assert_allclose(variance, wanted, rtol=1e-5)
+    assert taken[1].var(0).min() > 0.2
+
+
+class OneNorm(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    weight: Float[Array, "embed mlp"]
+
+    def __init__(self, key: Array):
+        self.norm = eqx.nn.BatchNorm(3, "batch", momentum=0.9, mode="batch")
+        self.weight = jnp.ones((3, 1))
+
+
+def norm_loss(pair: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+    model, state = pair
+    apply = jax.vmap(model.norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    y, state = apply(batch["x"], state)
+    total = (jnp.square(y @ model.weight)[:, 0] * batch["weights"]).sum()
+    return total, batch["weights"].sum(), {}, state
 
 
 def test_small_updates_of_statistics_are_not_lost():

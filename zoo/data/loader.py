@@ -3,12 +3,14 @@
 import sys
 import weakref
 from collections.abc import Generator, Iterable
+from types import MappingProxyType
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from zoo.data.checks import Accepted, check_values
 from zoo.data.plans import HostBatch, Plan, check_batch_size, check_plan
 from zoo.sharding import batch_sharding
 
@@ -17,7 +19,12 @@ Rows = tuple[int, int]
 
 
 def batches(
-    plan: Plan, mesh: Mesh | None = None, *, start: int = 0, stop: int | None = None
+    plan: Plan,
+    mesh: Mesh | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    accepted: Accepted = MappingProxyType({}),
 ) -> Generator[tuple[int, Batch], None, None]:
     """(k, batch k) from `start` to `stop` (None: without end), put on the devices ahead of use.
 
@@ -26,12 +33,13 @@ def batches(
     dropping the iterator ends its threads.
 
     Raises:
-        ValueError: the mesh's batch axes do not divide the batch size.
+        ValueError: the mesh's batch axes do not divide the batch size; at a batch, a value that
+            `check_values` refuses, in place of that batch.
     """
     stop = sys.maxsize if stop is None else stop
     if not 0 <= start <= stop:
         raise ValueError(f"start={start} and stop={stop} must be 0 <= start <= stop")
-    ahead = iter(_dataset(plan, mesh, range(start, stop)))
+    ahead = iter(_dataset(plan, mesh, range(start, stop), accepted))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
         yield from ahead  # forwards close() too
@@ -48,13 +56,18 @@ def batches(
     return iterator
 
 
-def _dataset(plan: Plan, mesh: Mesh | None, indices: range) -> Iterable[tuple[int, Batch]]:
+def _dataset(
+    plan: Plan, mesh: Mesh | None, indices: range, accepted: Accepted
+) -> Iterable[tuple[int, Batch]]:
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
     held = _held_rows(plan.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
-        return k, {rows: plan.batch(k, slice(*rows)) for rows in held}
+        parts = {rows: plan.batch(k, slice(*rows)) for rows in held}
+        for (first, _), part in parts.items():
+            check_values(part, accepted, where=f"batch {k}", first_row=first)
+        return k, parts
 
     def put(item: tuple[int, dict[Rows, HostBatch]]) -> tuple[int, Batch]:
         k, parts = item

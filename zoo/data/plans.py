@@ -177,8 +177,9 @@ class SeededPlan(abc.ABC):
 class ArrayPlan(SeededPlan):
     """Rows of arrays [rows, …], such as features and labels, permuted in each epoch.
 
-    A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that pad
-    the last batch of an epoch.
+    A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that fill up
+    the last batch of an epoch. Those are the epoch's first rows once more: a loss does not count
+    them, and statistics of a batch, as a batch norm's, are of different rows of the data.
     """
 
     unit = "examples"
@@ -211,5 +212,5 @@ class ArrayPlan(SeededPlan):
         epoch, batch = divmod(k, self.batches_per_epoch)
         places = batch * self.batch_size + np.asarray(rows)
         weights = (places < self._num_rows).astype(np.float32)
-        chosen = self._epoch_order(epoch)[np.minimum(places, self._num_rows - 1)]
+        chosen = self._epoch_order(epoch)[places % self._num_rows]
         return {**{name: array[chosen] for name, array in self.arrays.items()}, "weights": weights}

@@ -188,12 +188,14 @@ class Rows:
         self.decoder = decoder_of(model)
         if stop_tokens is None:  # a decoder of another class may have none
             stop_tokens = getattr(self.decoder.config, "eos_ids", ())
-        self.stops = np.asarray(stop_tokens, np.int32).reshape(-1)
+        stops = np.asarray(stop_tokens).reshape(-1)
         self.decoder.check_decoder(longest + max_new_tokens)
         if longest + max_new_tokens > getattr(self.decoder.config, "max_seq_len", np.inf):
             _warn_of_length(self.decoder.config.max_seq_len)
         _check_ids("prompt", np.concatenate(self.prompts), self.decoder.config.vocab_size)
-        _check_ids("stop_tokens", self.stops, self.decoder.config.vocab_size)
+        _check_ids("stop_tokens", stops, self.decoder.config.vocab_size)
+        self.prompts = [ids.astype(np.int32) for ids in self.prompts]  # once they are known to fit
+        self.stops = stops.astype(np.int32)
         self.mesh = sharding.mesh_of(model)
         parts = 1 if self.mesh is None else sharding.num_batch_parts(self.mesh)
         num_rows = -(-len(self.prompts) // parts) * parts
@@ -256,7 +258,7 @@ def _check_prompts(prompt: Prompt) -> list[np.ndarray]:
         raise ValueError("prompt is empty: begin with the tokenizer's separator")
     if not all(np.issubdtype(ids.dtype, np.integer) for ids in prompts):
         raise ValueError(f"prompt holds {prompts[0].dtype}, and token ids are integers")
-    return [ids.astype(np.int32) for ids in prompts]
+    return prompts
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:

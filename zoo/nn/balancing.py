@@ -20,7 +20,7 @@ class LoadBias(eqx.Module):
 
 
 class Balance(NamedTuple):
-    """The terms of a loss that routers give, summed over each row's tokens: float32[batch] each."""
+    """The terms of a loss that routers give, float32[batch] each: weighted sums over each row."""
 
     load: Float[Array, "batch"]
     """`moe.load_balance`."""

@@ -133,16 +133,35 @@ def _is_for_operands(hint: Any) -> bool:
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
 
-    A `LoadBias` is left too.
+    Nodes of which `is_kept` holds are left too.
     """
 
     def visit(x: Any) -> Any:
-        if is_operand(x) or is_load_bias(x):
+        if is_operand(x) or is_kept(x):
             return x.cast(dtype) if is_operand(x) else x
         is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(dtype) if is_float else x
 
-    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_load_bias(x))
+    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_kept(x))
+
+
+def is_kept(x: Any) -> bool:
+    """Whether a node of a model has dtypes of its own, whatever those of the parameters are.
+
+    So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
+    """
+    return is_load_bias(x) or isinstance(x, eqx.nn.State)
+
+
+def kept_dtypes(model: Any) -> dict[str, Any]:
+    """The dtype of each array of the nodes that are kept, by dotted path; None: as it is stored."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kept)
+    return {
+        keystr((*path, *inner)): jnp.dtype(jnp.float32) if is_load_bias(node) else None
+        for path, node in nodes
+        if is_kept(node)
+        for inner, _ in jax.tree_util.tree_leaves_with_path(node)
+    }
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)

@@ -39,9 +39,16 @@ class HasBalance(HasReadout, Protocol):
     """Such a model that can be a mixture of experts."""
 
     def hidden_and_balance(
-        self, tokens: Array, **options: Unpack[SequenceOptions]
+        self,
+        tokens: Array,
+        *,
+        weights: Float[Array, "batch seq"] | None = None,
+        **options: Unpack[SequenceOptions],
     ) -> tuple[Float[Array, "batch seq width"], Balance | None]:
-        """`hidden`, and what each row's routers give to a loss; None without experts."""
+        """`hidden`, and what each row's routers give to a loss; None without experts.
+
+        `weights` are those of positions in the balance, 1 if not given; padding counts nothing.
+        """
 
 
 @runtime_checkable

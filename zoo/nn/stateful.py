@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, PyTree
 
-from zoo.nn.parameters import cast, is_operand
+from zoo.nn.parameters import cast, is_kept, is_operand
 
 Tree = TypeVar("Tree")
 
@@ -85,7 +85,7 @@ def cast_around(model: Tree, dtype: DTypeLike) -> Tree:
     """
 
     def is_node(x: Any) -> bool:
-        return is_state(x) or is_operand(x) or type(x) in _IN_FLOAT32
+        return is_kept(x) or is_operand(x) or type(x) in _IN_FLOAT32
 
     def visit(x: Any) -> Any:
         if is_state(x):

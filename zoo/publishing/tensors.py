@@ -20,6 +20,7 @@ from zoo import sharding
 from zoo.base import configuration
 from zoo.base.checksums import Digest
 from zoo.nn.codes import Kind
+from zoo.nn.parameters import kept_dtypes
 from zoo.nn.precision import DTYPES
 from zoo.nn.quantized import Quantized, is_quantized
 from zoo.publishing.errors import PublishError
@@ -69,11 +70,11 @@ def read_tensors(
 
     With a kind to `quantize` in, matrices are quantised as they are read.
     """
-    skeleton = read_dtypes(path, skeleton, dtype, quantize)
+    skeleton, kept = read_dtypes(path, skeleton, dtype, quantize), kept_dtypes(skeleton)
     with slice_reader() as read_slice:
 
         def read(name: str, index: Any) -> np.ndarray:
-            return read_slice(path, name, index, dtype)
+            return read_slice(path, name, index, kept.get(name, dtype))
 
         def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
             return place(shape, where, partial(read, name))
@@ -86,13 +87,14 @@ def read_dtypes(
 ) -> PyTree:
     """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
     names = {code: name for name, code in CODES.items()}
+    kept = kept_dtypes(skeleton)
     with open_file(path) as file:
         _check_shapes(path, file, skeleton)
 
         def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
             stored = jnp.dtype(names[file.get_slice(name).get_dtype()])
-            floating = dtype is not None and jnp.issubdtype(stored, jnp.floating)
-            return jax.ShapeDtypeStruct(shape, dtype if floating else stored)
+            wanted = kept.get(name, dtype) if jnp.issubdtype(stored, jnp.floating) else None
+            return jax.ShapeDtypeStruct(shape, wanted or stored)
 
         return quantized_skeleton(fill(skeleton, None, make), quantize)
 
@@ -150,13 +152,14 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
     """The dtype to store each array in, by its dotted path.
 
     It is the array's own; but for floating point the one `like` has for its path, or else `default`
-    if that is given.
+    if that is given. What is kept in a dtype by `zoo.nn.parameters.is_kept` is so stored.
     """
-    found = {}
+    found, kept = {}, kept_dtypes(model)
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         if is_parameter(leaf):
-            name, floating = keystr(path), jnp.issubdtype(leaf.dtype, jnp.floating)
-            found[name] = like.get(name, default or leaf.dtype) if floating else leaf.dtype
+            name = keystr(path)
+            taken = jnp.issubdtype(leaf.dtype, jnp.floating) and name not in kept
+            found[name] = like.get(name, default or leaf.dtype) if taken else leaf.dtype
     return found
 
 

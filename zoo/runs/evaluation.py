@@ -54,8 +54,9 @@ def results(
     stop = plan.batches_per_epoch
     if not whole:
         stop = min(stop, run.config.eval_batches)
+    accepted = step_fn.accepted(model)
     under_way: deque[tuple[int, dict[str, Array]]] = deque()
-    with contextlib.closing(batches(plan, run.mesh, stop=stop)) as stream:
+    with contextlib.closing(batches(plan, run.mesh, stop=stop, accepted=accepted)) as stream:
         for k, batch in stream:
             run.signals.check()
             under_way.append((k, step_fn(model, batch)[1]))

@@ -13,6 +13,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from zoo import sharding
+from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_plan
 from zoo.runs import bases, monitor, planned
@@ -86,7 +87,13 @@ def _train(
         run.signals,
         Recorder(run, training, hooks, written) as recorder,
         contextlib.closing(
-            batches(training.data, run.mesh, start=start, stop=config.steps)
+            batches(
+                training.data,
+                run.mesh,
+                start=start,
+                stop=config.steps,
+                accepted=_accepted(run, step_fn, state, training.data),
+            )
         ) as stream,
     ):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
@@ -125,6 +132,13 @@ def _train(
         if run.signals.agreed(now=True):
             _leave(run, step)
     return state, result
+
+
+def _accepted(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> Accepted:
+    """What batches may hold; nan too, where the run skips a step of it."""
+    stated = step_fn.accepted(state)
+    skips = run.config.on_nonfinite == "skip"
+    return {**dict.fromkeys(plan.row(plan.buckets[0])), **stated} if skips else stated
 
 
 def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:

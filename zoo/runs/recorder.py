@@ -137,7 +137,8 @@ class Recorder:
             f"the last good checkpoint is {f'of step {good[-1]}' if good else 'none yet'}. Try "
             "--on-nonfinite skip, which leaves such steps out, or"
             f"{' in another --run-dir' if good else ''} a lower "
-            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32."
+            "--optimizer.learning-rate, a longer --optimizer.warmup-steps, or --precision fp32. "
+            "The batch's own numbers are finite; a target beyond the logits gives nan too."
         )
 
     def evaluation(self, step: int, state: TrainState, whole: bool) -> dict[str, float]:

@@ -92,7 +92,9 @@ def training(
     alone = num_members == 1
     if not alone:
         # Each member is trained as it would be alone, and so clipped alone.
-        rule = per_member(optax.chain(optax.clip_by_global_norm(run.config.clip_norm), rule))
+        clip_norm = run.config.clip_norm
+        clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+        rule = per_member(optax.chain(clip, rule))
         loss_fn = member_loss(losses.classification)
         make = lambda key: Ensemble(make_one, num_members, key=key)  # noqa: E731
     return Classification(
@@ -169,6 +171,7 @@ class Judge:
 def predictor(run: Run[Config], plan: Plan) -> Callable[[PyTree, bool], Predictions]:
     """A function `(model, whole) -> Predictions` on a plan's first epoch, or part of it."""
 
+    @losses.OF_LABELS
     def probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
         logits = losses.class_logits(model, batch, None)
         zero = jnp.zeros(())

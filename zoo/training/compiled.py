@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
+from zoo.data.checks import Accepted
 from zoo.sharding.axes import is_parameter
 
 Metrics = dict[str, Array]
@@ -48,7 +49,9 @@ class CompiledStep:
         strict: bool = False,
         accumulate: int = 1,
         donate: bool = False,
+        checks: Any = None,
     ):
+        """`checks` are `zoo.training.first_step.Checks`, if any."""
         sharding.check_rules(rules)
         sharding.check_axes(axes)
         self._function = function
@@ -56,7 +59,8 @@ class CompiledStep:
         self._in_use = functools.partial(sharding.use, mesh, rules, axes, strict=strict)
         self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Program] = {}
-        self._under_way: deque[list[Array]] = deque()
+        self._checks = checks
+        self._under_way: deque[Metrics] = deque()
 
     def compile(self, state: PyTree, *batches: PyTree) -> None:
         """Compile ahead of time for batches like these: arrays, or ShapeDtypeStructs.
@@ -69,6 +73,7 @@ class CompiledStep:
             signature = _signature(*jax.tree.flatten((state, batch)))
             if signature not in self._compiled:
                 self._compiled[signature] = self.lower(state, batch)
+            self._check_sums(state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
@@ -95,21 +100,37 @@ class CompiledStep:
 
         Raises:
             RecompilationError: a state or batch unlike those compiled for, before any compute.
-            ValueError: a state that an earlier call took the buffers of.
+            ValueError: a state that an earlier call took the buffers of, or a value in an array of
+                numpy that no step can use.
         """
+        if self._checks is not None:
+            self._checks.values(state, batch)
         batch = self._place(batch)
         leaves, structure = jax.tree.flatten((state, batch))
         self._check_not_donated(leaves)
         signature = _signature(leaves, structure)
         if not self._compiled:
             self._compiled[signature] = self.lower(state, batch)
+            self._check_sums(state, batch)
         if signature not in self._compiled:
             raise RecompilationError(self._difference(signature))
         while len(self._under_way) >= IN_FLIGHT:
-            jax.block_until_ready(self._under_way.popleft())
+            metrics = self._under_way.popleft()
+            jax.block_until_ready(jax.tree.leaves(metrics)[:1])  # all are ready at once
+            if self._checks is not None:
+                self._checks.clipping(metrics)
         outputs = self._compiled[signature](leaves)
-        self._under_way.append(jax.tree.leaves(outputs[1])[:1])  # all are ready at once
+        self._under_way.append(outputs[1])
         return outputs
+
+    def accepted(self, state: PyTree) -> Accepted:
+        """What the entries of its batches may hold, for `zoo.data.loader.batches`."""
+        return {} if self._checks is None else self._checks.accepted(state)
+
+    def _check_sums(self, state: PyTree, batch: PyTree) -> None:
+        if self._checks is not None:
+            parts = sharding.num_batch_parts(self._mesh, self._rules) if self._mesh else 1
+            self._checks.sums(state, batch, parts, self._in_use)
 
     def _program(self, state: PyTree, batch: PyTree) -> "Program":
         return Program(self._function, state, batch, donate=self._donate)

@@ -109,7 +109,7 @@ class Training:
         rules: sharding.Rules | None = None,
         precision: Precision,
         accumulate: int = 1,
-        clip_norm: float = 1.0,
+        clip_norm: float | None = 1.0,
     ) -> CompiledStep:
         """The train step; see `make_train_step`."""
         return make_train_step(

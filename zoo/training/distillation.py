@@ -70,6 +70,7 @@ class Distillation:
         require(self.temperature > 0, f"temperature={self.temperature}: must be positive")
         require(0 <= self.weight <= 1, f"weight={self.weight}: must be in 0 to 1")
 
+    @losses.OF_TOKENS
     def beside_teacher(
         self, model: Taught, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Array]]:
@@ -83,6 +84,7 @@ class Distillation:
         teacher, x_BTE = jax.lax.stop_gradient(_without_dropout(model.teacher, batch))
         return self._mixed(model.student, batch, key, teacher, {"x": x_BTE})
 
+    @losses.OF_TOKENS
     def of_stored(
         self, model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Array]]:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from zoo.data.checks import Accepted, Ids
 from zoo.nn.parameters import dropping_out
-from zoo.nn.precision import Precision, cast_inputs, in_precision
+from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
 from zoo.nn.rounded_products import check_rounds
 from zoo.nn.stateful import is_state, states, with_states
 from zoo.sharding.axes import keystr
@@ -101,11 +102,48 @@ def loss_values(
 
 def kept_by(loss_fn: Any) -> frozenset[str | int]:
     """The entries that a loss names by `keeps_dtype`, also inside a partial or a decorator."""
-    names: frozenset[str | int] = frozenset()
+    return frozenset().union(*(getattr(x, "keeps_dtype", ()) for x in unwrapped(loss_fn)))
+
+
+def unwrapped(loss_fn: Any) -> list[Any]:
+    """A loss, and what it is a partial or a decorator of, the innermost last."""
+    found = []
     while loss_fn is not None:
-        names |= frozenset(getattr(loss_fn, "keeps_dtype", ()))
+        found.append(loss_fn)
         loss_fn = getattr(loss_fn, "func", None) or getattr(loss_fn, "__wrapped__", None)
-    return names
+    return found
+
+
+def accepted_by(loss_fn: Any, model: PyTree) -> Accepted:
+    """What the entries of batches may hold, by `zoo.losses.accepts` and the sizes of a model."""
+    stated: dict[str, Any] = {}
+    for each in reversed(unwrapped(loss_fn)):
+        stated |= getattr(each, "accepts", {})
+    found: dict[str, Ids | None] = {}
+    for name, values in stated.items():
+        source = f"the loss accepts {values}"
+        if isinstance(values, str | tuple):
+            sizes = _sizes(model, (values,) if isinstance(values, str) else values)
+            if not sizes:
+                continue
+            (field, size), *_ = sizes.items()
+            values, source = range(size), f"the model's {field} is {size}"
+        found[name] = None if values is None else Ids(values, source, name in KEPT)
+    return found
+
+
+def _sizes(model: PyTree, names: tuple[str, ...]) -> dict[str, int]:
+    """The integers that a model, or one that it holds, has by these names, or its `config` has."""
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: hasattr(x, "config"))
+    found = {
+        name: getattr(holder, name)
+        for node in nodes
+        if hasattr(node, "config")
+        for name in names
+        for holder in (node.config, node)
+        if isinstance(getattr(holder, name, None), int)
+    }
+    return {name: found[name] for name in names if name in found}
 
 
 def _name(loss_fn: Any) -> str:

@@ -38,9 +38,28 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
     return decorate
 
 
+def accepts(**values: range | str | tuple[str, ...] | None) -> Callable[[Function], Function]:
+    """A decorator of a loss: the values that entries of its batches may have, which are checked.
+
+    Integers are in a range, as `labels=range(10)`; or in that of a number which the model or its
+    `config` has by one of the names given, as `tokens="vocab_size"`. None is for any value: nan and
+    infinity are refused in every other entry. Targets and labels may be anything at a weight of 0.
+    """
+
+    def decorate(loss_fn: Function) -> Function:
+        setattr(loss_fn, "accepts", values)  # noqa: B010
+        return loss_fn
+
+    return decorate
+
+
+OF_TOKENS = accepts(tokens="vocab_size", targets="vocab_size")
+OF_LABELS = accepts(inputs="vocab_size", labels=("num_classes", "out_size"))
+
+
 @custom_vjp
 def token_losses(logits: Array, targets: Array) -> Array:
-    """The cross-entropy of each target in nats, float32 of the targets' shape."""
+    """The cross-entropy of each target in nats, float32 of their shape; nan beyond the logits."""
     return _token_losses_forward(logits, targets)[0]
 
 
@@ -54,6 +73,8 @@ def _token_losses_forward(logits: Array, targets: Array) -> tuple[Array, tuple]:
     top = jax.lax.stop_gradient(logits32.max(-1, keepdims=True))  # as in attention
     log_sum = jnp.log(jnp.exp(logits32 - top).sum(-1)) + top[..., 0]
     target_logit = jnp.where(_is_target(logits, targets), logits32, 0.0).sum(-1)
+    is_class = (targets >= 0) & (targets < logits.shape[-1])
+    target_logit = jnp.where(is_class, target_logit, jnp.nan)
     return log_sum - target_logit, (logits, targets, log_sum)
 
 
@@ -185,6 +206,7 @@ def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
     )
 
 
+@OF_TOKENS
 def next_token(
     model: PyTree, batch: dict[str, Array], key: Array | None
 ) -> tuple[Array, Array, dict[str, Any]]:
@@ -227,9 +249,11 @@ def balanced_next_token(
 
     And `z_coefficient` times the routers' z-loss, the squared logarithm of the partition function
     of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the mean `moe.load_balance`
-    per token: 1 for an even load. Where routers have a `LoadBias`, the step moves it.
+    per token, 1 for an even load, of the positions that count: prompts have a weight of 0 in all
+    of it, as in `next_token`. Where routers have a `LoadBias`, the step moves it.
     """
 
+    @OF_TOKENS
     def loss(
         model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, dict[str, Any]]:
@@ -241,6 +265,7 @@ def balanced_next_token(
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
             key=key,
+            weights=batch["weights"],
         )
         if experts is None:
             raise ValueError(
@@ -258,6 +283,7 @@ def balanced_next_token(
     return loss
 
 
+@OF_LABELS
 def classification(
     model: PyTree, batch: dict[str, Array], key: Array | None
 ) -> tuple[Array, Array, dict[str, Array]]:

@@ -111,6 +111,7 @@ def log_probabilities(model: PyTree, batch: dict[str, Array]) -> Float[Array, "b
     return jax.lax.stop_gradient(_whole(readout, x_BTE, batch, chunks=True))
 
 
+@losses.OF_TOKENS
 def reference_values(
     model: PyTree, batch: dict[str, Array], key: Array | None
 ) -> tuple[Array, Array, Metrics]:
@@ -121,6 +122,7 @@ def reference_values(
     return jnp.float32(0), weight, {"reference": of_pairs}
 
 
+@losses.OF_TOKENS
 def _loss(
     pair_loss: Callable[..., PairLoss],
     coefficient: float,

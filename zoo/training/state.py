@@ -14,10 +14,9 @@ from jaxtyping import Array, Int32, Key, PyTree
 
 from zoo import sharding
 from zoo.nn.balancing import is_load_bias
-from zoo.nn.parameters import cast
+from zoo.nn.parameters import cast, is_kept
 from zoo.nn.precision import LossScale
 from zoo.nn.quantized import is_quantized
-from zoo.nn.stateful import is_state
 from zoo.sharding.axes import check_model, is_parameter
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 
@@ -191,12 +190,14 @@ def _blueprint(
 
 
 def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
-    """The model with what is trained in float32, and an `eqx.nn.State` too."""
+    """The model with what is trained in float32, and an `eqx.nn.State` and a `LoadBias` too."""
 
     def visit(node: Any, trained: PyTree) -> Any:
-        return cast(node, jnp.float32) if is_state(node) or trained is True else node
+        if is_kept(node):
+            return jax.tree.map(lambda x: cast(x, jnp.float32), node)
+        return cast(node, jnp.float32) if trained is True else node
 
-    return jax.tree.map(visit, model, trained, is_leaf=is_state)
+    return jax.tree.map(visit, model, trained, is_leaf=is_kept)
 
 
 def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
@@ -209,11 +210,11 @@ def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     eqx.filter_eval_shape(lambda model: found.append(trained_leaves(model, trainable)), model)
 
     def visit(node: Any, trained: PyTree) -> Any:
-        if is_state(node) or is_load_bias(node):
+        if is_kept(node):
             return jax.tree.map(lambda _: False, node)
         return is_parameter(node) and not trained
 
-    return jax.tree.map(visit, model, found[0], is_leaf=lambda x: is_state(x) or is_load_bias(x))
+    return jax.tree.map(visit, model, found[0], is_leaf=is_kept)
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
@@ -238,7 +239,7 @@ def balanced_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     return jax.tree.map(
         lambda x: jax.tree.map(bool, x) if is_load_bias(x) else jax.tree.map(lambda _: False, x),
         _chosen(model, trainable),
-        is_leaf=lambda x: is_load_bias(x) or is_state(x),
+        is_leaf=is_kept,
     )
 
 
@@ -248,7 +249,7 @@ def _chosen(model: PyTree, trainable: Trainable | None) -> PyTree:
 
 
 def _is_never_trained(node: Any) -> bool:
-    return is_state(node) or is_quantized(node) or is_load_bias(node)
+    return is_kept(node) or is_quantized(node)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:

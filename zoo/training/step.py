@@ -25,6 +25,7 @@ from zoo.nn.precision import Precision, check_precision, exact_products, platfor
 from zoo.nn.stateful import states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
+from zoo.training.first_step import Checks
 from zoo.training.loss_values import (
     EVAL_NAMES,
     STEP_NAMES,
@@ -79,6 +80,11 @@ def make_train_step(
     pass it on in their order, and a skipped step leaves it as it was. Batch and spectral norms of
     Equinox have their statistics in fp32.
 
+    A batch of numpy arrays is checked before it is used: for nan and infinity, integers that int32
+    does not hold, and ids that the model does not have (see `zoo.losses.accepts`; `zoo.data.loader`
+    does so in its own threads). A LossWarning says that a loss of one's own is no sum over rows,
+    and a line of the log that the first gradient was clipped.
+
     In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
     `zoo.nn.rounded_products`.
 
@@ -110,7 +116,10 @@ def make_train_step(
         return outputs
 
     names: Any = {"rules": rules, "axes": axes, "strict": strict}
-    return CompiledStep(train_step, mesh=mesh, **names, accumulate=accumulate, donate=True)
+    checks = Checks(loss_fn, precision, clip_norm)
+    return CompiledStep(
+        train_step, mesh=mesh, **names, accumulate=accumulate, donate=True, checks=checks
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +314,8 @@ def make_eval_step(
         watch(model=model, batch=batch, key=None)
         return None, sums
 
-    return CompiledStep(eval_step, mesh=mesh, rules=rules, axes=axes)
+    checks = Checks(loss_fn, precision)
+    return CompiledStep(eval_step, mesh=mesh, rules=rules, axes=axes, checks=checks)
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:

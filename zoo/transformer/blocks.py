@@ -185,11 +185,15 @@ class Block(eqx.Module):
         window: int | None,
         key: Key[Array, ""] | None,
         attend: Attend = attention,
+        weights_BT: Float[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
-        """Apply the layer to the residual stream; also the `Balance` of its experts."""
+        """Apply the layer to the residual stream; also the `Balance` of its experts.
+
+        `weights_BT` are those of positions in the balance; padding counts nothing.
+        """
         keys = (None, None) if key is None else jax.random.split(key)
         x_BTE = x_BTE + self._attend(x_BTE, segment_ids, rotary, window, attend, keys[0])
-        added_BTE, balance = self._feed_forward(x_BTE, segment_ids, keys[1])
+        added_BTE, balance = self._feed_forward(x_BTE, segment_ids, keys[1], weights_BT)
         return x_BTE + added_BTE, balance
 
     def _attend(
@@ -211,11 +215,15 @@ class Block(eqx.Module):
         x_BTE: Float[Array, "batch seq embed"],
         segment_ids: Int[Array, "batch seq"] | None,
         key: Key[Array, ""] | None,
+        weights_BT: Float[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """The residual update of the MLP or the experts, and the balance of these."""
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
-            added_BTE, balance = self.mlp(normed_BTE, _is_token(segment_ids, x_BTE))
+            counted_BT = _is_token(segment_ids, x_BTE).astype(jnp.float32)
+            if weights_BT is not None:
+                counted_BT = jnp.where(counted_BT > 0, weights_BT, 0.0)
+            added_BTE, balance = self.mlp(normed_BTE, counted_BT)
             if self.shared_mlp is not None:
                 added_BTE = added_BTE + self.shared_mlp(normed_BTE)
         else:

@@ -95,11 +95,13 @@ class Transformer(CastsAtUse):
         positions: Int[Array, "batch seq"] | None = None,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
+        weights: Float[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """`hidden`, and each row's `Balance` as the layers' mean; None without experts.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
-        in each of them, `mask` is False at padding, and a `key` turns dropout on.
+        in each of them, `mask` is False at padding, and a `key` turns dropout on. `weights` are
+        those of positions in the balance, 1 if not given; padding counts nothing.
         """
         config = self.config
         if positions is None:
@@ -119,7 +121,9 @@ class Transformer(CastsAtUse):
             x_BTE, so_far = carry
             layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
             rotary, window = rotaries[kind], config.window_of(kind)
-            x_BTE, balance = block(x_BTE, segment_ids, rotary, window, layer_key)
+            x_BTE, balance = block(
+                x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights
+            )
             return x_BTE, jax.tree.map(jnp.add, so_far, balance)
 
         x_BTE, balance = scan_layers(

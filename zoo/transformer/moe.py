@@ -12,7 +12,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.balancing import Balance, LoadBias
 from zoo.nn.grouped_products import grouped_product
@@ -58,11 +58,11 @@ class MoE(eqx.Module):
         self.activation, self.config = activation, config
 
     def __call__(
-        self, x_BTE: Float[Array, "batch seq embed"], counted_BT: Bool[Array, "#batch seq"]
+        self, x_BTE: Float[Array, "batch seq embed"], weights_BT: Float[Array, "#batch seq"]
     ) -> tuple[Float[Array, "batch seq embed"], Balance]:
         """The weighted sum of each token's experts, and each row's `Balance`.
 
-        `counted_BT` is False at padding, which counts for no balance.
+        `weights_BT` are those of positions in the balance, 0 at padding.
         """
         logits_BTX = matmul(x_BTE, self.router, dtype=jnp.float32)
         bias_X = None if self.bias is None else self.bias.value
@@ -80,7 +80,7 @@ class MoE(eqx.Module):
             dispatch=config.dispatch,
             buffer=config.buffer,
         )
-        return y_BTE, routing.balance(logits_BTX, bias_X, route, counted_BT)
+        return y_BTE, routing.balance(logits_BTX, bias_X, route, weights_BT)
 
 
 def _gated_mlps(

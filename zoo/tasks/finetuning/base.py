@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.base import configuration
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
-from zoo.nn.parameters import cast
+from zoo.nn.parameters import cast, is_kept
 from zoo.nn.protocols import SequenceModel
 from zoo.nn.quantized import dequantize, is_quantized
 from zoo.publishing import adapters, models
@@ -150,16 +150,19 @@ def merge(run: Run[Config], model: PyTree) -> PyTree:
     It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
     What was quantised is dequantised.
     """
-    dtypes = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
     quantized = any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
-    if not lora.has_adapters(model) and len(dtypes) == 1 and not quantized:
+    if not lora.has_adapters(model) and len(_dtypes(model)) == 1 and not quantized:
         return model
 
     @eqx.filter_jit
     def make_plain(model: PyTree) -> PyTree:
         model = dequantize(lora.merge(model))
-        found = {x.dtype for x in jax.tree.leaves(model) if eqx.is_inexact_array(x)}
-        model = cast(model, jnp.result_type(*found))
+        model = cast(model, jnp.result_type(*_dtypes(model)))
         return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
 
     return make_plain(model)
+
+
+def _dtypes(model: PyTree) -> set[Any]:
+    """Those of a model's parameters, without what is kept in a dtype of its own."""
+    return {x.dtype for x in jax.tree.leaves(model, is_leaf=is_kept) if eqx.is_inexact_array(x)}
