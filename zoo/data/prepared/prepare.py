@@ -175,7 +175,7 @@ def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]
         )
     lowest = min(int(shard.lowest, 16) for shard in shards if shard.lowest)
     highest = max(int(shard.highest, 16) for shard in shards if shard.highest)
-    return min(max(hashes.hash_limit(options["held_out"]), lowest + 1), highest)
+    return hashes.limit_between(lowest, highest, options["held_out"])
 
 
 def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | None:
