@@ -153,6 +153,19 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
 # --- CSV and labels
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSON.gz", "a.zip", "a.arrow", "a.txt.bz2"])
+def test_what_is_no_text_is_not_read_as_text(tmp_path, name):
+    write(tmp_path / name, '[{"text": "x"}]')
+    write(tmp_path / "b.txt", "x")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*leave it out of the pattern"):
+        documents.read_documents(f"{tmp_path}/*")
+
+
+def test_columns_of_one_name_that_are_not_read(tmp_path):
+    path = write(tmp_path / "a.csv", "text,,\nx,1,2\n")
+    assert pairs(documents.read_documents(str(path))) == [("a.csv:2", "x")]
+
+
 def test_csv(tmp_path):
     path = write(
         tmp_path / "a.csv", '\ufefftext,kind\r\n"two\nlines, one row",x\r\n"say ""hi""",y\n'
@@ -175,6 +188,8 @@ def test_csv(tmp_path):
         ("text,kind\nx,y,z", r"line 2 does not have as many columns"),
         ("body,kind\nx,y", r"line 2 has no field 'text': its fields are \['body', 'kind'\]"),
         ("text,sort\nx,y", r"line 2 has no field 'kind'"),
+        ("text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text', and one of them would be"),
+        ("kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
         ('text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
         ("text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an integer"),
     ],

@@ -356,6 +356,21 @@ def test_no_source_trains_on_what_another_holds_out(tmp_path, caplog):
         load(tmp_path / "none", f"one={tmp_path}/few/0.txt,two={tmp_path}/few/0.txt")
 
 
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"seq_len": 64}, 0.5), ({"rows": "bucketed", "buckets": (64, 512)}, 41 / (41 + 401))],
+)
+def test_weights_are_shares_of_tokens_if_packed_and_else_of_documents(tmp_path, options, share):
+    short = write_texts(tmp_path / "short", [f"{i:40}" for i in range(400)])
+    long = write_texts(tmp_path / "long", [f"{i:400}" for i in range(60)])
+    plan = load(tmp_path, f"short={short}:1,long={long}:1", **options).train
+    tokens = np.zeros(2)
+    for k in range(20):
+        batch = plan.batch(k)
+        np.add.at(tokens, batch["source"], batch["weights"].sum(1))
+    assert tokens[0] / tokens.sum() == pytest.approx(share, rel=0.1)  # partial batches too
+
+
 def test_a_source_with_a_limit_or_without_text(tmp_path):
     written = write_sources(tmp_path)
     whole = load(tmp_path / "a", written).sources["code"]

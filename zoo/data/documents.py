@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from zoo.base.addresses import Location, files_matching
 from zoo.data.prepared.hashes import hash_of, limit_between
-from zoo.data.sources.formats import FORMATS, TEXT, format_of
+from zoo.data.sources.formats import FORMATS, TEXT, check_readable, format_of
 from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import whole_file
 from zoo.data.sources.records import Fields, field_of, text_of
@@ -55,6 +55,7 @@ def read_documents(
     fields = Fields(field, label)
     documents: list[Document] = []
     for path, name in names.items():
+        check_readable(str(path))
         format = format_of(str(path))
         if label is not None and not format.fields:
             labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
