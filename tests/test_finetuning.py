@@ -493,7 +493,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
 
 
 def test_one_chat_is_too_few(chat_run):
-    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats: give two or more"):
+    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats, or copies of one"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
     with pytest.raises(ValueError, match="or copies of one: give two or more that differ"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)

@@ -89,6 +89,8 @@ def _as_set(records: np.ndarray) -> set[bytes]:
 
 def _without(name: str, parts: Parts, leaks: set[bytes]) -> Parts:
     """The parts of a source without some of its documents to train on."""
+    if not leaks:
+        return parts
     train = [
         document
         for document, text in zip(parts[0], _texts(parts)[0], strict=True)
@@ -99,11 +101,9 @@ def _without(name: str, parts: Parts, leaks: set[bytes]) -> Parts:
             f"data: the source {name!r} has no document to train on that no other source holds "
             "out: give it more text, or leave it out"
         )
-    if left_out := len(parts[0]) - len(train):
-        logger.warning(
-            "data: %d documents to train on of the source %r are left out: other sources hold "
-            "them out",
-            left_out,
-            name,
-        )
+    logger.warning(
+        "data: %d documents to train on of the source %r are left out: other sources hold them out",
+        len(parts[0]) - len(train),
+        name,
+    )
     return train, parts[1]
