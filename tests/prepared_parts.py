@@ -46,7 +46,9 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
         records.append(ShardRecord(tokens.nbytes, **summary, sums=digest, sources=""))
     ByteTokenizer().save(folder / format.TOKENIZER)
     digest = format.tokenizer_digest(folder / format.TOKENIZER)
-    manifest = format.Manifest({}, digest, "uint16", vocab_size, frame, tuple(records))
+    manifest = format.Manifest(
+        {"held_out": 0.05}, digest, "uint16", vocab_size, frame, tuple(records)
+    )
     format.write_manifest(folder / format.MANIFEST, manifest)
     corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
     stem_of = lambda number: folder / format.SHARDS / f"{number:08}"

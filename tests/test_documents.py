@@ -1,3 +1,4 @@
+import hashlib
 import json
 import sys
 import sysconfig
@@ -152,6 +153,19 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
 # --- CSV and labels
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSON.gz", "a.zip", "a.arrow", "a.txt.bz2"])
+def test_what_is_no_text_is_not_read_as_text(tmp_path, name):
+    write(tmp_path / name, '[{"text": "x"}]')
+    write(tmp_path / "b.txt", "x")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*leave it out of the pattern"):
+        documents.read_documents(f"{tmp_path}/*")
+
+
+def test_columns_of_one_name_that_are_not_read(tmp_path):
+    path = write(tmp_path / "a.csv", "text,,\nx,1,2\n")
+    assert pairs(documents.read_documents(str(path))) == [("a.csv:2", "x")]
+
+
 def test_csv(tmp_path):
     path = write(
         tmp_path / "a.csv", '\ufefftext,kind\r\n"two\nlines, one row",x\r\n"say ""hi""",y\n'
@@ -174,6 +188,8 @@ def test_csv(tmp_path):
         ("text,kind\nx,y,z", r"line 2 does not have as many columns"),
         ("body,kind\nx,y", r"line 2 has no field 'text': its fields are \['body', 'kind'\]"),
         ("text,sort\nx,y", r"line 2 has no field 'kind'"),
+        ("text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text', and one of them would be"),
+        ("kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
         ('text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
         ("text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an integer"),
     ],
@@ -260,22 +276,40 @@ def test_this_python_has_a_standard_library():
 
 
 def numbered(n):
-    return [Document(f"{i}.txt", "text") for i in range(n)]
+    return [Document(f"{i}.txt", f"text {i}") for i in range(n)]
 
 
-def test_split_holds_out_by_name():
-    train, held = documents.held_out_split(numbered(2000), 0.1)
+@pytest.mark.parametrize("by", ["text", "name"])
+def test_split_holds_out_by_a_hash(by):
+    train, held = documents.held_out_split(numbered(2000), 0.1, by=by)
+    unit = {
+        document: hashlib.sha256(getattr(document, by).encode()).digest()[0] / 256
+        for document in numbered(2000)
+    }
+    assert all(unit[document] <= 0.1 for document in held)
+    assert all(unit[document] >= 25 / 256 for document in train)
     assert 150 < len(held) < 250
     assert sorted(train + held) == sorted(numbered(2000))
-    # The same on every machine and in every version: these names are part of the contract.
-    assert [d.name for d in held[:4]] == ["1.txt", "18.txt", "20.txt", "27.txt"]
+    # The same on every machine and in every version: these are part of the contract.
+    first = {"text": ["12.txt", "13.txt", "19.txt"], "name": ["1.txt", "18.txt", "20.txt"]}
+    assert [d.name for d in held[:3]] == first[by]
     shuffled = numbered(2000)[::-1]
-    assert set(documents.held_out_split(shuffled, 0.1)[1]) == set(held)
+    assert set(documents.held_out_split(shuffled, 0.1, by=by)[1]) == set(held)
+
+
+def test_copies_of_a_text_are_in_one_part():
+    copies = [Document(f"copy of {name}", text) for name, text, _ in numbered(200)]
+    train, held = documents.held_out_split([*numbered(200), *copies], 0.1)
+    assert len(held) > 20
+    assert not {d.text for d in held} & {d.text for d in train}
+    assert {d.text for d in held} == {
+        d.text for d in documents.held_out_split(numbered(200), 0.1)[1]
+    }
 
 
 def test_split_is_stable_under_additions():
     _, before = documents.held_out_split(numbered(500))
-    train, held = documents.held_out_split([*numbered(500), Document("new", "text")])
+    train, held = documents.held_out_split([*numbered(500), Document("new", "new text")])
     assert {d.name for d in held} - {"new"} == {d.name for d in before}
     assert len(train) + len(held) == 501
 
@@ -299,6 +333,8 @@ def test_single_documents_hold_out_their_tail(caplog):
     assert "a is the only document: its last 10% is held out" in caplog.text
     with pytest.raises(ValueError, match="too few to hold any out"):
         documents.held_out_split([Document("a", "x")])
+    [[head], [tail]] = documents.held_out_split([Document("a", text), Document("b", text)], 0.1)
+    assert head.text + tail.text == text
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])

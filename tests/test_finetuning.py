@@ -182,7 +182,8 @@ def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
     import transformers
 
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
-    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat}] * 20)
+    other = [chat[0], {"role": "assistant", "content": "a text"}]
+    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat}] * 20, {"messages": other})
     run_dir = tune(
         f"--model={tmp_path / 'hf'}",
         f"--data.files={path}",
@@ -371,7 +372,9 @@ def write_llama_like(folder):
 def chatty(request, tune, tmp_path, capsys):
     """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
     base = write_llama_like(tmp_path / "base")
-    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": ASKED}] * 40)
+    held_out = [ASKED[0], {"role": "assistant", "content": "a"}]  # by the hashes of the two
+    lines = [*[{"messages": ASKED}] * 40, {"messages": held_out}]
+    path = write_lines(tmp_path / "chats.jsonl", *lines)
     run_dir = tune(
         f"--model={base}",
         f"--method={request.param}",
@@ -484,15 +487,18 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
             return super().now() + datetime.timedelta(1)
 
     template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    text = chat_run(template, CHAT, CHAT)
+    other = [*CHAT[:1], {"role": "assistant", "content": "other text"}]
+    text = chat_run(template, CHAT, other)
     assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
     monkeypatch.setattr("zoo.tasks.finetuning.data.datetime", Tomorrow)
-    assert chat_run(template, CHAT, CHAT).fingerprint == text.fingerprint
+    assert chat_run(template, CHAT, other).fingerprint == text.fingerprint
 
 
 def test_one_chat_is_too_few(chat_run):
-    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats: give two or more"):
+    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats, or copies of one"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
+    with pytest.raises(ValueError, match="or copies of one: give two or more that differ"):
+        chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)
 
 
 @pytest.mark.slow

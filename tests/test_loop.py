@@ -307,6 +307,25 @@ def test_indivisible_batches_are_refused_before_compute(tmp_path):
         fit(config(tmp_path, accumulate=3), make_model=fail)
 
 
+def test_batches_larger_than_the_memory_are_refused_before_compute(tmp_path):
+    fail = lambda key: pytest.fail("a model was made")
+    plan = zoo.PackedPlan(make_plan().corpus, SEPARATOR, 8, 10**11, 0)
+    with pytest.raises(ValueError, match=r"batch_size=100000000000: .*160 bytes each\) has 14,9"):
+        fit(config(tmp_path), plan, make_model=fail)
+
+
+@pytest.mark.parametrize("of_arrays", [True, False])
+def test_ids_beyond_the_vocabulary_are_refused_before_compute(tmp_path, of_arrays, monkeypatch):
+    tokens = np.zeros((20, 3), np.int32)
+    tokens[17, 2] = VOCAB
+    plan = zoo.ArrayPlan({"tokens": tokens}, 4, 0) if of_arrays else make_plan()
+    rnn = zoo.rnn.Config(vocab_size=VOCAB if of_arrays else VOCAB - 1, hidden_size=8)
+    monkeypatch.setattr(zoo.Training, "init", lambda *_, **__: pytest.fail("a state was made"))
+    place = rf"tokens\[17, 2\] is {VOCAB}" if of_arrays else f"the data has vocab_size={VOCAB}"
+    with pytest.raises(ValueError, match=rf"{place}, and the model .*vocab_size={rnn.vocab_size}"):
+        fit(config(tmp_path), plan, make_model=lambda key: zoo.rnn.RNN(rnn, key=key))
+
+
 # --- Steps under way --------------------------------------------------------------------------
 
 

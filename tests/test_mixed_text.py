@@ -14,7 +14,7 @@ from zoo import text
 from zoo.base.addresses import AddressError, location
 from zoo.data.mixtures import text as mixed
 from zoo.data.mixtures.text import read_mixture
-from zoo.data.prepared import choice, format
+from zoo.data.prepared import choice, format, hashes
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
@@ -171,6 +171,45 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monke
     sizes = [sum(len(text) for text in seen if text.startswith(word)) for word in ("plain", "more")]
     assert 740 < sizes[0] < 800
     assert 240 < sizes[1] < 300
+
+
+def test_no_source_trains_on_what_a_prepared_one_holds_out(tmp_path, pattern, caplog, monkeypatch):
+    """Where they hold out other shares; a slice of hashes after the other."""
+    monkeypatch.setattr(hashes, "SLICE", 4)
+    more = tmp_path / "more"
+    prepare(pattern, more, held_out=0.5, shard_megabytes=2e-4, workers=1)
+    data = load(tmp_path, f"text={pattern}:1,more={more}:1", held_out=0.1)
+    assert len(data.sources["more"].prepared.manifest.shards) > 3
+    [train, held_out], [_, held] = texts_of(data, "text"), texts_of(data, "more")
+    both = {text for text in some("plain") if hash_of(text) >= 0.5}
+    assert 10 < len(both) < 30
+    assert sorted(train) == sorted(both)
+    assert len(held) == 40 - len(both)
+    assert len(held_out) >= 1
+    left_out = 40 - len(held_out) - len(train)
+    assert f"data: {left_out} documents to train on of the source 'text' are left" in caplog.text
+    for files, held_out in (
+        (f"text={pattern}:1,more={more}:1", 0.9),  # the text holds out more
+        (f"less={tmp_path}/less:1,more={more}:1", 0.05),
+    ):
+        if "less" in files:
+            prepare(pattern, tmp_path / "less", held_out=0.05, workers=1)
+        with pytest.raises(ValueError, match=r"(more|less)' trains on \d+ documents or more that"):
+            load(tmp_path, files, held_out=held_out)
+    # A few, of which one had to change parts.
+    few = tmp_path / "few"
+    few.mkdir()
+    for i, one in enumerate(sorted(some("plain"), key=hash_of)[-2:]):
+        (few / f"{i}.txt").write_text(one)
+    prepare(f"{few}/*.txt", tmp_path / "two", held_out=0.5, workers=1)
+    with pytest.raises(ValueError, match=r"'more' trains on 1 documents or more"):
+        load(tmp_path, f"two={tmp_path}/two:1,more={more}:1")
+    with pytest.raises(ValueError, match=r"documents='functions': the sources \['more'\] are prep"):
+        load(tmp_path, f"text={pattern}:1,more={more}:1", documents="functions")
+
+
+def hash_of(text):
+    return hashlib.sha256(text.encode()).digest()[0] / 256
 
 
 def test_limits_of_a_prepared_source(tmp_path, folder):

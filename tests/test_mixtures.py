@@ -302,12 +302,73 @@ def test_the_text_of_all_sources(tmp_path):
     assert "return" in data.tokenizer.decode(data.tokenizer.encode("return"))
     held_out = [source.held_out.corpus for source in data.sources.values()]
     assert data.held_out.corpus.num_bytes == sum(corpus.num_bytes for corpus in held_out)
+    train_texts, held_out_texts = texts_of(data)
+    assert min(len(train_texts), len(held_out_texts)) > 1
+    assert not train_texts & held_out_texts
     for name, source in data.sources.items():
         plan = source.held_out
         weights = [plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch)]
         assert data.targets[name] == sum(weights) > 0
     assert len(data.held_out_documents) == sum(map(len, held_out))
     assert 0 < data.compressors["xz -9"] < 8
+
+
+def texts_of(data):
+    """The texts to train on and those held out, of all sources."""
+    found = set[str](), set[str]()
+    for source in data.sources.values():
+        for texts, plan in zip(found, (source.train, source.held_out), strict=True):
+            corpus = plan.corpus
+            texts |= {data.tokenizer.decode(corpus[i]) for i in range(len(corpus))}
+    return found
+
+
+def write_texts(folder, texts):
+    folder.mkdir(parents=True)
+    for i, one in enumerate(texts):
+        (folder / f"{i}.txt").write_text(one)
+    return f"{folder}/*.txt"
+
+
+def test_no_source_trains_on_what_another_holds_out(tmp_path, caplog):
+    some = [f"document {i} of some" for i in range(60)]
+    whole, again = write_texts(tmp_path / "a", some), write_texts(tmp_path / "b" / "c", some[::-1])
+    for number, files in enumerate(
+        (
+            f"one={tmp_path}/a/*.txt,two={tmp_path}/[ab]/**/*.txt",  # other names for the files
+            f"one={whole},two={again}",  # copies
+            f"one={whole},few={write_texts(tmp_path / 'few', some[:2])}",  # one has to change parts
+            f"one={whole},single={write_texts(tmp_path / 'single', some[5:6])}",  # in two parts
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        data = load(tmp_path / str(number), files, held_out=0.1)
+        train, held_out = texts_of(data)
+        assert len(train) > 40
+        assert len(held_out) > 4
+        assert not train & held_out
+        assert number != 3 or some[5] not in train
+        said = "1 documents to train on of the source 'one' are left out"
+        assert (said in caplog.text) == (number > 1)
+        caplog.clear()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="'one' has no document to train on that no other source"):
+        load(tmp_path / "none", f"one={tmp_path}/few/0.txt,two={tmp_path}/few/0.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"seq_len": 64}, 0.5), ({"rows": "bucketed", "buckets": (64, 512)}, 41 / (41 + 401))],
+)
+def test_weights_are_shares_of_tokens_if_packed_and_else_of_documents(tmp_path, options, share):
+    short = write_texts(tmp_path / "short", [f"{i:40}" for i in range(400)])
+    long = write_texts(tmp_path / "long", [f"{i:400}" for i in range(60)])
+    plan = load(tmp_path, f"short={short}:1,long={long}:1", **options).train
+    tokens = np.zeros(2)
+    for k in range(20):
+        batch = plan.batch(k)
+        np.add.at(tokens, batch["source"], batch["weights"].sum(1))
+    assert tokens[0] / tokens.sum() == pytest.approx(share, rel=0.1)  # partial batches too
 
 
 def test_a_source_with_a_limit_or_without_text(tmp_path):

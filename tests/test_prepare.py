@@ -158,14 +158,75 @@ def test_finished_shards_are_not_done_again(tmp_path: Path):
     torn = shard(tmp_path / "out", 1, ".tokens")
     torn.write_bytes(torn.read_bytes()[:-2])  # as a record without its shard
     bad.write_bytes(good)
+    changed = tmp_path / "text" / "1.jsonl"  # a file of finished shards
+    changed.write_bytes(changed.read_bytes().replace(b"alpha", b"omega"))
     prepare.prepare(data, tmp_path / "out", **SMALL)
     again = {path for path, then in done.items() if path.stat().st_mtime_ns != then}
-    assert again == {torn}
+    names = {path: json.loads(path.with_suffix(".sources.json").read_text()) for path in done}
+    of_changed = {path for path in done if re.search(r"[12]\.jsonl", str(names[path]))}
+    assert again == {torn, *of_changed}
+    assert 2 < len(again) < len(done) - 1
     prepare.prepare(data, tmp_path / "fresh", **SMALL)
     assert content(tmp_path / "out") == content(tmp_path / "fresh")
     bad.unlink()  # a prepared corpus needs its options alone
     with pytest.raises(ValueError, match="files is 3 there and 2 here"):
         prepare.prepare(data, tmp_path / "out", **SMALL)
+
+
+def test_changed_files_are_not_the_same_corpus(tmp_path: Path):
+    write_corpus(tmp_path / "text")
+    large = tmp_path / "text" / "large.jsonl"
+    lines = "".join(json.dumps({"text": f"line {i} {'word ' * 40}"}) + "\n" for i in range(6000))
+    large.write_text(lines)
+    data, out = str(tmp_path / "text" / "*.jsonl"), tmp_path / "out"
+    made = prepare.prepare(data, out, workers=1)
+    small = tmp_path / "text" / "1.jsonl"
+    small.touch()
+    assert prepare.prepare(data, out, workers=1) == made  # its content is the same
+    refused = pytest.raises(ValueError, match=r"holds a corpus of other files: .* changed since")
+    before = small.read_bytes()
+    small.write_bytes(before.replace(b"alpha", b"omega"))
+    with refused:
+        prepare.prepare(data, out, workers=1)
+    small.write_bytes(before)
+    assert prepare.prepare(data, out, workers=1) == made
+    assert large.stat().st_size > 2**20
+    large.write_text(lines[:-10] + lines[-10:].replace("word", "wood"))
+    with refused:
+        prepare.prepare(data, out, workers=1)
+    again = prepare.prepare(data, tmp_path / "again", workers=1)
+    assert again.fingerprint != made.fingerprint
+    large.write_text(lines)
+    third = prepare.prepare(data, tmp_path / "third", workers=1)
+    assert third.fingerprint == made.fingerprint  # whatever the times of the files
+    # An earlier version kept no state.
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["files"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert prepare.prepare(data, out, workers=1).fingerprint == made.fingerprint
+
+
+@pytest.mark.parametrize("stage", ["find_duplicates", "write_parts"])
+def test_files_that_change_between_kills_are_read_again(tmp_path: Path, monkeypatch, stage: str):
+    write_corpus(tmp_path / "text")
+    data, out = str(tmp_path / "text" / "*.jsonl"), tmp_path / "out"
+    options = {"tokenizer": "bpe", "vocab_size": 280, **SMALL}
+    run = engines.run
+
+    def killed(function, tasks, *rest):
+        yield from run(function, tasks, *rest)
+        if function.__name__ == stage:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engines, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(data, out, **options)
+    monkeypatch.undo()
+    for path in (tmp_path / "text").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"alpha", b"omega"))
+    prepare.prepare(data, out, **options)
+    prepare.prepare(data, tmp_path / "fresh", **options)
+    assert content(out) == content(tmp_path / "fresh")
 
 
 def test_another_configuration_is_refused(tmp_path: Path):
@@ -179,6 +240,11 @@ def test_another_configuration_is_refused(tmp_path: Path):
         prepare.prepare(data, tmp_path / "out", tokenizer="bpe", **SMALL)
     with pytest.raises(ValueError, match=r"holds something else \(0.jsonl, 1.jsonl, 2.jsonl\)"):
         prepare.prepare(data, tmp_path / "text", **SMALL)
+    foreign = tmp_path / "foreign" / "work"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match=r"foreign' holds something else \(work\)"):
+        prepare.prepare(data, tmp_path / "foreign", **SMALL)
     for wrong in ({"held_out": 1.0}, {"workers": 0}, {"shard_megabytes": 0.0}):
         [(name, value)] = wrong.items()
         with pytest.raises(ValueError, match=f"{name}={value}"):

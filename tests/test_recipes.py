@@ -513,8 +513,8 @@ def unfit(tmp_path_factory):
 
     save("short", lambda key: transformer.Transformer(config, key=key))
     save("bert", lambda key: bert.BERT(bert.Config(**sizes), key=key))
-    pair = json.dumps({"prompt": "p" * 40, "completion": "c"})
-    (folder / "pairs.jsonl").write_text(f"{pair}\n" * 30)
+    pairs = [json.dumps({"prompt": "p" * 40, "completion": answer}) for answer in "cd"]
+    (folder / "pairs.jsonl").write_text("\n".join(pairs))
     return folder
 
 

@@ -71,6 +71,7 @@ def test_digits_come_from_scikit_learn(monkeypatch):
     [
         ("a,b\n1,2", r"rows\.csv, line 2 has no field 'species': its fields are \['a', 'b'\]"),
         ("a,species\n1,x\none,y", r"line 3: could not convert string to float: 'one'; all columns"),
+        ("a,a,species\n1,2,x", r"rows\.csv has 2 columns named 'a'"),
         ("a,species\nnan,x", "all of them finite"),
         ("a,species\n", "all of them finite"),
         ("a,species\n1,x\n2,x\n3,x\n4,x\n5,x\n6,x", "that needs two classes"),

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import math
 import shutil
 from pathlib import Path
@@ -219,7 +220,9 @@ def test_a_trained_tokenizer_is_trained_once(corpus, tmp_path, monkeypatch):
 def test_bpe_never_sees_held_out_text(corpus):
     loaded = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
     name = Path(loaded.held_out_documents[0].name)
-    (corpus / name).write_text("qqqq " * 50)
+    texts = ("qqqq " * n for n in range(50, 100))  # of which a hash holds out the one
+    held_out = next(t for t in texts if hashlib.sha256(t.encode()).digest()[0] < 0.2 * 255)
+    (corpus / name).write_text(held_out)
     shutil.rmtree(corpus.parent / "tokenizer")
     again = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
     assert again.tokenizer.encode("qqqq").size == 4
@@ -272,7 +275,7 @@ def test_unusable_labels_are_refused(tmp_path):
         labelled(tmp_path / "packed", ["x", "y"] * 20, rows="packed")
 
 
-def test_functions_are_split_by_their_file(tmp_path):
+def test_functions_are_split_by_their_file(tmp_path, caplog):
     for i in range(20):
         functions = "".join(f"def f{i}_{j}(): pass\n" for j in range(3))
         (tmp_path / f"{i}.py").write_text(functions)
@@ -282,7 +285,17 @@ def test_functions_are_split_by_their_file(tmp_path):
     names = [document.name.partition(":")[0] for document in loaded.held_out_documents]
     assert {names.count(name) for name in names} == {3}
     assert len(loaded.train.corpus) == 60 - len(names)
+    # One that all files have is held out alone.
     for path in tmp_path.glob("*.py"):
-        path.write_text("x = 1")
+        path.write_text(path.read_text() + "def same(): pass\n")
+    again = text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)
+    held_out = {document.text for document in again.held_out_documents}
+    assert "def same(): pass\n" in held_out
+    corpus = again.train.corpus
+    assert len(corpus) > 20
+    assert not held_out & {again.tokenizer.decode(corpus[i]) for i in range(len(corpus))}
+    assert f"{len(corpus) // 3} of {len(corpus) * 4 // 3} functions" in caplog.text
+    for i, path in enumerate(tmp_path.glob("*.py")):
+        path.write_text(f"x = {i}")
     with pytest.raises(ValueError, match="0 to train on and 0 held out; add Python files"):
         text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)

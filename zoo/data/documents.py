@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from zoo.base.addresses import Location, files_matching
-from zoo.data.sources.formats import FORMATS, TEXT, format_of
+from zoo.data.prepared.hashes import hash_of, limit_between
+from zoo.data.sources.formats import FORMATS, TEXT, check_readable, format_of
 from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import whole_file
 from zoo.data.sources.records import Fields, field_of, text_of
@@ -54,6 +55,7 @@ def read_documents(
     fields = Fields(field, label)
     documents: list[Document] = []
     for path, name in names.items():
+        check_readable(str(path))
         format = format_of(str(path))
         if label is not None and not format.fields:
             labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
@@ -172,33 +174,37 @@ def _functions(document: Document) -> Iterator[Document]:
 
 
 def held_out_split(
-    documents: Sequence[Document], fraction: float = 0.05
+    documents: Sequence[Document],
+    fraction: float = 0.05,
+    *,
+    by: Literal["text", "name"] = "text",
 ) -> tuple[list[Document], list[Document]]:
     """(training, held-out) documents, about `fraction` of them held out.
 
-    A hash of a document's name decides its part, so the split is the same on every machine, and a
-    new document moves no other. Neither part is ever empty: with too few documents, the one with
-    the nearest hash changes parts. A single document is split into its head and its tail.
+    A hash of a document's text decides its part, as in a prepared corpus: copies are in one part,
+    the split is the same on every machine, and a new document moves no other. It is the hash of
+    its name for the built-in text, whose names differ. Neither part is ever empty: with too few
+    documents, the one with the nearest hash changes parts. One text alone is split into its head
+    and its tail.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"held-out fraction={fraction} must lie between 0 and 1")
     if not documents:
         raise ValueError("there is no document to split")
-    if len(documents) == 1:
-        [(name, text, label)] = documents
+    keys = [document.text if by == "text" else document.name for document in documents]
+    numbers = [int.from_bytes(hash_of(key.encode()), "big") for key in keys]
+    if min(numbers) == max(numbers):
+        name, text, label = documents[0]
         cut = len(text) - max(1, round(fraction * len(text)))
         if cut < 1:
             raise ValueError(f"{name} has {len(text)} characters: too few to hold any out")
         logger.warning("%s is the only document: its last %.0f%% is held out", name, 100 * fraction)
         return [Document(name, text[:cut], label)], [Document(name, text[cut:], label)]
-    hashes = [unit_hash(document.name) for document in documents]
-    # Of documents with equal names the order decides.
-    order = sorted(range(len(documents)), key=hashes.__getitem__)
-    held = {i for i in order[:-1] if hashes[i] < fraction} | {order[0]}
-    return (
-        [document for i, document in enumerate(documents) if i not in held],
-        [document for i, document in enumerate(documents) if i in held],
-    )
+    limit = limit_between(min(numbers), max(numbers), fraction)
+    train, held_out = list[Document](), list[Document]()
+    for document, number in zip(documents, numbers, strict=True):
+        (held_out if number < limit else train).append(document)
+    return train, held_out
 
 
 def unit_hash(name: str) -> float:

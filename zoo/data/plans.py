@@ -7,6 +7,7 @@ batches, and the integer k is all that a run needs to resume.
 import abc
 import functools
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -40,6 +41,21 @@ def check_row_lengths(lengths: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Non
             raise ValueError(
                 f"{name}: a row of {wrong[0]} tokens is not divisible by {parts}, the number of "
                 f"its parts on {_described(mesh)}: make it a multiple of {parts}"
+            )
+
+
+def check_memory(plan: "Plan") -> None:
+    """Raise a ValueError where this process' rows of a batch do not fit the machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for bucket in plan.buckets:
+        row = plan.row(bucket).values()
+        bytes_per_row = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in row)
+        size = plan.batch_size * bytes_per_row // jax.process_count()
+        if size > memory:
+            raise ValueError(
+                f"batch_size={plan.batch_size}: a batch of so many rows ({bytes_per_row:,} bytes "
+                f"each) has {size / 2**30:,.1f} GiB, and this machine {memory / 2**30:,.1f}: take "
+                "fewer rows, or shorter ones (data.seq_len, data.buckets)"
             )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import Tokenizer, get_tokenizer, load_tokenizer
 from zoo.data.trained import save_trained
+
+logger = logging.getLogger(__name__)
 
 ForMemory = Callable[[Wanted, Path | None], bool]
 
@@ -273,10 +276,27 @@ def read_documents_of(config: Source, label: str | None = None) -> list[Document
 
 
 def split(config: Source, documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """The documents to train on and those held out."""
-    train, held_out = held_out_split(documents, config.held_out)
-    if config.documents == "functions":  # split by file: a function's neighbours resemble it
+    """The documents to train on and those held out, none of whose texts is trained on.
+
+    Functions are divided by their files, as a function's neighbours resemble it; of one that files
+    of both parts have, the held-out one stays. The built-in text is divided by its files' names,
+    and trains on such functions, as published models have.
+    """
+    by: Literal["text", "name"] = "text" if config.files else "name"
+    train, held_out = held_out_split(documents, config.held_out, by=by)
+    if config.documents == "functions":
         train, held_out = functions(train), functions(held_out)
+        held = {document.text for document in held_out}
+        rest = [document for document in train if document.text not in held]
+        if copies := len(train) - len(rest):
+            done = "left out" if config.files else "trained on, as the built-in text always was"
+            logger.warning(
+                "%d of %d functions to train on are held out too, in other files: they are %s",
+                copies,
+                len(train),
+                done,
+            )
+        train = rest if config.files else train
         if not (train and held_out):
             raise ValueError(
                 f"data.documents='functions': {len(train)} to train on and {len(held_out)} held "

@@ -26,6 +26,26 @@ EMPTY_ROW = -1
 Ends = int | tuple[int | None, int | None]  # a separator, or a begin and an end; None is no token
 
 
+def check_ids(plan: Any, vocab_size: int) -> None:
+    """Raise a ValueError where tokens of a plan are not ids of a model with `vocab_size` of them.
+
+    Those of documents lie within their corpus' vocabulary; arrays are searched. A plan that has
+    neither is not checked.
+    """
+    corpus, tokens = getattr(plan, "corpus", None), getattr(plan, "arrays", {}).get("tokens")
+    if corpus is not None and corpus.vocab_size > vocab_size:
+        raise ValueError(
+            f"the data has vocab_size={corpus.vocab_size}, and the model vocab_size={vocab_size}: "
+            "it would take an id beyond its own for another; make the model's as large"
+        )
+    if tokens is not None and (wrong := (tokens < 0) | (tokens >= vocab_size)).any():
+        place = tuple(map(int, np.argwhere(wrong)[0]))
+        raise ValueError(
+            f"tokens{[*place]} is {tokens[place]}, and the model has vocab_size={vocab_size}: "
+            "correct the arrays, or make the vocabulary larger"
+        )
+
+
 class TokenPlan(SeededPlan):
     """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents.
 

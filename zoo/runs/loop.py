@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from zoo import sharding
 from zoo.data.checks import Accepted
 from zoo.data.loader import batches
-from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_plan
+from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
+from zoo.data.token_plans import check_ids
 from zoo.runs import bases, monitor, planned
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.flags import observers
@@ -56,6 +57,7 @@ def fit(
     job = planned.make_job(run, training)
     if config.plan:
         planned.show(job, config.plan)
+    check_memory(training.data)
     state, start = _restore_or_init(run, training, hooks)
     # The names of axes are for evaluations: a step has its own.
     with hooks.running(start, state), sharding.use(None, axes=training.axes):
@@ -162,6 +164,9 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
     key = jax.random.key(run.config.seed)
     where: Any = {"mesh": run.mesh, "rules": run.rules}
     skeleton = training.skeleton(key, **where)
+    vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
+    if vocab_size is not None:
+        check_ids(training.data, vocab_size)
     while True:
         restored = run.restore(training.saved(skeleton))
         if restored is None:

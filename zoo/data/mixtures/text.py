@@ -11,20 +11,20 @@ from pathlib import Path
 
 from zoo.data import text
 from zoo.data.documents import Document
+from zoo.data.mixtures.leaks import Parts, without_leaks
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage, rounded
 from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
+from zoo.data.prepared import hashes
 from zoo.data.prepared.agreement import check_named, check_tokenizer
 from zoo.data.prepared.choice import Wanted, is_for_memory, prepared_folder
 from zoo.data.prepared.format import TOKENIZER
-from zoo.data.prepared.hashes import hash_limit, trains_on
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.sources.sample import sample_texts
 from zoo.data.sources.splits import plan_splits
 from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
 
 SAMPLE_BYTES = 64 * 2**20  # of all sources, for a tokenizer
-Parts = tuple[list[Document], list[Document]]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,23 @@ def read_mixture(
     make = functools.partial(_make_tokenizer, config, mixture, prepared, read)
     folder = tokenizer_folder(make)
     tokenizer = load_tokenizer(folder)
-    texts = {
-        spec.name: _text(configs[spec.name], spec, read, prepared, tokenizer, seed)
-        for spec in mixture.sources
-    }
+    memory: dict[str, Parts] = {}
+    for spec in mixture.sources:
+        with _of_source(spec.name):
+            if (parts := read.get(spec.name)) is not None:
+                memory[spec.name] = _limited(parts, spec, tokenizer)
+            else:
+                found = prepared.get(spec.name)
+                prepared[spec.name] = _prepared(configs[spec.name], spec, found, tokenizer)
+    memory |= without_leaks(memory, prepared)
+    texts: dict[str, text.Text] = {}
+    for name, one in configs.items():
+        with _of_source(name):
+            texts[name] = (
+                text.make_text(one, memory[name], tokenizer, seed=seed)
+                if name in memory
+                else text.prepared_text(one, prepared[name], seed=seed)
+            )
     train = {name: one.train for name, one in texts.items()}
     held_out = {name: one.held_out for name, one in texts.items()}
     stages = mixture.resolve(steps, [plan.corpus.num_tokens for plan in train.values()])
@@ -145,6 +158,11 @@ def _open_prepared(
     """The sources that are prepared; all of them with one tokenizer, that of the configuration."""
     found = {source.name: prepared_folder(source.files) for source in mixture.sources}
     folders = {name: folder for name, folder in found.items() if folder is not None}
+    if folders and config.documents != "files":
+        raise ValueError(
+            f"data.documents={config.documents!r}: the sources {[*folders]} are prepared, and have "
+            "whole documents; give their files themselves"
+        )
     prepared = {name: open_prepared(folder, config.cache) for name, folder in folders.items()}
     if len(prepared) < len(found):  # those of text sources too
         default = dataclasses.replace(default, field=config.field, held_out=config.held_out)
@@ -207,7 +225,7 @@ def _sample(
         parts = read[source.name]
         if parts is None:
             splits = plan_splits(source.files, shard_bytes=2**28)
-            wanted = trains_on(hash_limit(config.held_out))
+            wanted = hashes.trains_on(hashes.hash_limit(config.held_out))
             yield from sample_texts(splits, config.field, num_bytes=left, wanted=wanted)
             continue
         for document in parts[0]:
@@ -217,25 +235,16 @@ def _sample(
             yield document.text
 
 
-def _text(
-    config: text.Config,
-    spec: SourceSpec,
-    read: Mapping[str, Parts | None],
-    prepared: Mapping[str, Prepared],
-    tokenizer: Tokenizer,
-    seed: int,
-) -> text.Text:
-    parts, corpus = read.get(spec.name), prepared.get(spec.name)
-    with _of_source(spec.name):
-        if parts is not None:
-            return text.make_text(config, _limited(parts, spec, tokenizer), tokenizer, seed=seed)
-        if corpus is None:
-            corpus = text.find_prepared(config, config, None, tokenizer)
-        assert corpus is not None
-        check_tokenizer(corpus, tokenizer, "the run")
-        train = corpus.train.first(spec.limit_documents, spec.limit_tokens)
-        corpus = dataclasses.replace(corpus, train=train)
-        return text.prepared_text(config, corpus, seed=seed)
+def _prepared(
+    config: text.Config, spec: SourceSpec, corpus: Prepared | None, tokenizer: Tokenizer
+) -> Prepared:
+    """A source that is prepared, or too large for memory, within its limits."""
+    if corpus is None:
+        corpus = text.find_prepared(config, config, None, tokenizer)
+    assert corpus is not None
+    check_tokenizer(corpus, tokenizer, "the run")
+    train = corpus.train.first(spec.limit_documents, spec.limit_tokens)
+    return dataclasses.replace(corpus, train=train)
 
 
 def _limited(parts: Parts, spec: SourceSpec, tokenizer: Tokenizer) -> Parts:

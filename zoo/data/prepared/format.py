@@ -87,7 +87,8 @@ class Manifest:
 
     `options` are those that it was prepared with, `tokenizer` is the digest of its files, `frame`
     how many of begin and end it has. Left out are the `duplicates` and the `empty` documents, which
-    have no token; `first_empty` names one.
+    have no token; `first_empty` names one. `files` is the hash of the versions of the files, which
+    is apart from the fingerprint: the same text prepared again is the same corpus.
     """
 
     options: dict[str, Any]
@@ -99,6 +100,7 @@ class Manifest:
     duplicates: int = 0
     empty: int = 0
     first_empty: str | None = None
+    files: str | None = None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -146,7 +148,8 @@ def tokenizer_digest(folder: Location) -> str:
 
 def write_manifest(path: Location, manifest: Manifest) -> None:
     """Write a manifest to a file."""
-    content = {**_content(manifest), "fingerprint": manifest.fingerprint}
+    apart = {"fingerprint": manifest.fingerprint, "files": manifest.files}
+    content = {**_content(manifest), **apart}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -167,7 +170,7 @@ def read_manifest(folder: Location) -> Manifest:
         ) from None
     try:
         content = json.loads(text)
-        sealed = content.pop("fingerprint")
+        sealed, files = content.pop("fingerprint"), content.pop("files", None)
         version = content["version"]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise DamagedError(f"{path} is damaged: it is no manifest of a prepared corpus") from None
@@ -180,7 +183,7 @@ def read_manifest(folder: Location) -> Manifest:
         raise DamagedError(f"{path} has version {version}, and this zoo reads version {VERSION}")
     del content["version"]
     content["shards"] = tuple(map(shard_record, content["shards"]))
-    return Manifest(**content)
+    return Manifest(**content, files=files)
 
 
 def shard_record(content: dict[str, Any]) -> ShardRecord:
@@ -199,7 +202,9 @@ def check_tokenizer(folder: Location, manifest: Manifest) -> None:
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:
-    return {"version": VERSION, **dataclasses.asdict(manifest)}
+    content = {"version": VERSION, **dataclasses.asdict(manifest)}
+    del content["files"]
+    return content
 
 
 def _digest(content: dict[str, Any]) -> str:

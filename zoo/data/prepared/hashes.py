@@ -3,7 +3,7 @@
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ RAW = np.dtype(
         ("bytes", "<u8"),
     ]
 )
+HASH = np.dtype([("high", ">u8"), ("low", ">u8")])
 DUPLICATE = np.dtype([("shard", "<u4"), ("index", "<u8")])
 
 RECORDS = ".records"
@@ -42,6 +43,11 @@ def hash_limit(fraction: float) -> int:
     return -int(-Fraction(fraction) * 2**128 // 1)
 
 
+def limit_between(lowest: int, highest: int, fraction: float) -> int:
+    """The hash below which documents are held out; of two hashes or more, neither part is empty."""
+    return min(max(hash_limit(fraction), lowest + 1), highest)
+
+
 def trains_on(limit: int) -> Callable[[str], bool]:
     """A function: whether a text's hash is not below the limit, so that it is not held out."""
     return lambda text: int.from_bytes(hash_of(text.encode()), "big") >= limit
@@ -55,6 +61,16 @@ def number_of(record: Any) -> int:
 def below(records: Records, limit: int) -> int:
     """How many of the records, which are in order, have a hash below the limit."""
     return bisect.bisect_left(range(len(records)), limit, key=lambda i: number_of(records[i]))
+
+
+def of_texts(texts: Iterable[str]) -> Records:
+    """The hashes of texts, in order."""
+    return np.frombuffer(b"".join(sorted(hash_of(text.encode()) for text in texts)), HASH)
+
+
+def between(records: Records, begin: int, end: int) -> Records:
+    """Those of the records, which are in order, with hashes in [begin, end)."""
+    return records[below(records, begin) : below(records, end)]
 
 
 def is_first(high: Records, low: Records) -> tuple[Records, Records]:
@@ -75,14 +91,14 @@ def in_order(records: Records) -> Records:
 def merged(runs: Sequence[Records]) -> Iterator[Records]:
     """The records of runs that are each in order, in order; of equal ones the first run's."""
     for begin, end in slices(sum(map(len, runs))):
-        yield in_order(np.concatenate([run[below(run, begin) : below(run, end)] for run in runs]))
+        yield in_order(np.concatenate([between(run, begin, end) for run in runs]))
 
 
-def slices(documents: int) -> list[tuple[int, int]]:
-    """Ranges of hashes [begin, end), each of about `SLICE` of the documents."""
-    count = max(1, -(-documents // SLICE))
-    bounds = [(i << 128) // count for i in range(count + 1)]
-    return list(itertools.pairwise(bounds))
+def slices(documents: int, begin: int = 0, end: int = 1 << 128) -> list[tuple[int, int]]:
+    """Ranges that [begin, end) consists of, each with about `SLICE` of the documents' hashes."""
+    count = max(1, -(-(documents * (end - begin) >> 128) // SLICE))
+    bounds = [begin + (end - begin) * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(bounds)) if begin < end else []
 
 
 def mapped(path: Path, dtype: np.dtype) -> Records:

@@ -28,6 +28,7 @@ from zoo.data.prepared.format import (
     read_manifest,
     shard_file,
 )
+from zoo.data.prepared.hashes import HASH, hash_limit, number_of
 from zoo.data.prepared.shards import Shard, check_size
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -132,6 +133,16 @@ class Part:
         name = json.loads(self._opened(shard).path(SOURCES).read_text())[record["source"]]
         return repr(f"{name}:{record['record']}" if record["record"] else name)
 
+    def hashes(self, begin: int, end: int) -> np.ndarray:
+        """The hashes in [begin, end) of its documents' texts, one shard after the other."""
+        found = [np.zeros(0, "V16")]
+        for shard, (first, last) in enumerate(itertools.pairwise(self._documents.tolist())):
+            hash_at = lambda i: int.from_bytes(self._records(shard, i, i + 1)["hash"].tobytes())  # noqa: B023, E731
+            documents = range(last - first)
+            bounds = (bisect.bisect_left(documents, bound, key=hash_at) for bound in (begin, end))
+            found.append(self._records(shard, *bounds)["hash"])
+        return np.concatenate(found).view(HASH)  # of HASH it would turn native
+
     def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
         """The positions of each of the documents [begin, end), which are of one shard."""
         shard, first = self._shard_of(begin)
@@ -235,6 +246,20 @@ class Prepared:
     def fingerprint(self) -> str:
         """A hash of all of its content: equal ones mean equal batches."""
         return self.manifest.fingerprint + self.train.limit
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """A hash that none to train on is below, and one that all held out are below.
+
+        Both are that of the share held out, unless a part had to be given its only document.
+        """
+        limit = hash_limit(self.manifest.options["held_out"])
+        ends = [limit, limit]
+        for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):
+            if self.manifest.total(record).documents == 1:
+                [only] = part.hashes(0, 1 << 128)
+                ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
+        return ends[0], ends[1]
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:

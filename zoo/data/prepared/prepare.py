@@ -1,6 +1,7 @@
 """From files of text to a prepared corpus: splits, a tokenizer, shards, parts, the manifest."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -29,7 +30,7 @@ from zoo.data.prepared.format import (
     tokenizer_digest,
     write_manifest,
 )
-from zoo.data.prepared.parting import write_parts
+from zoo.data.prepared.parting import PARTED, write_parts
 from zoo.data.prepared.progress import Bar
 from zoo.data.prepared.tokenizing import Spec, Tokenized, prepare_shard
 from zoo.data.sources.sample import sample_texts
@@ -61,8 +62,10 @@ def prepare(
     which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
     first stays, and a document is held out if its hash says so. The result does not depend on the
     `workers` (default: one per core) nor on kills; a process that comes while another one prepares
-    the same folder waits for it. `show` shows a progress bar. If `folder` is an address, the corpus
-    is written into a folder of the cache first, and its shards are copied up, the manifest last.
+    the same folder waits for it. A file is known by its name, its size and its `Piece.version`: an
+    unfinished corpus takes up changed ones, and a finished one of other files is refused. `show`
+    shows a progress bar. If `folder` is an address, the corpus is written into a folder of the
+    cache first, and its shards are copied up, the manifest last.
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as `plan_splits` and `read_split`; or the folder
@@ -89,15 +92,17 @@ def prepare(
         "held_out": held_out,
         "shard_megabytes": float(shard_megabytes),
     }
+    state = hashlib.sha256(" ".join(split.version for split in splits).encode()).hexdigest()
     files.make_folder(local, "out")
     with _locked(local):
-        if (manifest := _begin(out, local, options)) is not None:
+        if (manifest := _begin(out, local, options, state)) is not None:
             return manifest
         if not (local / TOKENIZER).exists():
             limit = hashes.hash_limit(held_out)
             _save(given or _train(splits, field, vocab_size, limit), local)
         run = _Runner(workers or len(os.sched_getaffinity(0)), engine, local)
         manifest = _passes(splits, options, run, str(out) if is_remote(out) else None, show=show)
+        manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
                 write_manifest(out / MANIFEST, manifest)
@@ -175,20 +180,24 @@ def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]
         )
     lowest = min(int(shard.lowest, 16) for shard in shards if shard.lowest)
     highest = max(int(shard.highest, 16) for shard in shards if shard.highest)
-    return min(max(hashes.hash_limit(options["held_out"]), lowest + 1), highest)
+    return hashes.limit_between(lowest, highest, options["held_out"])
 
 
-def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | None:
-    """The manifest of a folder that is prepared; else make it ready for these options."""
+def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> Manifest | None:
+    """The manifest of a folder that is prepared; else make it ready for these options.
+
+    `state` is the hash of the files' versions.
+    """
     known: dict[str, Any] | None = None
-    manifest = None
+    manifest, work = None, local / WORK
     with explained(out):
         if (out / MANIFEST).exists():
             manifest = read_manifest(out)
             check_tokenizer(out, manifest)
-            known = manifest.options
-        elif (local / WORK / OPTIONS).exists():
-            known = json.loads((local / WORK / OPTIONS).read_text(encoding="utf-8"))
+            known, begun = manifest.options, manifest.files
+        elif (work / OPTIONS).exists():
+            known = json.loads((work / OPTIONS).read_text(encoding="utf-8"))
+            begun = known.pop("state", None)
         elif left := _strange(out):
             raise ValueError(
                 f"out='{out}' holds something else ({', '.join(left[:3])}): give a new folder"
@@ -204,22 +213,36 @@ def _begin(out: Location, local: Path, options: dict[str, Any]) -> Manifest | No
             "another folder, or remove that one"
         )
     if manifest is not None:
-        files.remove(local / WORK)  # of a process that was killed at the very end
+        if begun not in (None, state):  # versions before this one did not keep it
+            raise ValueError(
+                f"out='{out}' holds a corpus of other files: these have its files' names and "
+                "sizes, and have changed since; give another folder, or remove that one"
+            )
+        files.remove(work)  # of a process that was killed at the very end
         return manifest
-    for name in (WORK, SHARDS):
-        (local / name).mkdir(exist_ok=True)
-    for partial in (local / WORK).glob("*.partial"):
-        partial.unlink()
-    content = json.dumps(options)
-    files.replace(local / WORK / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
+    work.mkdir(exist_ok=True)
+    stale = ["*.partial"]
+    if known is not None and begun != state:  # shards of files that changed are made again
+        stale += ["*.duplicates", f"*{PARTED}", "*.copied"]
+        if options["tokenizer"] == "bpe":
+            files.remove(local / TOKENIZER)
+    for path in [path for pattern in stale for path in work.glob(pattern)]:
+        path.unlink()
+    content = json.dumps({**options, "state": state})
+    files.replace(work / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
+    (local / SHARDS).mkdir(exist_ok=True)
     return None
 
 
 def _strange(out: Location) -> list[str]:
     """The names in a folder that no unfinished preparation has left there."""
-    # At an address it may be another machine's, whose working folder is there.
-    own = {SHARDS, TOKENIZER} if is_remote(out) else {WORK}
-    return sorted({path.name for path in out.iterdir()} - own) if out.is_dir() else []
+    if not out.is_dir():
+        return []
+    names = {path.name for path in out.iterdir()}
+    if is_remote(out):  # it may be another machine's, whose working folder is there
+        return sorted(names - {SHARDS, TOKENIZER})
+    begun = {path.name for path in (out / WORK).glob("*")}
+    return sorted(names - ({WORK} if begun <= {f"{OPTIONS}.tmp"} else set()))
 
 
 def _described(splits: Sequence[Split]) -> dict[str, Any]:

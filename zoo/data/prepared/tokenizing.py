@@ -80,7 +80,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
         writer.end_run()
     documents, lowest, highest = _merge(runs, writer.runs, records)
     done = Tokenized(
-        split=split.key,
+        split=split.version,
         spec=spec,
         documents=documents,
         duplicates=writer.documents - documents,
@@ -114,7 +114,7 @@ def finished(split: Split, number: int, spec: Spec, folder: Path) -> Tokenized |
         return None
     dtype = np.dtype(dtype_of(_tokenizer(folder, spec.tokenizer).vocab_size))
     wanted = [done.tokens * dtype.itemsize, done.documents * hashes.RAW.itemsize]
-    return done if (done.split, done.spec, sizes) == (split.key, spec, wanted) else None
+    return done if (done.split, done.spec, sizes) == (split.version, spec, wanted) else None
 
 
 class _Writer:

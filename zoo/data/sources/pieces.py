@@ -1,8 +1,13 @@
 """A piece of a file: the unit in which files are read."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from zoo.base.addresses import Location, explained
+import xxhash
+
+from zoo.base.addresses import Location, explained, is_remote
+
+_HEAD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class Piece:
     """First byte."""
     end: int
     """First byte of the next piece."""
+    version: str = ""
+    """What tells the file from another of its name and size: the hash of its first MiB and, of a
+    larger one, the time of its last change; at an address the time alone. Empty: not known."""
 
     @property
     def label(self) -> str:
@@ -33,5 +41,13 @@ class Piece:
 def whole_file(path: Location, name: str = "") -> Piece:
     """A file as one piece."""
     with explained(path):
-        size = path.stat().st_size
-    return Piece(str(path), name or path.name, size, 0, size)
+        stat = path.stat()
+        version = "" if is_remote(path) else _hash_of_head(path)
+    if is_remote(path) or stat.st_size > _HEAD:
+        version = f"{version} {stat.st_mtime or ''}".strip()
+    return Piece(str(path), name or path.name, stat.st_size, 0, stat.st_size, version)
+
+
+def _hash_of_head(path: Path) -> str:
+    with open(path, "rb") as file:
+        return xxhash.xxh3_128_hexdigest(file.read(_HEAD))

@@ -1,5 +1,6 @@
 """Records: the entries of a file, and their texts."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 MAX_DOCUMENT = 256 * 2**20
@@ -31,6 +32,15 @@ def field_of(record: dict[str, Any], where: str, field: str) -> Any:
     if field not in record:
         raise ValueError(f"{where} has no field {field!r}: its fields are {sorted(record)}")
     return record[field]
+
+
+def check_columns(names: Sequence[str], wanted: Iterable[str], path: str) -> None:
+    """Raise a ValueError where a column that is wanted is there twice."""
+    if twice := [name for name in wanted if names.count(name) > 1]:
+        raise ValueError(
+            f"{path} has {names.count(twice[0])} columns named {twice[0]!r}, and one of them would "
+            "be read: give each a name of its own"
+        )
 
 
 def text_of(record: dict[str, Any], where: str, field: str) -> str:

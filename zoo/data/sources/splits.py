@@ -34,7 +34,15 @@ class Split:
     @property
     def key(self) -> str:
         """Hash of the names, sizes and ranges, in hexadecimal; where the files lie is left out."""
-        pieces = [[piece.name, piece.size, piece.begin, piece.end] for piece in self.pieces]
+        return self._hash("name", "size", "begin", "end")
+
+    @property
+    def version(self) -> str:
+        """Hash of the key and of the files' versions."""
+        return self._hash("name", "size", "begin", "end", "version")
+
+    def _hash(self, *names: str) -> str:
+        pieces = [[getattr(piece, name) for name in names] for piece in self.pieces]
         return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:

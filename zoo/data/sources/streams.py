@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from zoo.base.addresses import explained, is_remote, location
-from zoo.data.sources.pieces import Piece
+from zoo.data.sources.pieces import Piece, whole_file
 
 COMPRESSIONS = (".gz", ".zst")
 _BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 50 MiB
@@ -60,10 +60,12 @@ def found(piece: Piece) -> Iterator[Any]:
     place, own = location(piece.path, "data"), None
     with explained(place):
         try:
-            if (size := place.stat().st_size) != piece.size:
+            now = whole_file(place)
+            if (now.size, now.version) != (piece.size, piece.version or now.version):
                 raise ValueError(
-                    f"{piece.path} has {size} bytes, and had {piece.size} when its splits were "
-                    "planned: files must not change while they are read; start again"
+                    f"{piece.path} has {now.size} bytes and has changed since its splits were "
+                    f"planned, when it had {piece.size}: files must not change while they are "
+                    "read; start again"
                 )
             yield place
         except ValueError as error:  # of content; it could be mistaken for the store's

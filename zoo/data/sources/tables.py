@@ -8,7 +8,14 @@ from typing import Any
 
 from zoo.base.addresses import is_remote
 from zoo.data.sources.pieces import Piece
-from zoo.data.sources.records import MAX_DOCUMENT, Fields, Record, check_length, decode
+from zoo.data.sources.records import (
+    MAX_DOCUMENT,
+    Fields,
+    Record,
+    check_columns,
+    check_length,
+    decode,
+)
 from zoo.data.sources.streams import extra, found, opened
 
 
@@ -22,6 +29,8 @@ def read_csv(
         # It is the whole process' limit, 128 KiB at first. The parser takes 4 bytes per character.
         csv.field_size_limit((limit or MAX_DOCUMENT) // 4)
         try:
+            names = rows.fieldnames or ()
+            check_columns(names, names if fields is None else filter(None, fields), piece.path)
             for row in rows:
                 where = f"{piece.path}, line {rows.line_num}"
                 if None in row or None in row.values():
@@ -66,6 +75,7 @@ def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iter
                 raise ValueError(
                     f"{piece.path} has no field {missing.pop()!r}: its fields are {names}"
                 )
+            check_columns(names, columns, piece.path)
             for group in range(file.num_row_groups):
                 metadata = file.metadata.row_group(group)
                 if not piece.begin <= _begin(metadata) < piece.end:

@@ -65,7 +65,8 @@ def python_signatures(documents: Sequence[Document] | None = None) -> list[dict[
 
 def _held_out(documents: Sequence[Document] | None) -> list[Function]:
     documents = standard_library() if documents is None else documents
-    training, held_out = held_out_split([d for d in documents if d.name.endswith(".py")])
+    python = [document for document in documents if document.name.endswith(".py")]
+    training, held_out = held_out_split(python, by="name")
     seen = {_without_constants(document.text) for document in functions(training)}
     lines_of = {document.name: document.text.split("\n") for document in held_out}
     found: list[Function] = []

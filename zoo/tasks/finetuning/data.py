@@ -32,10 +32,10 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
             language.say_what_there_is(run, data)
             return data
     documents, tokenize = _documents(run, config, tokenizer, label)
-    if config.format != "text" and len(documents) < 2:
+    if config.format != "text" and len({document.text for document in documents}) < 2:
         raise ValueError(
-            f"data.files={config.files!r} has one line of {config.format}: give two or more, one "
-            "of which is held out"
+            f"data.files={config.files!r} has one line of {config.format}, or copies of one: give "
+            "two or more that differ, one of which is held out"
         )
     if config.format == "preferences":
         data = make_pairs(config, documents, tokenizer, seed=run.config.seed, tokenize=tokenize)
