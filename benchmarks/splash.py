@@ -4,7 +4,7 @@
 
 times the attention of one layer of Llama 3 8B, forward and backward, for each length and each size
 of blocks that the chip's memory has room for, and prints the fastest as rows for the table in
-`zoo/nn/attention/blocks.py`.
+`zoo/nn/attention/splash.py`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks.attention import shapes, step
-from zoo.nn.attention.blocks import Blocks
+from zoo.nn.attention.splash import Blocks
 
 SIZES = (256, 512, 1024, 2048)
 

@@ -55,7 +55,6 @@ TESTS = {
     "decoding/cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
     "decoding/sampling": "tests/test_generate.py",
     "nn/attention/chunked": "tests/test_attention.py",
-    "nn/attention/scanned": "tests/test_attention.py",
     "nn/precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
     "nn/remat": "tests/test_remat.py",
     "publishing/adapters": "tests/test_lora.py",

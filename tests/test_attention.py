@@ -13,10 +13,10 @@ from helpers import equations, value_and_gradients
 from jaxtyping import Array
 
 from zoo import sharding
-from zoo.nn.attention import attend_to_slots, attention, chunked, masks, scanned, splash
-from zoo.nn.attention.blocks import Blocks, blocks_for
+from zoo.nn.attention import attend_to_slots, attention, chunked, masks, splash
+from zoo.nn.attention.context_parallel import WHOLE
 from zoo.nn.attention.masks import Mask
-from zoo.nn.attention.parts import WHOLE
+from zoo.nn.attention.splash import Blocks, blocks_for
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
@@ -132,7 +132,7 @@ def test_scanned_chunks_match_the_unrolled(name: str, monkeypatch: pytest.Monkey
         return value_and_gradients(call, g, *qkv)
 
     taken = []
-    scan = scanned.scanned
+    scan = chunked.scanned
     monkeypatch.setattr(chunked, "scanned", lambda *args: (taken.append(1), scan(*args))[1])
     for x, want in zip(run(0), run(9), strict=True):
         np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
@@ -258,7 +258,7 @@ def test_auto_uses_splash_where_supported(
     monkeypatch.setattr(jax, "default_backend", lambda: case["platform"])
     q, *_ = inputs(case["length"], dtype=case["dtype"])
     kernel = lambda q, *_: jnp.full_like(q, 7)
-    monkeypatch.setattr("zoo.nn.attention.choice.splash", kernel)
+    monkeypatch.setattr("zoo.nn.attention.kernels.splash", kernel)
     attend = lambda **options: attention(
         q, q, q, causal=False, window=9, soft_cap=2.0, segment_ids=segments(len(q[0])), **options
     )

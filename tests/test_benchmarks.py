@@ -145,7 +145,7 @@ def test_gpu_program_uses_bf16_and_flash_attention(monkeypatch):
     assert table.failures == []
     # And where it is otherwise, the program says so.
     monkeypatch.setattr("zoo.training.losses.LOGITS_BYTES", 2**62)
-    monkeypatch.setattr("zoo.nn.attention.choice._refusal", lambda *_: "is not for this test")
+    monkeypatch.setattr("zoo.nn.attention.kernels._refusal", lambda *_: "is not for this test")
     text = programs.lowered(shape)
     assert not any("fmha" in name for name in programs.custom_calls(text))
     assert programs.largest_logits(text, shape) == shape.num_tokens * shape.vocab_size

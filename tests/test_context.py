@@ -18,9 +18,9 @@ import zoo
 from zoo import bert, mlp, sharding
 from zoo.base import configuration
 from zoo.nn.attention import attention, splash
-from zoo.nn.attention.blocks import Blocks
-from zoo.nn.attention.heads import Exchange, gathered_numbers
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.splash import Blocks
+from zoo.nn.attention.ulysses import Exchange, gathered_numbers
 from zoo.planning import collectives, hlo
 from zoo.training import chunked_loss, losses
 from zoo.wrappers import lora
@@ -451,7 +451,7 @@ def test_models_that_take_no_part_of_a_row_are_refused(make: Any, inputs: Any, m
 
 
 def test_kernels_of_whole_rows_are_refused(monkeypatch: Any):
-    monkeypatch.setattr("zoo.nn.attention.choice.platform", lambda: "gpu")
+    monkeypatch.setattr("zoo.nn.attention.kernels.platform", lambda: "gpu")
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     call = functools.partial(attention, causal=True, implementation="cudnn")
     message = "takes whole rows, and context=2 of the mesh splits"

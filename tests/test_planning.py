@@ -19,8 +19,8 @@ import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
 from zoo.nn.attention import chunked, splash
-from zoo.nn.attention.blocks import Blocks
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.splash import Blocks
 from zoo.nn.quantized import quantize
 from zoo.planning import (
     chips,

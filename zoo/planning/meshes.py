@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zoo import sharding
-from zoo.nn.attention.heads import Exchange
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.ulysses import Exchange
 from zoo.planning import report, topology
 from zoo.planning.collectives import Collective, Kind
 from zoo.planning.compiler import CompilerError

@@ -1,22 +1,39 @@
 """Attention in plain XLA by chunks of queries: a few of them one after another, more in a scan.
 
-Legend of suffixes: as in `zoo.nn.attention.choice`.
+The scan is over the pairs of chunks of which one sees the other, with an online softmax (Milakov
+and Gimelshein 2018): outputs are rescaled as larger logits come. Legend of suffixes: as in
+`zoo.nn.attention.kernels`.
 """
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.heads import Transfer
-from zoo.nn.attention.layout import layout_for, product
-from zoo.nn.attention.logits import logit_gradients, masked_logits
-from zoo.nn.attention.masks import Chunk, Mask
-from zoo.nn.attention.parts import is_split, on_each_device
-from zoo.nn.attention.scanned import scanned, scanned_pieces
+from zoo.nn.attention.context_parallel import (
+    WHOLE,
+    Places,
+    Segments,
+    is_split,
+    on_each_device,
+    pad_pieces,
+    without_padding,
+)
+from zoo.nn.attention.masks import (
+    MASKED,
+    Chunk,
+    Layout,
+    Mask,
+    layout_for,
+    logit_gradients,
+    masked_logits,
+    product,
+)
+from zoo.nn.attention.ulysses import Transfer
 from zoo.nn.derivatives import custom_vjp
 
 # Each chunk's program is larger than the one before it, and so is the time to compile it.
@@ -47,17 +64,17 @@ def chunked(
 # products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
 @functools.partial(custom_vjp, nondiff_argnums=(4, 5, 6))
 def _unrolled(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    return _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
+    return _unrolled_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
+def _unrolled_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
     layout = layout_for(q_BTNH.dtype)
     q = layout.of_queries(q_BTNH, k_BSKH.shape[2])
     k, v = (jnp.einsum(f"bskh->{layout.keys}", x) for x in (k_BSKH, v_BSKH))
     outputs, log_sums = [], []
     for chunk in masks.chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
         q_chunk, k_chunk = layout.slice_queries(q, chunk), layout.slice_keys(k, chunk)
-        seen = _seen(mask, chunk, segment_ids)
+        seen = _seen_by_chunk(mask, chunk, segment_ids)
         logits, _ = masked_logits(q_chunk, k_chunk, seen, layout, scale, soft_cap)
         # A softmax does not depend on what is subtracted: as a constant, it leaves gradients exact.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
@@ -71,7 +88,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
     return layout.to_heads(out, q_BTNH.shape), (q, k, v, segment_ids, out, log_sums)
 
 
-def _backward(mask, scale, soft_cap, residuals, g_BTNH):
+def _unrolled_backward(mask, scale, soft_cap, residuals, g_BTNH):
     q, k, v, segment_ids, out, log_sums = residuals
     layout = layout_for(q.dtype)
     queries, keys = layout
@@ -86,7 +103,7 @@ def _backward(mask, scale, soft_cap, residuals, g_BTNH):
             (q_chunk, k_chunk, v_chunk, g_chunk),
             log_sum,
             delta[:, :, :, chunk.start : chunk.stop],
-            _seen(mask, chunk, segment_ids),
+            _seen_by_chunk(mask, chunk, segment_ids),
             layout,
             scale,
             soft_cap,
@@ -102,7 +119,7 @@ def _backward(mask, scale, soft_cap, residuals, g_BTNH):
     return dq_BTNH, dk_BSKH, dv_BSKH, None
 
 
-def _seen(mask: Mask, chunk: Chunk, segment_ids: Array | None) -> Bool[Array, "b 1 1 t s"]:
+def _seen_by_chunk(mask: Mask, chunk: Chunk, segment_ids: Array | None) -> Bool[Array, "b 1 1 t s"]:
     segments = None
     if segment_ids is not None:
         of_queries = segment_ids[:, chunk.start : chunk.stop]
@@ -110,4 +127,197 @@ def _seen(mask: Mask, chunk: Chunk, segment_ids: Array | None) -> Bool[Array, "b
     return mask.seen(chunk.start, chunk.first_key, chunk.size, segments)
 
 
-_unrolled.defvjp(_forward, _backward)
+_unrolled.defvjp(_unrolled_forward, _unrolled_backward)
+
+
+def scanned(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
+    """As `chunked`: the program does not grow with the row."""
+    segments = None if segment_ids is None else (segment_ids, segment_ids)
+    return scanned_pieces(
+        q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0, mask=mask, scale=scale, soft_cap=soft_cap
+    )
+
+
+def scanned_pieces(
+    q_BTNH: Float[Array, "batch queries heads head_dim"],
+    k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
+    segments: Segments | None,
+    places: Places,
+    part: Array | int,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "batch queries heads head_dim"]:
+    """Attention of one part of a row, whose queries have `places` among the keys."""
+    length = q_BTNH.shape[1] // places.pieces
+    grid = Grid(min(masks.CHUNK, length), k_BSKH.shape[1])
+    work = _work(places, length, mask, grid)
+    if segments is not None:
+        segments = _pad(segments[0], places.pieces, grid), _pad(segments[1], 1, grid)
+    out_BTNH = _scanned(
+        _pad(q_BTNH, places.pieces, grid),
+        _pad(k_BSKH, 1, grid),
+        _pad(v_BSKH, 1, grid),
+        segments,
+        jax.tree.map(lambda x: x[part if len(x) > 1 else 0], work),
+        mask,
+        scale,
+        soft_cap,
+        grid,
+    )
+    return without_padding(out_BTNH, places.pieces, length)
+
+
+class Grid(NamedTuple):
+    """The queries and the keys of a chunk, and how many keys there are before padding."""
+
+    size: int
+    num_keys: int
+
+
+class Work(NamedTuple):
+    """The products of a part: the first position of each chunk of queries, and pairs of chunks.
+
+    Where parts have unequal numbers of pairs, a third entry is 0 for those that do not count.
+    """
+
+    starts: Int[Array, "*parts chunks"]
+    pairs: Int[Array, "*parts pairs entries"]
+
+
+def _work(places: Places, length: int, mask: Mask, grid: Grid) -> Work:
+    """The work of all parts of a row; `length` is that of a piece."""
+    within = range(0, length, grid.size)
+    starts = [[start + i for start in part for i in within] for part in places.starts]
+    of_part = functools.partial(
+        masks.pairs_of_pieces,
+        length=length,
+        num_keys=grid.num_keys,
+        mask=mask,
+        query_size=grid.size,
+        key_size=grid.size,
+    )
+    pairs: Any = [[*of_part(part)] for part in places.starts]
+    most = max(map(len, pairs))
+    if min(map(len, pairs)) < most:
+        counted = [[(*pair, 1) for pair in part] for part in pairs]
+        pairs = [part + [(0, 0, 0)] * (most - len(part)) for part in counted]
+    return Work(jnp.array(starts, jnp.int32), jnp.array(pairs, jnp.int32))
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _scanned(q_BTNH, k_BSKH, v_BSKH, segments, work, mask, scale, soft_cap, grid):
+    """Attention of whole chunks, of which a part has its `work`."""
+    return _scanned_forward(q_BTNH, k_BSKH, v_BSKH, segments, work, mask, scale, soft_cap, grid)[0]
+
+
+def _scanned_forward(q_BTNH, k_BSKH, v_BSKH, segments, work, mask, scale, soft_cap, grid):
+    layout = layout_for(q_BTNH.dtype)
+    q = layout.of_queries(q_BTNH, k_BSKH.shape[2])
+    k, v = (jnp.einsum(f"bskh->{layout.keys}", x) for x in (k_BSKH, v_BSKH))
+
+    def body(carry: Any, pair: Int[Array, "entries"]) -> tuple[Any, None]:
+        out, top, total = carry
+        of_queries, of_keys = _slicers(layout, pair, grid)
+        at = pair[0] * grid.size
+        rows = functools.partial(_slice, axis=3, chunk=pair[0], size=grid.size)
+        seen = _seen_by_pair(mask, pair, segments, work, grid)
+        logits, _ = masked_logits(of_queries(q), of_keys(k), seen, layout, scale, soft_cap)
+        # A softmax does not depend on what is subtracted: as a constant, it leaves gradients exact.
+        new_top = jnp.maximum(rows(top), logits.max(-1, keepdims=True))
+        new_top = jax.lax.stop_gradient(new_top)
+        kept, exponentials = jnp.exp(rows(top) - new_top), jnp.exp(logits - new_top)
+        new_total = kept * rows(total) + exponentials.sum(-1, keepdims=True)
+        formula = f"bkgts,{layout.keys}->{layout.queries}"
+        added = product(formula, exponentials.astype(v.dtype), of_keys(v))
+        new_out = _by_query(layout, kept) * of_queries(out) + added
+        update = jax.lax.dynamic_update_slice_in_dim
+        out = update(out, new_out, at, layout.queries.index("t"))
+        return (out, update(top, new_top, at, 3), update(total, new_total, at, 3)), None
+
+    per_query = jax.eval_shape(functools.partial(layout.sum_of_products, q), q).shape
+    empty: Any = (jnp.zeros(q.shape), jnp.full(per_query, MASKED), jnp.zeros(per_query))
+    (out, top, total), _ = jax.lax.scan(body, empty, work.pairs)
+    out = (out / _by_query(layout, total)).astype(q.dtype)
+    residuals = (q_BTNH, k_BSKH, v_BSKH, segments, work, out, top + jnp.log(total))
+    return layout.to_heads(out, q_BTNH.shape), residuals
+
+
+def _scanned_backward(mask, scale, soft_cap, grid, residuals, g_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, segments, work, out, log_sum = residuals
+    layout = layout_for(q_BTNH.dtype)
+    queries, keys = layout
+    q, g = (layout.of_queries(x, k_BSKH.shape[2]) for x in (q_BTNH, g_BTNH))
+    k, v = (jnp.einsum(f"bskh->{keys}", x) for x in (k_BSKH, v_BSKH))
+    delta = layout.sum_of_products(g, out)
+
+    def body(carry: Any, pair: Int[Array, "entries"]) -> tuple[Any, None]:
+        of_queries, of_keys = _slicers(layout, pair, grid)
+        rows = functools.partial(_slice, axis=3, chunk=pair[0], size=grid.size)
+        inputs = (of_queries(q), of_keys(k), of_keys(v), of_queries(g))
+        seen = _seen_by_pair(mask, pair, segments, work, grid)
+        dlogits, weights = logit_gradients(
+            inputs, rows(log_sum), rows(delta), seen, layout, scale, soft_cap
+        )
+        added = (
+            product(f"bkgts,{keys}->{queries}", dlogits, inputs[1]),
+            product(f"bkgts,{queries}->{keys}", dlogits, inputs[0]),
+            product(f"bkgts,{queries}->{keys}", weights, inputs[3]),
+        )
+        axes = (queries.index("t"), keys.index("s"), keys.index("s"))
+        where = (pair[0], pair[1], pair[1])
+        return tuple(map(functools.partial(_add, size=grid.size), carry, added, where, axes)), None
+
+    zeros: Any = tuple(jnp.zeros(x.shape) for x in (q, k, v))
+    (dq, dk, dv), _ = jax.lax.scan(body, zeros, work.pairs)
+    dq_BTNH = layout.to_heads(dq.astype(q.dtype), q_BTNH.shape)
+    dk_BSKH, dv_BSKH = (jnp.einsum(f"{keys}->bskh", x).astype(q.dtype) for x in (dk, dv))
+    return dq_BTNH, dk_BSKH, dv_BSKH, None, None
+
+
+_scanned.defvjp(_scanned_forward, _scanned_backward)
+
+
+def _pad(x: Array, pieces: int, grid: Grid) -> Array:
+    """Whole chunks along axis 1, in each piece."""
+    return pad_pieces(x, pieces, grid.size)
+
+
+def _slice(x: Array, *, axis: int, chunk: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
+
+
+def _add(x: Array, added: Array, chunk: Array, axis: int, *, size: int) -> Array:
+    changed = _slice(x, axis=axis, chunk=chunk, size=size) + added
+    return jax.lax.dynamic_update_slice_in_dim(x, changed, chunk * size, axis)
+
+
+def _slicers(layout: Layout, pair: Array, grid: Grid) -> tuple[Any, Any]:
+    """Functions to the chunk of queries and to the chunk of keys."""
+    chunk = functools.partial(_slice, size=grid.size)
+    of_queries = functools.partial(chunk, axis=layout.queries.index("t"), chunk=pair[0])
+    return of_queries, functools.partial(chunk, axis=layout.keys.index("s"), chunk=pair[1])
+
+
+def _by_query(layout: Layout, x: Array) -> Array:
+    return jnp.einsum(f"bkgth->{layout.queries}", x)
+
+
+def _seen_by_pair(
+    mask: Mask, pair: Array, segments: Segments | None, work: Work, grid: Grid
+) -> Bool[Array, "b 1 1 t s"]:
+    size, num_keys = grid
+    of_both = None
+    if segments is not None:
+        of_queries, of_keys = segments
+        of_both = (
+            _slice(of_queries, axis=1, chunk=pair[0], size=size),
+            _slice(of_keys, axis=1, chunk=pair[1], size=size),
+        )
+    seen = mask.seen(work.starts[pair[0]], pair[1] * size, (size, size), of_both)
+    if num_keys % size:
+        keys = jax.lax.broadcasted_iota(jnp.int32, seen.shape, 4) + pair[1] * size
+        seen &= keys < num_keys
+    return seen if len(pair) == 2 else seen & (pair[2] > 0)

@@ -1,7 +1,7 @@
-"""Attention: one function in front of several implementations, and the choice among them.
+"""Attention: one function in front of several kernels, the choice among them, and decoding's.
 
-Legend of suffixes: B batch, T queries, S keys, N query heads, K key-value heads, G query heads per
-key-value head, H head size.
+Legend of suffixes: B batch, T queries, S keys or slots of a cache, N query heads, K key-value
+heads, G query heads per key-value head, H head size.
 """
 
 import functools
@@ -9,14 +9,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention.chunked import chunked
-from zoo.nn.attention.heads import Transfer
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import MASKED, Mask, einsum32
 from zoo.nn.attention.splash import splash
+from zoo.nn.attention.ulysses import Transfer
 from zoo.nn.derivatives import in_forward_mode
-from zoo.nn.precision import platform
+from zoo.nn.precision import low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
@@ -51,7 +51,7 @@ def attention(
     - "auto" takes the platform's kernel where it applies, else "chunked".
     - "gather" and "exchange" are "auto", and say how queries meet keys where the mesh splits the
       tokens of a row: keys and values come to the queries, or devices exchange heads for tokens.
-      The others take what sends less: see `zoo.nn.attention.parts`.
+      The others take what sends less: see `zoo.nn.attention.context_parallel`.
 
     Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions
     of JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no
@@ -145,3 +145,36 @@ def _refusal_of_cudnn(q_BTNH: Array, mask: Mask, packed: bool) -> str | None:
     if packed and length % 2:
         return f"needs an even length for packed rows, and this one is {length}"
     return None
+
+
+def attend_to_slots(
+    q_BTNH: Float[Array, "batch new heads head_dim"],
+    k_BKSH: Float[Array, "batch kv_heads slots head_dim"],
+    v_BKSH: Float[Array, "batch kv_heads slots head_dim"],
+    seen_BTS: Bool[Array, "batch new slots"],
+    *,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> Float[Array, "batch new heads head_dim"]:
+    """Softmax attention of a few queries per row over the slots they see, as decoding needs it.
+
+    `soft_cap` and `scale` are those of `attention`; the softmax is in fp32.
+    """
+    batch, kv_heads, _, size = k_BKSH.shape
+    new, heads = q_BTNH.shape[1:3]
+    # The queries that share keys, G, are the heads of a group at each of the new tokens.
+    q_BKGH = q_BTNH.reshape(batch, new, kv_heads, -1, size).swapaxes(1, 2)
+    q_BKGH = q_BKGH.reshape(batch, kv_heads, -1, size)
+    seen_B1GS = seen_BTS if new == 1 else jnp.repeat(seen_BTS, heads // kv_heads, axis=1)
+    seen_B1GS = seen_B1GS[:, None]
+    num_queries = q_BKGH.shape[2]
+    if num_queries == 1 and low_on_cpu(q_BKGH):
+        # XLA for CPU converts all keys and values to fp32 for one query, not for two.
+        q_BKGH = jnp.repeat(q_BKGH, 2, axis=2)
+    logits = einsum32("bkgh,bksh->bkgs", q_BKGH, k_BKSH) * (size**-0.5 if scale is None else scale)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    weights = jax.nn.softmax(jnp.where(seen_B1GS, logits, MASKED), axis=-1)
+    out = einsum32("bkgs,bksh->bkgh", weights.astype(v_BKSH.dtype), v_BKSH)
+    out = out[:, :, :num_queries].astype(q_BTNH.dtype)
+    return out.reshape(batch, kv_heads, new, -1, size).swapaxes(1, 2).reshape(q_BTNH.shape)

@@ -4,9 +4,9 @@ Where the mesh splits the tokens of a row, a device has the queries of one stret
 the keys and values that they see. A window reaches into the neighbouring parts alone. Otherwise
 they are gathered; then a causal row is cut in zigzag, so that all parts have equal work: each
 device exchanges the second half of its queries for that of the device as far from the other end.
-Where it sends less, devices exchange heads for tokens instead: see `zoo.nn.attention.heads`.
+Where it sends less, devices exchange heads for tokens instead: see `zoo.nn.attention.ulysses`.
 
-Legend of suffixes: as in `zoo.nn.attention.choice`.
+Legend of suffixes: as in `zoo.nn.attention.kernels`.
 """
 
 import math
@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.attention.heads import Exchange, Transfer
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.ulysses import Exchange, Transfer
 from zoo.sharding import ShardingError, is_sharding, mesh_axes, num_parts, split_by
 from zoo.sharding.specs import partition_spec
 
