@@ -5,6 +5,7 @@ made a `Digest` of them also have a checksum of each part, so that who reads som
 as much as that.
 """
 
+import errno
 import hashlib
 import json
 import stat
@@ -215,6 +216,8 @@ def _problem(folder: Location, name: str, wanted: dict) -> str | None:
 
 
 def _sha256(path: Location) -> str:
+    if (kind := _kind(path)) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
     with path.open("rb") as file:  # which may be at an address
         return hashlib.file_digest(file, "sha256").hexdigest()
 
