@@ -1,8 +1,12 @@
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -11,9 +15,11 @@ from recipes import lm, mlp
 from zoo import tabular
 from zoo.base import files
 from zoo.base.files import local_path
+from zoo.data import entries
 from zoo.data.corpus import tokenize
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.planning import command
+from zoo.publishing import uploads
 from zoo.runs.checkpoint import Checkpointer
 
 # --- Where they may be ------------------------------------------------------------------------
@@ -151,3 +157,97 @@ def test_remove_does_not_follow_links(tmp_path):
     for name in ("folder", "file", "link", "nothing"):
         files.remove(tmp_path / name)
     assert os.listdir(tmp_path) == ["kept"]
+
+
+# --- What is left of them by kills --------------------------------------------------------------
+
+WRITERS = """
+import os, signal, sys
+from pathlib import Path
+import jax
+import zoo
+from zoo import mlp
+from zoo.base import checksums
+from zoo.data import entries
+from zoo.publishing import uploads
+
+folder, die = Path(sys.argv[1]), lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+net = lambda seed: mlp.MLP(mlp.Config(2, 2, hidden_size=2), key=jax.random.key(seed))
+
+def save():
+    checksums.write = die
+    zoo.save(folder / "run/best", net(0))
+
+def replace():
+    zoo.save(folder / "run/model", net(0))
+    rename, renamed = Path.rename, []
+    Path.rename = lambda *pair: die() if renamed else renamed.append(rename(*pair))
+    zoo.save(folder / "run/model", net(1))
+
+def upload():
+    with uploads.uploading("memory://bucket/net", last="config.json") as new:
+        die()
+
+for write in (save, replace, upload, lambda: entries.write(folder / "cache/entry", die)):
+    if (child := os.fork()) == 0:
+        write()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+"""
+
+
+def test_what_kills_left_beside_folders_is_removed(tmp_path, monkeypatch):
+    """Of each writer at its next start; what is being written now, and what is no such, stays."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    subprocess.run([sys.executable, "-c", WRITERS, tmp_path], check=True)
+    run, saving = tmp_path / "run", tmp_path / "home/.cache/zoo/models/saving"
+    left = lambda folder, name: list(folder.glob(f".{name}.????????"))
+    assert [len(left(run, name)) for name in ("best", "model")] == [1, 1]
+    assert len(left(saving, "net")) == len(left(tmp_path / "cache", "entry")) == 1
+    assert not (run / "model").exists()  # it was killed between the two renames
+    others = [run / ".best.mistaken", run / ".best.notes", run / ".git"]
+    for other in others:
+        (other / "new").mkdir(parents=True)
+    (others[0] / "a.txt").touch()
+    with files.unfinished(run / "best") as live:
+        assert left(run, "best") != [live]
+        with zoo.Run(lm.Config(run_dir=run, compilation_cache=None)):
+            assert {*left(run, "*")} == {live, others[0]}
+    assert not live.exists()
+    assert all(other.exists() for other in others)
+    wanted = zoo.mlp.MLP(zoo.mlp.Config(2, 2, hidden_size=2), key=jax.random.key(1))
+    assert eqx.tree_equal(zoo.load(run / "model"), wanted)
+    with uploads.uploading("memory://bucket/net", last="config.json") as new:
+        (new / "config.json").touch()
+        assert left(saving, "net") == [new.parent]
+    entries.write(tmp_path / "cache/entry", lambda new: (new / "a").touch())
+    assert os.listdir(saving) == []
+    assert os.listdir(tmp_path / "cache") == ["entry"]
+
+
+def test_a_folder_that_is_taken_for_a_killed_ones_is_made_again(tmp_path, monkeypatch):
+    """Another process looks between the making of the folder and its lock."""
+    made, make = [], files.tempfile.mkdtemp
+
+    def mkdtemp(**options):
+        made.append(make(**options))
+        if len(made) == 1:
+            files.remove_unfinished(tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", mkdtemp)
+    with files.unfinished(tmp_path / "best") as folder:
+        assert str(folder) == made[1]
+        assert [str(path) for path in tmp_path.iterdir()] == made[1:]
+
+
+def test_a_folder_is_made_where_there_are_no_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with files.unfinished(tmp_path / "best") as folder:
+        (folder / "new").mkdir()
+        files.remove_unfinished(tmp_path)
+        assert (folder / "new").exists()
+    assert os.listdir(tmp_path) == []

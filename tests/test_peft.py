@@ -16,6 +16,7 @@ from helpers import arrays, drawn_transformer, make_rnn
 
 import zoo
 from zoo import lora, sharding
+from zoo.base import checksums
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.nn import parameters
 from zoo.publishing import adapters, models
@@ -378,6 +379,31 @@ def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
         assert adapters.base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
         assert_same(zoo.load(tmp_path / "a"), adapted)
         assert asked[-1] == (commit, False)
+
+
+def test_adapters_on_themselves_are_refused(saved):
+    """Each way from adapters to what they are on ends, and names the folders."""
+    folder, base, adapted = saved
+    fields = {"zoo": ("config.json", "adapters_of"), "peft": (CONFIG, "base_model_name_or_path")}
+    for name, on, format in (("a", "b", "zoo"), ("b", "c", "peft"), ("c", "b", "zoo")):
+        zoo.save_adapters(folder / name, adapted, base="nobody/nothing", format=format)
+        file, field = fields[format]
+        values = json.loads((folder / name / file).read_text()) | {field: str(folder / on)}
+        (folder / name / file).write_text(json.dumps(values))
+        checksums.write(folder / name)
+    names = " on ".join(str(folder / name) for name in "abcb")
+    ways = (
+        zoo.load,
+        models.skeleton,
+        adapters.whole,
+        adapters.check_base,
+        adapters.weights_checksum,
+        lambda a: adapters.nearest(a, "vocab.json"),
+        lambda a: zoo.save(folder / "d", base, like=a),
+    )
+    for follow in ways:
+        with pytest.raises(PublishError, match=rf"c: the base .*b', is on them again \({names}\)"):
+            follow(folder / "a")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 import random
 import shutil
@@ -11,22 +12,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import jax
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
+import xxhash
+from fsspec.implementations.memory import MemoryFile
 from helpers import arrays, assert_trees_close, drawn_model, labelled_batch, token_batch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
+from stores import tree
 
 import zoo
 from benchmarks.soak import restores
 from benchmarks.soak.damage import KINDS, hurt
 from zoo import losses, mlp, rnn, sharding, transformer
+from zoo.base import checksums
+from zoo.base.addresses import AddressError, location
 from zoo.data.corpus import Corpus
+from zoo.data.prepared.copies import Copies
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.nn.layers import RopeScaling
+from zoo.publishing import downloads, uploads
+from zoo.publishing.errors import PublishError
+from zoo.publishing.hf.weights import Weights
 from zoo.runs.checkpoint import Checkpointer
+from zoo.runs.remote.mirror import Mirror, Record
+from zoo.runs.remote.steps import RemoteSteps
+from zoo.runs.remote.store import Store
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:
@@ -374,3 +389,184 @@ def live(folder: Path, pristine: Path, mesh: str, saves: int, killed: bool) -> N
         shutil.rmtree(pristine / str(step))
         torn = (folder / str(step)).rename(folder / f"{step}.tmp")
         (torn / "meta.json").unlink()
+
+
+# Names from outside
+
+TRICKS = ["..", ".", "", "~", "C:", "...", " ", "%2e%2e", "..\\", "\0", "\\", "\n", "\ud800"]
+USUAL = ["a", "b.json", "link", "link.json", "lock", ".remote.json", "tokenizer", "x" * 300]
+PIECES = st.text(max_size=3) | st.sampled_from(TRICKS + USUAL)
+HOSTILE = st.builds(
+    lambda first, pieces, between: first + between.join(pieces),
+    st.sampled_from(["", "", "", "/", "//", "C:\\", "file:///", "s3://b/", "BOX/", "../" * 3]),
+    st.lists(PIECES, min_size=1, max_size=5),
+    st.sampled_from(["/", "/", "\\", "//"]),
+)
+LEADING_OUT = [
+    "../a.txt",
+    "../../a.txt",
+    "c/../../a.txt",
+    "link/b.txt",
+    "BOX/a.txt",
+    "link/secret.json",
+]
+NAMES = (
+    HOSTILE
+    | st.sampled_from(["a", "b.json", "a b.txt", "c/d.json", "c/é/..e"])
+    | st.sampled_from(LEADING_OUT)
+)
+SECRET = b"s" * 777
+
+
+class Hostile(NamedTuple):
+    """A store of a stranger's, folders to read it into, and a box around them, which has to stay.
+
+    Links in the folder lead to the box; names lead anywhere.
+    """
+
+    box: Path
+    folder: Path
+    store: Any
+
+    def put(self, name: str, content: bytes | dict = b"x") -> None:
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.store.store[f"/store/{name}"] = MemoryFile(self.store, name, content)
+
+    def prepare(self) -> None:
+        self.store.store.clear()
+        for folder in (self.folder, self.box / "home"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.folder.mkdir()
+        (self.folder / "link").symlink_to(self.box)
+        (self.folder / "link.json").symlink_to(self.box / "secret.json")
+
+    def outside(self) -> dict[str, bytes | None]:
+        """All files in the box, but those in the folder and in the cache's folders of models."""
+        inside = (self.folder, *self.box.glob("home/.cache/zoo/models/*/*"))
+        return {
+            str(path): path.read_bytes()
+            for path in self.box.rglob("*")
+            if path.is_file() and not any(path.is_relative_to(folder) for folder in inside)
+        }
+
+
+def of_a_listing(names: list[str], world: Hostile) -> Any:
+    world.put("net/config.json", {"model_type": "llama"})
+    for name in names:
+        world.put(f"net/{name}")
+    return tree(downloads.fetched("memory://store/net"))
+
+
+def of_checksums(names: list[str], world: Hostile) -> Any:
+    listed = {name: {"bytes": 1, "sha256": checksums.sha256(b"x")} for name in names}
+    world.put("net/checksums.json", {"files": listed, "sha256": checksums._digest(listed)})
+    for name in names:
+        world.put(f"net/{name}")
+    return tree(downloads.fetched("memory://store/net"))
+
+
+def of_local_checksums(names: list[str], world: Hostile) -> Any:
+    listed = {name: {"bytes": 1, "sha256": checksums.sha256(b"x")} for name in names}
+    content = json.dumps({"files": listed, "sha256": checksums._digest(listed)})
+    for name in ("a", "b.json"):
+        (world.folder / name).write_text("x")
+    (world.folder / "checksums.json").write_text(content)
+    found = "\n".join(checksums.problems(world.folder))
+    assert "777 bytes" not in found
+    if "outside of the folder" in found or "leads out of the folder" in found:
+        raise AddressError(found)
+    return not found
+
+
+def of_a_marker(names: list[str], world: Hostile) -> Any:
+    listed = {name: [1, xxhash.xxh3_128(b"x").hexdigest()] for name in names}
+    world.put("run/checkpoints/5.json", {"step": 5, "files": listed})
+    for name in names:
+        world.put(f"run/checkpoints/5/{name}")
+    if RemoteSteps(Store("memory://store/run"), keep=1).fetch(world.folder, above=-1) is None:
+        raise AddressError("damaged")
+    return tree(world.folder / "5")
+
+
+def of_a_run(names: list[str], world: Hostile) -> Any:
+    world.put("run/run.json", {"id": "1", "files": names})
+    for name in names:
+        world.put(f"run/{name}")
+    Mirror(world.folder, Store("memory://store/run"), Record()).fetch(only_missing=False)
+    return tree(world.folder)
+
+
+def of_a_prepared_corpus(names: list[str], world: Hostile) -> Any:
+    for name in names:
+        world.put(f"corpus/tokenizer/{name}")
+    copies = Copies(location("memory://store/corpus", "data"), "fingerprint", world.folder)
+    return tree(copies.folder("tokenizer"))
+
+
+def of_an_index(names: list[str], world: Hostile) -> Any:
+    files = {f"{name}.safetensors": f"{name}.safetensors" for name in names}
+    for name in ("a.safetensors", "b.json.safetensors"):
+        safetensors.numpy.save_file({name: np.zeros(1)}, world.folder / name)
+    (world.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return Weights(world.folder).tensors
+
+
+def of_a_folder_to_replace(names: list[str], world: Hostile) -> Any:
+    for name in names:
+        world.put(f"net/{name}")
+    world.put("net/saving.json", json.dumps(names).encode())
+    uploads.check_replaceable("memory://store/net", ())
+    with uploads.uploading("memory://store/net", last="config.json") as new:
+        (new / "config.json").write_text("{}")
+    return [key for key in world.store.store if key.startswith("/store/net/")] == [
+        "/store/net/config.json"
+    ]
+
+
+READERS = (
+    of_a_listing,
+    of_checksums,
+    of_local_checksums,
+    of_a_marker,
+    of_a_run,
+    of_a_prepared_corpus,
+    of_an_index,
+    of_a_folder_to_replace,
+)
+
+
+@examples(400, 10_000)
+def test_names_from_outside_stay_inside(options: settings, tmp_path, monkeypatch, caplog, capsys):
+    """What a listing or a file names is read and written inside of its folder, or refused."""
+    box = tmp_path / "1/2/3/4/box"
+    (box / "home").mkdir(parents=True)
+    (box / "secret.json").write_bytes(SECRET)
+    monkeypatch.setenv("HOME", str(box / "home"))
+    caplog.set_level("ERROR")
+    world = Hostile(box, box / "folder", fsspec.filesystem("memory"))
+    before, ends = None, Counter()
+
+    @options
+    @given(st.sampled_from(READERS), st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    def check(reader: Callable, names: list[str]) -> None:
+        nonlocal before
+        world.prepare()
+        world.put("other/a", b"another's")
+        before = before or world.outside()
+        try:
+            end = bool(reader([name.replace("BOX", str(box)) for name in names], world))
+        except (AddressError, PublishError, OSError) as error:
+            end = type(error).__name__
+        ends[reader.__name__, end] += 1
+        assert not [*world.box.rglob("a.txt")]  # names with "..", or absolute, have it
+        assert world.outside() == before
+        assert world.store.store["/store/other/a"].getvalue() == b"another's"
+        assert not [x for x in tmp_path.rglob("*") if not x.is_relative_to(box) and x.is_file()]
+
+    check()
+    world.store.store.clear()
+    for reader in READERS:  # each of them has read some, and refused some
+        assert ends[reader.__name__, True] > 0, ends
+        assert ends[reader.__name__, "AddressError"] + ends[reader.__name__, "PublishError"] > 5
+    with capsys.disabled():
+        print(f"\n{ends.total()} examples: {dict(sorted(ends.items(), key=str))}")

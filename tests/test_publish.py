@@ -2,7 +2,12 @@ import copy
 import dataclasses
 import hashlib
 import json
+import os
+import re
 import shutil
+import threading
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -29,6 +34,8 @@ from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding import make_mesh
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble
+
+GOLDEN = Path(__file__).parent / "golden" / "hf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +277,93 @@ def rewrite(folder: Path, **changes) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     checksums.write(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("/dev/zero", None, "lists '/dev/zero', outside of the folder"),
+        ("../secret", None, "lists '../secret', outside of the folder"),
+        ("zero", lambda path: path.symlink_to("/dev/zero"), "zero is no regular file"),
+        ("pipe", os.mkfifo, "pipe is no regular file"),
+        ("secret", lambda path: path.symlink_to("../secret"), "secret is a link that leads out"),
+        ("up/secret", lambda path: path.parent.symlink_to(".."), "lists 'up/secret', outside of"),
+        ("inner", lambda path: path.symlink_to("config.json"), None),
+    ],
+)
+def test_only_regular_files_inside_are_verified(folder, tmp_path, name, make, message):
+    """Nothing else is opened, which might have no end; nor are the sizes of others told."""
+    (tmp_path / "secret").write_bytes(b"x" * 777)
+    if make is not None:
+        make(folder / name)
+    known = (folder / "config.json").read_bytes()
+    entry = {"bytes": len(known), "sha256": checksums.sha256(known)}
+    listed = checksums.of(folder) | {name: entry}
+    content = {"files": listed, "sha256": checksums._digest(listed)}
+    (folder / "checksums.json").write_text(json.dumps(content))
+    found = ended(lambda: checksums.problems(folder))
+    if message is None:
+        assert found == []
+        return
+    assert len(found) == 1
+    assert message in found[0]
+    assert "777" not in found[0]
+    with pytest.raises(PublishError, match=re.escape(message)):
+        ended(lambda: zoo.load(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checksums.json", "checksums.json is no regular file"),
+        ("config.json", r"it has no config\.json|config\.json is damaged: it is no regular file"),
+        ("model.safetensors", "has neither model.safetensors nor"),
+        (
+            "model-00001-of-00004.safetensors",
+            "no regular file: .*00001|00001.* is no regular",
+        ),
+    ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_pipes_and_devices_are_no_files_of_a_model(folder, tmp_path, name, message, make):
+    if name != "checksums.json":
+        kind = "mistral" if name.startswith("model-") else "llama2"
+        folder = Path(shutil.copytree(GOLDEN / kind, tmp_path / "hf"))
+    (folder / name).unlink()
+    make(folder / name)
+    for read in (zoo.load, models.skeleton, models.weights_checksum):
+        if name != "checksums.json" or read is zoo.load:
+            with pytest.raises((PublishError, OSError), match=message):
+                ended(partial(read, folder))
+
+
+def test_files_of_a_hub_cache_are_its_own(folder, tmp_path):
+    """There a snapshot is a folder of links to the blobs beside it."""
+    cache = tmp_path / "models--some--model"
+    snapshot, blobs = cache / "snapshots" / "1", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(folder.iterdir()):
+        (snapshot / path.name).symlink_to(path.rename(blobs / str(number)))
+    assert checksums.problems(snapshot) == []
+    assert eqx.tree_equal(zoo.load(snapshot), zoo.load(shutil.copytree(snapshot, folder / "a")))
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(blobs.rename(tmp_path / "blobs") / "0")
+    assert len(checksums.problems(snapshot)) >= 1
+
+
+def ended(call):
+    """The result of a call, which has to end by itself."""
+    begun = Future()
+
+    def run():
+        try:
+            begun.set_result(call())
+        except BaseException as error:
+            begun.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return begun.result(timeout=10)
 
 
 def test_mismatched_tensors_are_named(folder):

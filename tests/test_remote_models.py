@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from fsspec.implementations.memory import MemoryFile
 from stores import Store, gs, gs_port, s3, s3_port, tree  # noqa: F401
 
 import zoo
@@ -121,15 +123,28 @@ def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
         __main__.verify((f"{memory}/run",))
 
 
-def test_lists_that_leave_their_folder_are_refused(memory: str, tmp_path: Path):
-    folder = tmp_path / "evil"
-    zoo.save(folder, net(0))
-    (tmp_path / "outside.txt").write_text("x")
-    listed = checksums.of(folder) | {"../outside.txt": {"bytes": 1, "sha256": ""}}
+@pytest.mark.parametrize(
+    "name", ["../outside.txt", "/outside.txt", "a/../../b", "a\\b", "C:b", "a//b"]
+)
+def test_names_that_leave_their_folder_are_refused(memory: str, cache: Path, name: str):
+    """In a list of checksums, and as an object of a folder without one."""
+    listed = checksums.of(cache) | {name: {"bytes": 1}}
     content = {"files": listed, "sha256": checksums._digest(listed)}
     (location(memory, "x") / "net/checksums.json").write_text(json.dumps(content))
-    with pytest.raises(PublishError, match=r"lists '\.\./outside\.txt', outside of the folder"):
+    message = rf"models/net/checksums\.json lists {re.escape(repr(name))}, outside of the folder"
+    with pytest.raises(AddressError, match=message):
         zoo.load(f"{memory}/net")
+    store = location(memory, "x").fs
+    store.pipe_file("/models/other/config.json", b'{"model_type": "llama"}')
+    key = f"/models/other/{name}"
+    store.store[key] = MemoryFile(store, key, b"x")
+    message = rf"models/other lists {re.escape(repr(name))}, outside of the folder"
+    with pytest.raises(AddressError, match=message):
+        zoo.load(f"{memory}/other")
+    with pytest.raises(AddressError, match=message):  # and what is deleted is inside, too
+        zoo.save(f"{memory}/other", net(0))
+    assert store.cat_file(key) == b"x"
+    assert not cache.exists()
 
 
 @pytest.mark.slow

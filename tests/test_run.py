@@ -311,6 +311,15 @@ def test_once_keeps_the_first_result(tmp_path):
         assert (run.once("thing", make("second")) / "file").read_text() == "first"
 
 
+def test_once_begins_anew_after_a_kill(tmp_path):
+    left = tmp_path / "run" / "thing.tmp"
+    (left / "half").mkdir(parents=True)
+    with Run(config(tmp_path)) as run:
+        made = run.once("thing", lambda new: (new.mkdir(), (new / "file").touch()))
+    assert {path.name for path in made.iterdir()} == {"file", checksums.NAME}
+    assert not left.exists()
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -86,6 +86,58 @@ def _rest(address: str) -> str:
     return re.sub(r"^[A-Za-z][\w+.-]+:/+", "", address)
 
 
+def inside(folder: Location, name: Any, listing: object) -> Location:
+    """The place in `folder` of a name from outside, such as one of a listing or of a file.
+
+    A name is relative, and its parts are between single slashes: no ".", "..", backslash, NUL or
+    drive. In a local folder no link may lead to a folder elsewhere.
+
+    Raises:
+        AddressError: another name; the message says which, and that `listing` has it.
+    """
+    reason = (
+        "names are relative, with single slashes, and without '.', '..', backslashes, NUL, drives"
+    )
+    parts = name.split("/") if isinstance(name, str) else [""]
+    is_plain = not {"", ".", ".."} & {*parts} and not _TRICKS.match(name)
+    if is_plain and not is_remote(folder) and leaves(folder, (folder / name).parent):
+        is_plain, reason = False, f"a link leads to {os.path.realpath((folder / name).parent)}"
+    if not is_plain:
+        raise AddressError(
+            f"{listing} lists {name!r}, outside of the folder ({reason}): nothing is read or "
+            "written there; remove that entry, or get the files from a source that you trust"
+        )
+    return folder / name
+
+
+# Drives, and characters that separate or end a name, or that no file name can have.
+_TRICKS = re.compile(r"[A-Za-z]:|.*[\\\0\ud800-\udfff]", re.DOTALL)
+
+
+def leaves(folder: Path, path: Path) -> bool:
+    """Whether links lead from a path in a local folder to a place outside of it.
+
+    A snapshot in a Hub's cache consists of links to the blobs beside it, which are its own.
+    """
+    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    is_blob = root.parent.name == "snapshots" and found.parent == root.parents[1] / "blobs"
+    return not (found.is_relative_to(root) or is_blob)
+
+
+def files_below(folder: Location) -> dict[str, dict[str, Any]]:
+    """What the store says of each file below a folder at an address, by their names in it.
+
+    Raises:
+        AddressError: a name that leads out of the folder.
+    """
+    prefix = folder.path.strip("/") + "/"
+    infos = folder.fs.find(folder.path, detail=True).items()
+    found = {name.lstrip("/").removeprefix(prefix): x for name, x in infos if name[-1:] != "/"}
+    for name in found:
+        inside(folder, name, folder)
+    return found
+
+
 def files_matching(pattern: str, name: str) -> dict[Location, str]:
     """The files that a glob matches, sorted, with their names.
 

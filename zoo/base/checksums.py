@@ -5,14 +5,16 @@ made a `Digest` of them also have a checksum of each part, so that who reads som
 as much as that.
 """
 
+import errno
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zoo.base import files
-from zoo.base.addresses import Location
+from zoo.base.addresses import AddressError, Location, inside, is_remote, leaves
 
 NAME = "checksums.json"
 PART_BYTES = 2**23
@@ -163,11 +165,18 @@ def sha256(content: Any) -> str:
 
 def _read(folder: Location) -> dict:
     try:
-        return parse((folder / NAME).read_bytes())
+        if _kind(folder / NAME) is None:
+            return parse((folder / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{NAME} is missing") from None
-    except IsADirectoryError:
-        raise ValueError(f"{NAME} is a folder") from None
+    raise ValueError(f"{NAME} is {_kind(folder / NAME)}")
+
+
+def _kind(path: Location) -> str | None:
+    """What a path is if it is no regular file: a pipe or a device might be read for ever."""
+    if path.is_dir():
+        return "a folder"
+    return None if is_remote(path) or stat.S_ISREG(path.stat().st_mode) else "no regular file"
 
 
 def parse(content: bytes) -> dict[str, dict]:
@@ -178,28 +187,37 @@ def parse(content: bytes) -> dict[str, dict]:
     """
     try:
         values = json.loads(content)
-        if values["sha256"] == _digest(values["files"]):
-            return values["files"]
-    except (ValueError, LookupError, TypeError):
+        found = values["files"]
+        if values["sha256"] == _digest(found) and all(
+            type(x["bytes"]) is int for x in found.values()
+        ):
+            return found
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass  # no JSON, or of another form: damaged as well
     raise ValueError(f"{NAME} is damaged")
 
 
 def _problem(folder: Location, name: str, wanted: dict) -> str | None:
-    path = folder / name
     try:
-        if path.is_dir():
-            return f"{name} is a folder"
+        path = inside(folder, name, NAME)
+        if (kind := _kind(path)) is not None:
+            return f"{name} is {kind}"
+        if not is_remote(path) and leaves(folder, path):
+            return f"{name} is a link that leads out of the folder: put a copy of the file there"
         if (size := path.stat().st_size) != wanted["bytes"]:
             return f"{name} has {size} bytes instead of {wanted['bytes']}"
         if "sha256" in wanted and _sha256(path) != wanted["sha256"]:
             return f"{name} is damaged: its SHA-256 is not the one written with it"
     except (FileNotFoundError, NotADirectoryError):  # the latter: its folder is a file
         return f"{name} is missing"
+    except AddressError as error:
+        return str(error)
     return None
 
 
 def _sha256(path: Location) -> str:
+    if (kind := _kind(path)) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
     with path.open("rb") as file:  # which may be at an address
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,9 +1,11 @@
 """Files and folders: local paths, and writes that survive a power cut."""
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,6 +53,72 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """A folder `.<name>.<random>` beside `target`, for what takes its place; removed at the end.
+
+    The new content is made as `new` in it, and what was there goes to `old`. The process holds a
+    lock in it meanwhile. What killed processes left of the same name is removed first.
+    """
+    remove_unfinished(target.parent, target.name)
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            try:
+                stack.enter_context(_locked(folder))
+            except (BlockingIOError, FileNotFoundError):
+                continue  # another process took it for a killed one's, and removes it
+            except OSError:
+                pass  # a file system without locks, on which no one removes it
+            break
+        try:
+            yield folder
+        finally:
+            _clear(folder, target)
+
+
+def remove_unfinished(parent: Path, name: str | None = None) -> None:
+    """Remove what killed processes left of `unfinished` in a folder, of one name or of all.
+
+    A folder whose lock is held is being written now, and stays; so does one with other files, or
+    on a file system without locks.
+    """
+    form = re.compile(rf"\.({'.+' if name is None else re.escape(name)})\.[a-z0-9_]{{8}}")
+    for folder in parent.iterdir():
+        found = form.fullmatch(folder.name)
+        if not found or folder.is_symlink() or not folder.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            if {path.name for path in folder.iterdir()} <= {"new", "old", _LOCK}:
+                with _locked(folder):
+                    _clear(folder, parent / found[1])
+                folder.rmdir()  # gone already, but on NFS, which keeps an open file
+
+
+_LOCK = "lock"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Within, a folder of `unfinished` is this process's.
+
+    Raises:
+        BlockingIOError, FileNotFoundError: it is another's, or was removed by one.
+        OSError: the file system has no locks.
+    """
+    with open(folder / _LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its owner's end frees it
+        (folder / _LOCK).stat()
+        yield
+
+
+def _clear(folder: Path, target: Path) -> None:
+    """Remove a folder of `unfinished`; between its two renames the second is made first."""
+    if (folder / "old").exists() and not target.exists():
+        (folder / "new").rename(target)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

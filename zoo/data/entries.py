@@ -2,11 +2,10 @@
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from zoo.base import checksums
+from zoo.base import checksums, files
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +22,8 @@ def is_good(entry: Path) -> bool:
 def write(entry: Path, make: Callable[[Path], object]) -> None:
     """Put what `make(folder)` writes in place by a rename, so that no process sees part of it."""
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".partial-") as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
+    with files.unfinished(entry) as temporary:
+        new, old = temporary / "new", temporary / "old"
         new.mkdir()
         make(new)
         checksums.write(new)

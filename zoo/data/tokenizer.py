@@ -282,6 +282,7 @@ def _read_beside(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         path.relative_to(folder).as_posix(): path.read_bytes()
         for pattern in BESIDE
         for path in sorted(folder.glob(pattern))
+        if path.is_file()
     }
     return config, special_tokens.with_ends_of(files, model)
 

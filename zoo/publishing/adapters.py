@@ -214,19 +214,29 @@ def base_in(folder: Path) -> bases.Base:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the base of the adapters in a folder."""
-    base = base_in(folder)
-    if not base.name:
-        raise PublishError(
-            f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path: load that model, and put "
-            "these adapters on it by zoo.load_adapters"
-        )
-    found = base.folder()
-    if found.samefile(folder):
-        raise PublishError(
-            f"{folder}: the base of its adapters, {base.name!r}, is this folder itself"
-        )
-    return found
+    """The folder of the base of the adapters in a folder.
+
+    Raises:
+        PublishError: they name none, or the bases below it lead back to one of them.
+    """
+    chain = [folder]
+    while len(chain) == 1 or are_adapters(chain[-1]):
+        base = base_in(chain[-1])
+        if not base.name:
+            raise PublishError(
+                f"{chain[-1] / ADAPTER_CONFIG} names no base_model_name_or_path: load that model, "
+                "and put these adapters on it by zoo.load_adapters"
+            )
+        found = base.folder()
+        if any(found.samefile(other) for other in chain):
+            round = " on ".join(map(str, [*chain, found]))
+            raise PublishError(
+                f"{chain[-1]}: the base of its adapters, {base.name!r}, is "
+                + ("this folder itself" if len(chain) == 1 else f"on them again ({round})")
+                + f": name a whole model as {BASE} or base_model_name_or_path in its configuration"
+            )
+        chain.append(found)
+    return chain[1]
 
 
 def check_base(folder: Path) -> None:

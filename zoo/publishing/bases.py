@@ -83,7 +83,7 @@ def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
             for number in numbers:
                 check_value(f"base.sample[{path!r}]", number, float)
         check_value("the name of the base", name, str | None)
-        is_commit = revision is not None and re.fullmatch(r"[\w.-]+", revision)
+        is_commit = revision is not None and re.fullmatch(r"\w[\w.-]*", revision)
         require(revision is None or bool(is_commit), f"revision={revision!r}: must be a commit")
         return Base(name or "", revision, checksum, sample)
     except (TypeError, ValueError) as error:

@@ -8,11 +8,18 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from zoo.base import checksums, files
-from zoo.base.addresses import Location, explained, location, read_if_there
+from zoo.base.addresses import (
+    Location,
+    explained,
+    files_below,
+    inside,
+    location,
+    read_if_there,
+)
 from zoo.base.progress import Transfer
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, README
@@ -39,7 +46,9 @@ class _Listing:
     def cached(self) -> Path:
         """Its folder in the cache, which is keyed by the address and by the files' digest."""
         key = hashlib.sha256(f"{self.where} {self.digest}".encode()).hexdigest()[:16]
-        return files.local_path(CACHE, "cache") / key / (self.where.name or "model")
+        return inside(
+            files.local_path(CACHE, "cache") / key, self.where.name or "model", self.where
+        )
 
 
 def fetched(address: object) -> Path:
@@ -49,7 +58,7 @@ def fetched(address: object) -> Path:
 
     Raises:
         PublishError: there is no model, or a part of one, or a damaged one.
-        AddressError: the store cannot be reached, or refuses.
+        AddressError: the store cannot be reached, or refuses, or a name leads out of the folder.
     """
     for _ in range(_TRIES):
         listing = _listing(address)
@@ -98,8 +107,7 @@ def _parsed(content: bytes, where: Location) -> tuple[dict, str]:
     except ValueError as error:
         raise PublishError(f"{where} is damaged: {error}; publish the model again") from None
     for name in listed:
-        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-            raise PublishError(f"{where}: {checksums.NAME} lists {name!r}, outside of the folder")
+        inside(where, name, where / checksums.NAME)
     return {README: {}} | listed, hashlib.sha256(content).hexdigest()
 
 
@@ -118,9 +126,7 @@ def _plain(where: Location) -> _Listing:
             f"{where} is being saved, or that was interrupted: wait, or save it again"
         )
     with explained(where):
-        prefix = where.path.strip("/") + "/"
-        infos = where.fs.find(where.path, detail=True).items()
-    found = {name.lstrip("/").removeprefix(prefix): info for name, info in infos}
+        found = files_below(where)
     tags = {name: [info["size"], _tag(info)] for name, info in sorted(found.items())}
     digest = hashlib.sha256(json.dumps(tags).encode()).hexdigest()
     return _Listing(where, {name: {"bytes": size} for name, (size, _) in tags.items()}, digest)
@@ -138,14 +144,17 @@ def _fetch(listing: _Listing) -> Path:
         if folder.is_dir():
             return folder
         partial = folder.with_name(folder.name + ".part")
+        targets = {name: inside(partial, name, listing.where) for name in listing.files}
         total = sum(entry.get("bytes", 0) for entry in listing.files.values())
         with (
             Transfer(f"fetching {listing.where}", total) as transfer,
             concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as pool,
         ):
             begun = [
-                pool.submit(_fetch_file, listing.where / name, partial / name, entry, transfer)
-                for name, entry in listing.files.items()
+                pool.submit(
+                    _fetch_file, listing.where / name, target, listing.files[name], transfer
+                )
+                for name, target in targets.items()
             ]
             try:
                 for one in begun:

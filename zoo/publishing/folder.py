@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import json
 import reprlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from zoo.base import checksums
+from zoo.base import checksums, files
 from zoo.base.addresses import is_remote
-from zoo.base.files import local_path
 from zoo.publishing.errors import PublishError
 from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 
@@ -36,7 +34,7 @@ def replacing(folder: Path | str) -> Iterator[Path | None]:
         check_replaceable(folder, (README,))
         making = uploading(folder, last=CONFIG)
     else:
-        folder = local_path(folder, "folder").absolute()
+        folder = files.local_path(folder, "folder").absolute()
         _check_replaceable(folder)
         making = _renaming(folder)
     if jax.process_index() == 0:
@@ -51,12 +49,12 @@ def replacing(folder: Path | str) -> Iterator[Path | None]:
 @contextlib.contextmanager
 def _renaming(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        new = Path(temporary) / "new"
+    with files.unfinished(folder) as temporary:
+        new = temporary / "new"
         new.mkdir()
         yield new
         if folder.exists():
-            folder.rename(Path(temporary) / "old")
+            folder.rename(temporary / "old")
         new.rename(folder)
 
 
@@ -95,6 +93,8 @@ def hugging_face_config(folder: Path) -> dict | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; a PublishError if the file is missing, or holds none."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError(f"it holds no object, but {reprlib.repr(values)}")

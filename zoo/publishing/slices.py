@@ -67,6 +67,8 @@ def blocks(
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
     """A safetensors file, open for reading; a PublishError if it is missing or damaged."""
+    if path.exists() and not path.is_file():  # a pipe would be read for ever
+        raise PublishError(f"{path} is no regular file: get it again from its source")
     with _explained(path), safetensors.safe_open(path, "numpy") as opened:
         yield opened
 

@@ -9,13 +9,20 @@ folder.
 
 import contextlib
 import json
-import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from zoo.base import checksums, files
-from zoo.base.addresses import AddressError, Location, explained, location, read_if_there, scheme_of
+from zoo.base.addresses import (
+    AddressError,
+    Location,
+    explained,
+    files_below,
+    location,
+    read_if_there,
+    scheme_of,
+)
 from zoo.base.progress import Transfer
 from zoo.publishing.errors import PublishError
 
@@ -35,21 +42,19 @@ def uploading(address: object, *, last: str) -> Iterator[Path]:
     where = location(str(address), "folder")
     staging = files.local_path(CACHE, "cache") / "saving"
     files.make_folder(staging, "cache")
-    new = Path(tempfile.mkdtemp(dir=staging)) / where.name
-    new.mkdir()
-    try:
+    with files.unfinished(staging / where.name) as temporary:
+        new = temporary / "new"
+        new.mkdir()
         yield new
-    except BaseException:
-        shutil.rmtree(new.parent)
-        raise
-    try:
-        with explained(where):
-            _copy(new, where, last)
-    except (AddressError, OSError) as error:
-        raise PublishError(
-            f"{error}\nThe model could not be copied there. Nothing is lost: all of it is in {new}"
-        ) from error
-    shutil.rmtree(new.parent)
+        try:
+            with explained(where):
+                _copy(new, where, last)
+        except (AddressError, OSError) as error:
+            kept = new.rename(Path(tempfile.mkdtemp(dir=staging)) / where.name)
+            raise PublishError(
+                f"{error}\nThe model could not be copied there. Nothing is lost: all of it is in "
+                f"{kept}"
+            ) from error
 
 
 def check_replaceable(address: object, unlisted: Collection[str]) -> None:
@@ -98,6 +103,4 @@ def _copy(folder: Path, where: Location, last: str) -> None:
 
 def _names(where: Location) -> set[str]:
     """The names of all files below a folder; none if there is no such folder."""
-    prefix = where.path.strip("/") + "/"
-    found = where.fs.find(where.path)
-    return {name.lstrip("/").removeprefix(prefix) for name in found if not name.endswith("/")}
+    return {*files_below(where)}

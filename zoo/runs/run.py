@@ -104,6 +104,7 @@ class Run(Generic[ConfigT]):
             for ending in ("json", "jsonl", "png"):
                 for leftover in self.folder.glob(f"*.{ending}.tmp"):  # of a write killed in it
                     leftover.unlink()
+            files.remove_unfinished(self.folder)  # of model/ and best/
             self.copy()
         processes.barrier("run folder")
         self.checkpointer = Checkpointer(
@@ -214,6 +215,7 @@ class Run(Generic[ConfigT]):
         self._written_once.append(target)
         if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
+            files.remove(partial)  # of a start that was killed
             make(partial)
             checksums.write(partial)
             files.sync_all(partial)

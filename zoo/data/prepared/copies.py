@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from zoo.base import files
-from zoo.base.addresses import Location, explained
+from zoo.base.addresses import Location, explained, inside
 from zoo.data.prepared.format import SHARDS
 from zoo.data.prepared.once import made_once
 
@@ -32,7 +32,7 @@ class Copies:
         def copy(folder: Path) -> None:
             with explained(self._source):
                 for file in self._source.glob(pattern):
-                    self._copy(file, folder / file.name)
+                    self._copy(file, inside(folder, file.name, self._source))
 
         return made_once(self._cache / name, copy)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from zoo.base.addresses import AddressError, inside
 from zoo.base.checksums import Digest
 from zoo.publishing.errors import PublishError
 from zoo.publishing.slices import open_file, slice_reader
@@ -112,7 +113,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise PublishError(f"{path} is damaged: {error!r}") from error
     for name, file in index.items():
-        if Path(file).name != file or file in (".", "..") or "\\" in file:
+        is_beside = False
+        with contextlib.suppress(AddressError):
+            is_beside = inside(folder, file, path).parent == folder
+        if not is_beside:
             raise PublishError(
                 f"{path}: {name} lies in {file!r}, outside the folder; files are named without path"
             )

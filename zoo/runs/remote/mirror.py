@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.base import files
+from zoo.base.addresses import inside
 from zoo.runs.remote.store import Store
 
 RECORD = ".remote.json"  # of the working folder
@@ -57,6 +58,8 @@ class Mirror:
         content: dict[str, Any] = json.loads(index) if index else {"id": "", "files": []}
         self.id: str = content["id"]
         """The id of the run at the address; empty if there is none."""
+        for name in content["files"]:
+            inside(folder, name, f"{store.address}/{INDEX}")
         self._listed = set(content["files"])
 
     def begin(self) -> None:

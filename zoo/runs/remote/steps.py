@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from zoo.base import checksums, files
+from zoo.base.addresses import AddressError, inside
 from zoo.runs.checkpoint import set_aside
 from zoo.runs.remote.store import Store
 
@@ -95,7 +96,11 @@ class RemoteSteps:
     def _fetch(self, step: int, folder: Path) -> list[str]:
         """Copy a step into a new folder; the problems with it."""
         try:
-            listed = json.loads(self._store.read(_marker(step)) or b"")["files"]
+            listed = dict(json.loads(self._store.read(_marker(step)) or b"")["files"])
+            for name in listed:
+                inside(folder, name, "its marker")
+        except AddressError as error:
+            return [str(error)]
         except (ValueError, LookupError, TypeError):
             return ["its marker is damaged"]
         folder.mkdir(parents=True)

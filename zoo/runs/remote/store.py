@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from zoo.base import files
-from zoo.base.addresses import AddressError, explained, location
+from zoo.base.addresses import AddressError, explained, inside, location
 
 _AT_ONCE = 4  # transfers of files; each holds a part of its file in memory
 
@@ -82,7 +82,7 @@ class Store:
         """
 
         def copy(name: str) -> str | None:
-            path = folder / name
+            path = inside(folder, name, self.address)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 files.replace(
