@@ -11,6 +11,7 @@ from zoo.data import completions
 from zoo.data.chats import ChatTemplate
 from zoo.data.corpus import tokenize
 from zoo.data.documents import Document
+from zoo.data.rows import read_rows
 from zoo.data.token_plans import PackedPlan
 from zoo.data.tokenizer import load_tokenizer
 
@@ -82,7 +83,7 @@ def examples_of(template, tmp_path, *chats):
     """(the text, and the parts of it that count) of each example, as its tokens say."""
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    documents = completions.read_chats(str(path), template, field="messages")
+    documents = read_rows(str(path), "chats", lambda: template).documents
     corpus = completions.tokenize_chats(documents, template.tokenizer)
     show = lambda ids: template.tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
     found = []

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from zoo import losses
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
+from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
@@ -36,7 +37,7 @@ def counted(batch):
 
 def test_only_completion_tokens_have_weight(rows):
     tokenizer = ByteTokenizer()
-    corpus = completions.tokenize_parts(completions.read_completions(rows), tokenizer)
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, tokenizer)
     assert corpus.num_bytes == len("4Parisbcd")
     plan = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
     batch = plan.batch(0)
@@ -46,7 +47,7 @@ def test_only_completion_tokens_have_weight(rows):
 
 
 def test_packed_rows_keep_completion_weights(rows):
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     options = {"seq_len": 7, "batch_size": 2, "seed": 0, "shuffle": False, "too_long": "split"}
     plan = PackedPlan(corpus, 256, **options)
     found = [
@@ -57,7 +58,7 @@ def test_packed_rows_keep_completion_weights(rows):
 
 
 def test_packing_never_cuts_a_completion_from_its_prompt(rows):
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     plan = PackedPlan(corpus, 256, seq_len=26, batch_size=2, seed=0)
     batch = plan.batch(0)
     assert plan.batches_per_epoch == 1
@@ -72,7 +73,7 @@ def test_packing_never_cuts_a_completion_from_its_prompt(rows):
 
 def test_no_gradient_comes_from_a_prompt(rows):
     model = drawn_transformer(vocab_size=320)
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     batch = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
     other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], 7)}
     assert not np.array_equal(other["targets"], batch["targets"])
@@ -88,19 +89,22 @@ def test_no_gradient_comes_from_a_prompt(rows):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a"}, r"rows.jsonl, line 1: no text in field 'completion'"),
+        (
+            {"prompt": "a"},
+            r"rows.jsonl, line 1: .*'completions' has the fields .*prompt",
+        ),
         ({"prompt": "a", "completion": 3}, r"line 1: no text in field 'completion'"),
     ],
 )
 def test_malformed_completions_are_refused(record, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        completions.read_completions(write_lines(tmp_path / "rows.jsonl", record))
+        read_rows(write_lines(tmp_path / "rows.jsonl", record), "completions")
 
 
 def test_files_other_than_jsonl_are_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"is no .jsonl file"):
-        completions.read_completions(str(tmp_path / "rows.txt"))
+    with pytest.raises(ValueError, match=r"rows.txt has no fields"):
+        read_rows(str(tmp_path / "rows.txt"), "completions")
 
 
 # --- Chats ------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ CHAT = [
 def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     template = ChatTemplate(tokenizer)
-    documents = completions.read_chats(path, template, field="messages")
+    documents = read_rows(path, "chats", lambda: template).documents
     corpus = completions.tokenize_chats(documents, tokenizer)
     batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
     end = 131
@@ -162,7 +166,7 @@ def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
     template = ChatTemplate(tokenizer)
     with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
-        completions.read_chats(path, template, field="messages")
+        read_rows(path, "chats", lambda: template)
 
 
 def test_templates_are_sandboxed_and_may_refuse(tokenizer):

@@ -18,7 +18,7 @@ from recipe_cases import finish, wait_for
 
 import zoo
 from zoo import __main__ as main
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer, reading
 from zoo.tasks.evaluation import command, metrics, rows
 from zoo.tasks.evaluation.requests import make_requests
 from zoo.tasks.evaluation.results import Results, ResultsError
@@ -389,7 +389,7 @@ def test_chats_are_written_by_the_template(tmp_path):
     ]
     turns = [("user", "q1"), ("assistant", "yes"), ("user", "q0")]
     text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    assert context == tokenizer.encode_special([f"{text}<|im_start|>assistant\n"])[0].tolist()
+    assert context == reading(tokenizer, "parse").encode(f"{text}<|im_start|>assistant\n").tolist()
     assert continuation == tokenizer.encode("yes").tolist()
     with pytest.raises(ValueError, match="no chat template"):
         make_requests(task, ByteTokenizer(), 500)

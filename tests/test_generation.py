@@ -15,7 +15,7 @@ from helpers import drawn_rnn
 
 import zoo
 from recipes import finetune, generate
-from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, reading
 from zoo.runs.command_line import cli
 from zoo.tasks import generation
 from zoo.tasks.generation import Chat, Continuation, Stops
@@ -184,7 +184,7 @@ def test_a_conversation_goes_on_by_lines(
     ends = [id_of(tokenizer, "</s>"), id_of(tokenizer, "<|end|>")]
     for text in ("hi", "and you?"):
         history += f"<|user|>{text}<|end|><|bot|>"
-        prompt = tokenizer.encode_special([history])[0].tolist()
+        prompt = reading(tokenizer, "parse").encode(history).tolist()
         options: dict = {"max_new_tokens": 8, "temperature": 0.0, "stop_tokens": ends}
         answer = tokenizer.decode(zoo.generate(model, [prompt], **options)[0][len(prompt) :])
         history += f"{answer}<|end|>"

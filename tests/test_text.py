@@ -140,7 +140,7 @@ def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
 
 def test_fingerprint_covers_the_packing_of_completions(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "c"}\n' * 9)
-    documents = completions.read_completions(str(tmp_path / "rows.jsonl"))
+    documents = read_rows(str(tmp_path / "rows.jsonl"), "completions").documents
     kinds = {"packed": {"seq_len": 8}, "bucketed": {"buckets": (8,)}}
     found = [
         text.make_text(
@@ -148,7 +148,7 @@ def test_fingerprint_covers_the_packing_of_completions(tmp_path):
             (documents, documents),
             ByteTokenizer(),
             seed=0,
-            tokenize=completions.tokenize_parts,
+            tokenize_rows=completions.tokenize_parts,
         ).fingerprint
         for rows, options in kinds.items()
     ]

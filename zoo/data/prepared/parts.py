@@ -29,7 +29,7 @@ from zoo.data.prepared.format import (
     shard_file,
 )
 from zoo.data.prepared.shards import Shard, check_size
-from zoo.data.tokenizer import Tokenizer, load_tokenizer
+from zoo.data.tokenizer import Reading, Tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32
 _AHEAD = 128  # records read at a time: a fraction of a block
@@ -235,6 +235,11 @@ class Prepared:
     def fingerprint(self) -> str:
         """A hash of all of its content: equal ones mean equal batches."""
         return self.manifest.fingerprint + self.train.limit
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names with which it was prepared."""
+        return self.manifest.options.get("special_tokens", "text")
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:

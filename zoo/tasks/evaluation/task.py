@@ -11,7 +11,8 @@ from typing import Any
 from zoo.base import configuration
 from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
-from zoo.data.documents import read_json_lines
+from zoo.data.documents import read_records
+from zoo.data.tokenizer import Reading
 from zoo.tasks.evaluation.built_in import TASKS
 from zoo.tasks.evaluation.forms import Example as Example
 from zoo.tasks.evaluation.forms import Form, Record, kind_of, labels_of, renamed
@@ -45,6 +46,9 @@ class Settings:
     """Write prompts by the chat template of the tokenizer."""
     begin: bool = True
     """Put the token that the tokenizer's texts begin with before each prompt."""
+    special_tokens: Reading | None = None
+    """Reading of special tokens' names in the texts, such as <|im_end|>: parse, as those tokens; or
+    text, as plain characters. If not given, parse, and text for a classifier, as in training."""
     max_new_tokens: int = 128
     """Tokens of a generated answer, at most."""
     stop: tuple[str, ...] | None = None
@@ -154,7 +158,7 @@ def _found(name_or_path: str) -> tuple[str, Mapping[str, Any], Sequence[Record]]
 
 def _lines(pattern: str) -> list[Record]:
     try:
-        records = [(where, record) for _, where, record in read_json_lines(pattern)]
+        records = [(where, record) for _, where, record in read_records(pattern)]
     except FileNotFoundError as error:
         known = f"; {pattern!r} is no built-in task either: {', '.join(TASKS)}" if TASKS else ""
         raise FileNotFoundError(f"{error}{known}") from error

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast
 from zoo.nn.protocols import SequenceModel
@@ -128,6 +129,7 @@ def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     if not given and not (folder / FILE_NAME).is_file():
         raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
     tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
+    tokenizer = with_chat_template(tokenizer, run.config.data.chat_template)
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 
