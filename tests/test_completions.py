@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import arrays, drawn_transformer
+from test_tokenizer import KINDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import losses
@@ -105,6 +106,29 @@ def test_files_other_than_jsonl_are_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     with pytest.raises(ValueError, match=r"rows.txt has no fields"):
         read_rows(str(tmp_path / "rows.txt"), "completions")
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("def f(", "x)"), ("def f(x):", " return x"), ("a ", "b"), ("more", "text"), ("", "x y")],
+)
+def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tmp_path):
+    """No blank comes between them, and a model is given the prompt's own ids."""
+    inner = KINDS[kind](["<s>", "</s>"])
+    inner.add_special_tokens(["<s>", "</s>"])
+    tokenizer = BPETokenizer(inner)
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": prompt, "completion": completion})
+    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    shown = inner.decode(corpus[0].tolist())
+    if kind == "unigram, words apart":  # which has no text for a blank alone
+        shown, prompt, completion = (x.replace(" ", "") for x in (shown, prompt, completion))
+    assert shown.lstrip(" ") == (prompt + completion).lstrip(" ")
+    given = tokenizer.encode(prompt)
+    if prompt and kind != "unigram, words apart":
+        np.testing.assert_array_equal(corpus[0][: len(given)], given)
+        assert int(np.argmax(corpus.counts)) == len(given)
+    assert corpus.counts[-1]
 
 
 # --- Chats ------------------------------------------------------------------------------------

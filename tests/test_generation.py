@@ -63,10 +63,27 @@ def test_prompts_begin_as_texts_do():
     assert generation.encode_prompt(both, "x") == [id_of(both, "</s>"), *ids_of(both, "x")]
     none = make_tokenizer(bos_token=None)
     assert generation.encode_prompt(none, "x") == ids_of(none, "x")
+    # A name is that token, and a begin that is there is not put there again.
+    end = id_of(both, "<|end|>")
+    begun = [id_of(both, "</s>"), *ids_of(both, "x"), end]
+    assert generation.encode_prompt(both, "x<|end|>") == begun
+    assert generation.encode_prompt(both, "</s>x<|end|>") == begun
+    assert generation.encode_prompt(both, "x<|end|>", "text") == [
+        id_of(both, "</s>"),
+        *ids_of(both, "x<|end|>"),
+    ]
+    assert end not in ids_of(both, "x<|end|>")
     with pytest.raises(
         ValueError, match=r"the prompt is empty, and .* has no token that texts begin"
     ):
         generation.encode_prompt(none, "")
+
+
+def test_a_turn_of_a_chat_is_text_unless_told(tokenizer: BPETokenizer):
+    end = id_of(tokenizer, "<|end|>")
+    for special_tokens, count in (("text", 1), ("parse", 2)):
+        assert Chat(tokenizer, None, special_tokens).ask("hi<|end|>").count(end) == count
+    assert Chat(tokenizer).ask("hi<|end|>").count(end) == 1
 
 
 class Model:

@@ -108,6 +108,18 @@ def end_id(tokenizer: Any) -> int:
     return next(iter(getattr(tokenizer, "eos_ids", ())), tokenizer.separator_id)
 
 
+def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
+    """The number of special tokens, or of their names that are plain text, in words."""
+    if not count:
+        return ""
+    if parsed:
+        return f"{count:,} special tokens parsed"
+    return (
+        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
+        "makes tokens of them"
+    )
+
+
 def unframed(tokenizer: Any, ids: Any) -> slice:
     """The part of a text's ids between its begin and its end, which rows have of their own."""
     first = int(len(ids) > 0 and ids[0] == begin_id(tokenizer))

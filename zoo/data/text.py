@@ -35,7 +35,7 @@ from zoo.data.prepared.choice import (
 )
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
-from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.special_tokens import begin_id, described, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import (
     BPETokenizer,
@@ -269,11 +269,9 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
         return PreparedBucketPlan(part, *bucketed, cache=config.cache)
 
     train, held_out = plan(prepared.train), plan(prepared.held_out)
+    found = described(prepared.manifest.special_tokens, prepared.reading == "parse")
     sample = Sample(prepared.held_out, tokenizer)
-    data = Text(tokenizer, train, held_out, sample, (), prepared)
-    if prepared.reading == "parse":
-        return data
-    return describe_special_tokens(data, "text", (document.text for document in sample))
+    return Text(tokenizer, train, held_out, sample, (), prepared, found)
 
 
 def check_label(config: Source, label: str | None) -> None:
@@ -350,23 +348,16 @@ def describe_special_tokens(
 
     Those are the names in `texts` with `behind` after them.
     """
-    tokenizer, what = data.tokenizer, "the text"
-    if data.prepared is not None:
-        what = "a sample of the held-out text"
+    tokenizer = data.tokenizer
     if not isinstance(tokenizer, BPETokenizer):
         return data
     if reading == "parse":
         ids, plans = list(tokenizer.special_ids), (data.train, data.held_out)
         count = sum(int(np.isin(_tokens(plan), ids).sum()) for plan in plans)
-        found = f"{count:,} special tokens parsed"
     else:
         pattern = re.compile(f"(?:{tokenizer.names.pattern}){behind}")
         count = sum(1 for one in texts for _ in pattern.finditer(one))
-        found = (
-            f"{what} has {count:,} names of special tokens, read as plain characters: "
-            "--data.special-tokens parse makes tokens of them"
-        )
-    return dataclasses.replace(data, special_tokens=found if count else "")
+    return dataclasses.replace(data, special_tokens=described(count, reading == "parse"))
 
 
 def _tokens(plan: TokenPlan) -> np.ndarray:

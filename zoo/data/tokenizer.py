@@ -358,6 +358,15 @@ def reading(tokenizer: Tokenizer, special_tokens: Reading) -> Tokenizer:
     return other
 
 
+def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray) -> int:
+    """The number of special tokens in a text's ids, or of names in it, as the tokenizer reads."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return 0
+    if tokenizer.special_tokens == "parse":
+        return int(np.isin(ids, list(tokenizer.special_ids)).sum())
+    return sum(1 for _ in tokenizer.names.finditer(text))
+
+
 def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
     """The tokenizer that a flag names: "bytes", or a path as for `load_tokenizer`."""
     return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec, separator)

@@ -5,6 +5,7 @@ import tyro
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import Manifest
 from zoo.data.prepared.prepare import prepare
+from zoo.data.special_tokens import described
 from zoo.data.tokenizer import Reading
 
 
@@ -71,5 +72,8 @@ def summary(manifest: Manifest, out: str) -> str:
             f"             {manifest.empty:,} documents without a token, the first of them "
             f"{manifest.first_empty}"
         )
+    parsed = manifest.options.get("special_tokens") == "parse"
+    if found := described(manifest.special_tokens, parsed, "--special-tokens"):
+        lines.append(f"             {found}")
     lines.append(f"to train:    python -m recipes.lm --data {out}")
     return "\n".join(lines)

@@ -99,6 +99,8 @@ class Manifest:
     duplicates: int = 0
     empty: int = 0
     first_empty: str | None = None
+    special_tokens: int = 0
+    """Special tokens in the text, or names of them, as `options` has them read."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -199,7 +201,10 @@ def check_tokenizer(folder: Location, manifest: Manifest) -> None:
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:
-    return {"version": VERSION, **dataclasses.asdict(manifest)}
+    content = {"version": VERSION, **dataclasses.asdict(manifest)}
+    if not manifest.special_tokens:  # which manifests of earlier versions lack
+        del content["special_tokens"]
+    return content
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -164,6 +164,7 @@ def _passes(
         shards=tuple(records[number] for number in range(len(shards))),
         duplicates=across + sum(shard.duplicates for shard in shards),
         empty=sum(shard.empty for shard in shards),
+        special_tokens=sum(shard.special_tokens for shard in shards),
         first_empty=next((s.first_empty for s in shards if s.first_empty is not None), None),
     )
 

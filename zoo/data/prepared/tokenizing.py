@@ -27,7 +27,14 @@ from zoo.data.prepared.format import (
 from zoo.data.sources.reading import SourceDocument, read_split
 from zoo.data.sources.splits import Split
 from zoo.data.special_tokens import unframed
-from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, load_tokenizer, reading
+from zoo.data.tokenizer import (
+    BPETokenizer,
+    Reading,
+    Tokenizer,
+    count_special,
+    load_tokenizer,
+    reading,
+)
 
 BATCH = 2**20  # characters that are tokenized at a time
 PIECE = 2**22  # of one document
@@ -63,6 +70,7 @@ class Tokenized:
     bytes: int
     lowest: str | None
     highest: str | None
+    special_tokens: int = 0
 
 
 def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[int, Tokenized]:
@@ -93,6 +101,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
         bytes=writer.bytes,
         lowest=lowest,
         highest=highest,
+        special_tokens=writer.special_tokens,
     )
     sums, names = block_sums(tokens), json.dumps(split.names)
     files.replace(work_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
@@ -129,13 +138,14 @@ class _Writer:
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
         self.runs: list[int] = []  # their lengths
-        self.documents = self.tokens = self.bytes = self.empty = 0
+        self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
         self.first_empty: str | None = None
 
     def add(self, batch: list[SourceDocument]) -> None:
         encoded = encode(self._tokenizer, [document.text for document in batch])
         for (source, record, text), whole in zip(batch, encoded, strict=True):
             ids = whole[unframed(self._tokenizer, whole)]
+            self.special_tokens += count_special(self._tokenizer, text, ids)
             if len(ids) == 0:
                 self.empty += 1
                 self.first_empty = self.first_empty or source_name(self._names[source], record)
