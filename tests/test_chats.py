@@ -1,19 +1,21 @@
 """Templates that behave as published ones, and the rows that they make."""
 
 import datetime
+import importlib
 import json
 
 import numpy as np
 import pytest
+import tyro
 from helpers import write_tokenizer
 
 from zoo.data import completions
-from zoo.data.chats import ChatTemplate
+from zoo.data.chats import ChatTemplate, with_chat_template
 from zoo.data.corpus import tokenize
 from zoo.data.documents import Document
 from zoo.data.rows import read_rows
 from zoo.data.token_plans import PackedPlan
-from zoo.data.tokenizer import load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -331,6 +333,36 @@ def test_chats_that_do_not_go_are_refused(source, messages, message, make, tmp_p
 def test_refusals_name_the_line(make, tmp_path):
     with pytest.raises(ValueError, match=r"chats.jsonl, line 2: no message of the assistant"):
         examples_of(make("chatml"), tmp_path, CHAT, CHAT[:1], CHAT)
+
+
+def test_a_template_of_a_file_takes_the_place_of_the_tokenizer_s_own(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer", template=PLAIN)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    given = with_chat_template(tokenizer, str(tmp_path / "own.jinja"))
+    given.save(tmp_path / "saved")
+    for one in (given, load_tokenizer(tmp_path / "saved")):
+        text = ChatTemplate(one)(CHAT[:1], add_generation_prompt=True)
+        assert text == "<|im_start|>user\nwhat is it<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        ChatTemplate(with_chat_template(load_tokenizer(tmp_path / "tokenizer"), "")).source == PLAIN
+    )
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        with_chat_template(tokenizer, str(tmp_path / "nowhere"))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match="no Jinja: line 1"):
+        with_chat_template(tokenizer, str(tmp_path / "own.jinja"))
+    with pytest.raises(ValueError, match=r"chat_template='x': .* no special tokens"):
+        with_chat_template(ByteTokenizer(), "x")
+
+
+def test_the_flag_of_a_template_is_short():
+    recipe = importlib.import_module("recipes.finetune")
+    config = tyro.cli(recipe.Config, args=["--run-dir", "r", "--chat-template", "own.jinja"])
+    assert config.data.chat_template == "own.jinja"
+    generate = importlib.import_module("recipes.generate")
+    with pytest.raises(ValueError, match=r"chat_template='own.jinja': needs --chat"):
+        generate.Config(chat_template="own.jinja")
 
 
 @pytest.mark.parametrize("source", ["{% for m in messages %}", "{% generation %}x", "{{ a b }}"])

@@ -369,6 +369,9 @@ def write_llama_like(folder):
 def chatty(request, tune, tmp_path, capsys):
     """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
     base = write_llama_like(tmp_path / "base")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    if request.param == "full":  # the template comes from a file
+        (base / "chat_template.jinja").unlink()
     path = write_lines(tmp_path / "chats.jsonl", *[{"messages": ASKED}] * 40)
     run_dir = tune(
         f"--model={base}",
@@ -378,6 +381,7 @@ def chatty(request, tune, tmp_path, capsys):
         "--data.tokenizer=",
         "--optimizer.learning-rate=0.02",
         "--steps=60",
+        *([f"--chat-template={tmp_path / 'own.jinja'}"] if request.param == "full" else []),
         *(["--lora.rank=16", "--lora.alpha=32"] if request.param == "lora" else []),
     )
     return base, run_dir / "model", capsys.readouterr().out

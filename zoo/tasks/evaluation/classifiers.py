@@ -107,7 +107,7 @@ def main(config: command.Config) -> None:
 def read_labelled(
     path: str, classes: Sequence[str], settings: Settings, limit: int | None = None
 ) -> Task:
-    """The texts of a `.jsonl` file, and their labels as classes of a model.
+    """The texts of a file of records, and their labels as classes of a model.
 
     A label is the name of its class, as in training, and never an index.
 
@@ -127,7 +127,7 @@ def read_labelled(
         examples.append(Example(where, text, tuple(classes), classes.index(str(label))))
     if not examples:
         raise ValueError(f"{path} has no lines: a task has an example per line")
-    name = Path(path).name.partition(".jsonl")[0]
+    name = Path(path).name.partition(".")[0]
     return Task(name, "classification", tuple(examples[:limit]), (), settings)
 
 

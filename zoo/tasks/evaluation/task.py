@@ -97,11 +97,11 @@ class Task:
 def read_task(
     name_or_path: str, settings: Settings | None = None, limit: int | None = None
 ) -> Task:
-    """The task of a name in `built_in.TASKS`, of a `.jsonl` file, or of a `.toml` file.
+    """The task of a name in `built_in.TASKS`, of a file of records, or of a `.toml` file.
 
-    A `.toml` file has fields of `Settings` as keys, and in `data` the `.jsonl` file, from its own
-    folder. A field of `settings` that is not the default comes before it. `limit` is the number of
-    first examples that are taken.
+    A `.toml` file has fields of `Settings` as keys, and in `data` the file of records (see
+    `read_records`), from its own folder. A field of `settings` that is not the default comes before
+    it. `limit` is the number of first examples that are taken.
 
     Raises:
         ValueError: a line of no known form, or one that lacks a part; the message names the file
@@ -139,7 +139,11 @@ def _found(name_or_path: str) -> tuple[str, Mapping[str, Any], Sequence[Record]]
         made = enumerate(TASKS[name_or_path].records(), start=1)
         records = [(f"{name_or_path}, example {number}", record) for number, record in made]
         return name_or_path, TASKS[name_or_path].settings, records
-    name = re.sub(r"(\.jsonl(\.\w+)?|\.toml)$", "", re.split(r"[/\\\\]", name_or_path)[-1])
+    name = re.sub(
+        r"\.(toml|(jsonl|ndjson|json|csv|parquet)(\.\w+)?)$",
+        "",
+        re.split(r"[/\\\\]", name_or_path)[-1],
+    )
     if not name_or_path.endswith(".toml"):
         return name, {}, _lines(name_or_path)
     path = local_path(name_or_path, "task")
