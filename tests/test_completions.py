@@ -111,7 +111,14 @@ def test_files_other_than_jsonl_are_refused(tmp_path):
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
 @pytest.mark.parametrize(
     ("prompt", "completion"),
-    [("def f(", "x)"), ("def f(x):", " return x"), ("a ", "b"), ("more", "text"), ("", "x y")],
+    [
+        ("def f(", "x)"),
+        ("def f", "(x)"),  # f( is a token
+        ("def f(x):", " return x"),
+        ("a ", "b"),
+        ("more", "text"),
+        ("", "x y"),
+    ],
 )
 def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tmp_path):
     """No blank comes between them, and a model is given the prompt's own ids."""
@@ -129,6 +136,26 @@ def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tm
         np.testing.assert_array_equal(corpus[0][: len(given)], given)
         assert int(np.argmax(corpus.counts)) == len(given)
     assert corpus.counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "completion", "apart"),
+    [
+        ("bytes", "a\n\n", "x", "aĊĊx"),  # of the whole, each line break is a token
+        ("bytes", "a ", "b", "aĠb"),  # " b" is one
+        ("unigram", "a \u00e9", "\u00fc x", "▁a▁<unk><unk>▁x"),  # of what is unknown, one
+    ],
+)
+def test_a_model_is_given_the_prompt_s_own_ids(kind, prompt, completion, apart, tmp_path):
+    tokenizer = BPETokenizer(KINDS[kind](["<s>", "</s>"]))
+    record = {"prompt": prompt, "completion": completion}
+    path = write_lines(tmp_path / "rows.jsonl", record, record)
+    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    assert "".join(map(tokenizer.tokenizer.id_to_token, corpus[1].tolist())) == apart
+    given = tokenizer.encode(prompt)
+    np.testing.assert_array_equal(corpus[0][: len(given)], given)
+    assert corpus.counted(1).tolist() == [i >= len(given) for i in range(len(corpus[1]))]
+    assert len(tokenizer.encode(prompt + completion)) != len(corpus[0])
 
 
 # --- Chats ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from zoo import text
 from zoo.data import completions
+from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 

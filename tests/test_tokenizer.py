@@ -29,7 +29,7 @@ def bpe():
 # --- Tokenizers of every kind. Each is made with special tokens, and without: of the second one
 # `tokenizers` itself makes what a text is in which their names mean nothing.
 
-WORDS = ["def f(x): return x and more text", "a b c def f(y) s < / > < / s >"] * 9
+WORDS = ["def f(x): return x and more text", "a b c def f(y) s < / > < / s >", "a b\n\n"] * 9
 
 
 def pieces():

@@ -273,19 +273,17 @@ def encode_parts(tokenizer: Tokenizer, parts: list[Part], inside: bool = False) 
     whole = "".join(text for text, _ in parts)
     ids, spans = tokenizer.encode_spans(whole, inside=inside)
     starts, stops = spans.T
-    counted, begin, is_first = np.zeros(len(ids), bool), 0, True
+    counted, begin = np.zeros(len(ids), bool), 0
     for i, (text, counts) in enumerate(parts):
         if counts and begin:
-            other = ((starts < begin) & (stops > begin)).any()
-            if is_first and not other:
-                prompt, _ = tokenizer.encode_spans(whole[:begin], inside=inside)
-                other = not np.array_equal(ids[: len(prompt)], prompt)
-            if other:
+            prompt, _ = tokenizer.encode_spans(whole[:begin], inside=inside)
+            reaches_over = ((starts < begin) & (stops > begin)).any()
+            if reaches_over or not np.array_equal(ids[: len(prompt)], prompt):
                 before = encode_parts(tokenizer, parts[:i], inside)
                 after = encode_parts(tokenizer, parts[i:], True)
                 return np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
         counted |= (starts >= begin) & (starts < begin + len(text)) & counts
-        begin, is_first = begin + len(text), is_first and not counts
+        begin += len(text)
     return ids, counted
 
 

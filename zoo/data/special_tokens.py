@@ -138,7 +138,6 @@ def mark(tokenizer: HFTokenizer, ids: Collection[int]) -> None:
     for id in sorted(ids):
         token = added.get(id) or AddedToken(tokenizer.id_to_token(id) or "", normalized=False)
         if token.content and not token.special:
-            token.special = True
             tokenizer.add_special_tokens([token])
 
 
