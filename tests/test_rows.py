@@ -10,6 +10,7 @@ from helpers import write_tokenizer
 import zoo
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
+from zoo.data.documents import read_documents
 from zoo.data.rows import read_rows
 from zoo.data.tokenizer import load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
@@ -216,6 +217,15 @@ def test_damaged_json_is_refused_by_its_file(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=r"a\.json"):
         read_rows(str(tmp_path / "a.json"), "completions")
+
+
+def test_an_array_has_documents_of_text_too(tmp_path):
+    write(tmp_path / "a.array.json", [{"text": "one"}, {"text": "two"}])
+    found = read_documents(str(tmp_path / "*.json"))
+    assert [tuple(document[:2]) for document in found] == [
+        ("a.array.json:0", "one"),
+        ("a.array.json:1", "two"),
+    ]
 
 
 # --- The start of a run -----------------------------------------------------------------------
