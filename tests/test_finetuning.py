@@ -554,7 +554,7 @@ MISTAKES = {
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
-    "fields": (["--data.format=completions"], "is no .jsonl file"),
+    "fields": (["--data.format=completions"], "has no fields: rows are read from"),
     "template": (["--data.format=chats"], "has no chat template"),
     "rows": (["--label=kind"], "needs data.rows='bucketed'"),
 }

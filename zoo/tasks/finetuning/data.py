@@ -1,5 +1,6 @@
 """Text to fine-tune on: documents, completions, chats, pairs, and where a sample begins."""
 
+import functools
 from datetime import datetime
 from pathlib import Path
 
@@ -51,8 +52,11 @@ def _read_rows(
             f"data.format={format!r} takes data.files (now {config.files!r}) and no label "
             f"(now {label!r})"
         )
+    template = functools.cache(lambda: _template(run, tokenizer))
+    if format == "chats":
+        template()  # a tokenizer without one is refused before any file is read
     names = {name: getattr(config, name) for name in ("prompt", "completion", "messages")}
-    documents, form = rows.read_rows(config.files, format, lambda: _template(run, tokenizer), names)
+    documents, form = rows.read_rows(config.files, format, template, names)
     if len(documents) < 2:
         raise ValueError(
             f"data.files={config.files!r} has one line of {format}: give two or more, one of which "
