@@ -227,8 +227,10 @@ class BPETokenizer:
         A name that `AS_TEXT` follows is plain characters in either reading. A text that goes on
         `inside` of another has no blank put before it, as Metaspace tokenizers put one.
         """
+        if AS_TEXT not in text:
+            return self._encode(text, 0, len(text), self.special_tokens, inside)
         parts, begin = [], 0
-        marked = self._marked.finditer(text) if AS_TEXT in text else ()
+        marked = self._marked.finditer(text)
         for start, stop, end in [*(m.span(1) + m.span()[1:] for m in marked), (len(text),) * 3]:
             parts.append(self._encode(text, begin, start, self.special_tokens, inside or begin > 0))
             parts.append(self._encode(text, start, stop, "text", inside or start > 0))
