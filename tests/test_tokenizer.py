@@ -186,6 +186,15 @@ def test_an_unmarked_token_that_the_configuration_names_is_special():
     assert tokenizer.decode([*tokenizer.encode("ab").tolist(), end]) == "ab"
 
 
+def test_a_stream_comes_to_the_text_of_the_library_for_every_kind(kind):
+    tokenizer, _, library = kind
+    ids = tokenizer.encode("def f(x): return x and more text a b").tolist()
+    stream = tok.TextStream(tokenizer)
+    parts = [stream.add(id) for id in ids]
+    assert len(list(filter(None, parts))) > 3
+    assert "".join(parts) + stream.end() == library.decode(ids)
+
+
 def test_long_texts_have_the_tokens_of_the_whole_for_every_kind(kind):
     tokenizer, plain, _ = kind
     text = "def f(x): </s>\n  return x\n\n" * 90 + "a b" * 500

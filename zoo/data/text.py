@@ -14,7 +14,7 @@ import numpy as np
 import tyro
 
 from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
+from zoo.base.configuration import added, may_differ, require
 from zoo.base.files import local_path
 from zoo.data.corpus import Corpus, tokenize
 from zoo.data.documents import (
@@ -78,7 +78,7 @@ class Source:
     its beginning, or its pieces."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
-    special_tokens: Reading | None = may_differ(None)
+    special_tokens: Reading | None = added(None, may_differ=True)
     """Reading of special tokens' names in the text, such as <|im_end|>: parse, as those tokens; or
     text, as plain characters. If not given, parse for prompts, completions and pairs of texts, and
     text for documents and for the messages of chats."""
