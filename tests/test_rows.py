@@ -90,6 +90,12 @@ FORMS = [
         [[[UNDER_SYSTEM, False], ["yes<|im_end|>", True]]],
     ),
     ("chats", {"conversations": [USER, YES], "id": 3}, "ShareGPT's", [CHAT_YES]),
+    (
+        "chats",
+        {"system": "other", "conversations": [SYSTEM, USER, YES]},
+        "ShareGPT's",
+        [[[UNDER_SYSTEM, False], ["yes<|im_end|>", True]]],
+    ),
     ("chats", {"instruction": "hi", "output": "yes"}, "Alpaca's", [CHAT_YES]),
     (
         "preferences",

@@ -75,7 +75,9 @@ def of_chat(record: Record, template: ChatTemplate, field: str = "messages") -> 
         ValueError: it is no chat, has no message of the assistant, or is refused by the template,
             or the template does not show where the assistant's messages begin and end.
     """
-    messages = _after_system(record, messages_of(record, field))
+    messages = messages_of(record, field)
+    if field == "conversations":
+        messages = _after_system(record, messages)
     found = parts_of(messages, template, tools_of(record))
     if not found:
         raise ValueError(f"no message of the assistant in {field!r}")
@@ -92,9 +94,9 @@ def _input(record: Record) -> str:
 
 
 def _after_system(record: Record, messages: list[Message]) -> list[Message]:
-    """The messages after the one in the column `system`, if there is one."""
-    system = record.get("system")
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    """The messages after the one in the column `system`, unless they have one of their own."""
+    system, own = record.get("system"), messages and messages[0].get("role") == "system"
+    return [{"role": "system", "content": system}, *messages] if system and not own else messages
 
 
 def answer_parts(
