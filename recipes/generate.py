@@ -24,7 +24,8 @@ import tyro
 
 import zoo
 from zoo.base import configuration
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.data.chats import with_chat_template
+from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
 from zoo.publishing.adapters import nearest
 from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
@@ -48,6 +49,11 @@ class Config:
     """A conversation by the tokenizer's template, continued by the lines of standard input."""
     system: str | None = None
     """The system's message, which a conversation begins with."""
+    chat_template: str = ""
+    """File of a chat template (Jinja) in place of the tokenizer's own."""
+    special_tokens: Reading | None = None
+    """Reading of special tokens' names in what is given, such as <|im_end|>: parse, as those
+    tokens; or text, as plain characters. If not given, parse, and text for turns of a chat."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
     temperature: float = 0.8
@@ -97,6 +103,10 @@ class Config:
         configuration.require(
             self.system is None or self.chat, f"system={self.system!r}: needs --chat"
         )
+        configuration.require(
+            not self.chat_template or self.chat,
+            f"chat_template={self.chat_template!r}: needs --chat",
+        )
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -110,8 +120,13 @@ def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
-    chat = Chat(tokenizer, config.system) if config.chat else None
-    prompts = [] if chat else [generation.encode_prompt(tokenizer, p) for p in config.prompts]
+    tokenizer = with_chat_template(tokenizer, config.chat_template)
+    chat = None
+    if config.chat:
+        chat = Chat(tokenizer, config.system, config.special_tokens or "text")
+    given = config.special_tokens or "parse"
+    texts = () if config.chat else config.prompts
+    prompts = [generation.encode_prompt(tokenizer, text, given) for text in texts]
     if chat is not None:
         for text in filter(str.strip, config.prompts[:1]):
             chat.check(text)  # before the model is read

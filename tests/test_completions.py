@@ -4,11 +4,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import arrays, drawn_transformer
+from test_tokenizer import KINDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import losses
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
+from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
@@ -36,7 +38,7 @@ def counted(batch):
 
 def test_only_completion_tokens_have_weight(rows):
     tokenizer = ByteTokenizer()
-    corpus = completions.tokenize_parts(completions.read_completions(rows), tokenizer)
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, tokenizer)
     assert corpus.num_bytes == len("4Parisbcd")
     plan = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
     batch = plan.batch(0)
@@ -46,7 +48,7 @@ def test_only_completion_tokens_have_weight(rows):
 
 
 def test_packed_rows_keep_completion_weights(rows):
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     options = {"seq_len": 7, "batch_size": 2, "seed": 0, "shuffle": False, "too_long": "split"}
     plan = PackedPlan(corpus, 256, **options)
     found = [
@@ -57,7 +59,7 @@ def test_packed_rows_keep_completion_weights(rows):
 
 
 def test_packing_never_cuts_a_completion_from_its_prompt(rows):
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     plan = PackedPlan(corpus, 256, seq_len=26, batch_size=2, seed=0)
     batch = plan.batch(0)
     assert plan.batches_per_epoch == 1
@@ -72,7 +74,7 @@ def test_packing_never_cuts_a_completion_from_its_prompt(rows):
 
 def test_no_gradient_comes_from_a_prompt(rows):
     model = drawn_transformer(vocab_size=320)
-    corpus = completions.tokenize_parts(completions.read_completions(rows), ByteTokenizer())
+    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
     batch = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
     other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], 7)}
     assert not np.array_equal(other["targets"], batch["targets"])
@@ -88,19 +90,72 @@ def test_no_gradient_comes_from_a_prompt(rows):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a"}, r"rows.jsonl, line 1: no text in field 'completion'"),
+        (
+            {"prompt": "a"},
+            r"rows.jsonl, line 1: .*'completions' has the fields .*prompt",
+        ),
         ({"prompt": "a", "completion": 3}, r"line 1: no text in field 'completion'"),
     ],
 )
 def test_malformed_completions_are_refused(record, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        completions.read_completions(write_lines(tmp_path / "rows.jsonl", record))
+        read_rows(write_lines(tmp_path / "rows.jsonl", record), "completions")
 
 
 def test_files_other_than_jsonl_are_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"is no .jsonl file"):
-        completions.read_completions(str(tmp_path / "rows.txt"))
+    with pytest.raises(ValueError, match=r"rows.txt has no fields"):
+        read_rows(str(tmp_path / "rows.txt"), "completions")
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("def f(", "x)"),
+        ("def f", "(x)"),  # f( is a token
+        ("def f(x):", " return x"),
+        ("a ", "b"),
+        ("more", "text"),
+        ("", "x y"),
+    ],
+)
+def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tmp_path):
+    """No blank comes between them, and a model is given the prompt's own ids."""
+    inner = KINDS[kind](["<s>", "</s>"])
+    inner.add_special_tokens(["<s>", "</s>"])
+    tokenizer = BPETokenizer(inner)
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": prompt, "completion": completion})
+    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    shown = inner.decode(corpus[0].tolist())
+    if kind == "unigram, words apart":  # which has no text for a blank alone
+        shown, prompt, completion = (x.replace(" ", "") for x in (shown, prompt, completion))
+    assert shown.lstrip(" ") == (prompt + completion).lstrip(" ")
+    given = tokenizer.encode(prompt)
+    if prompt and kind != "unigram, words apart":
+        np.testing.assert_array_equal(corpus[0][: len(given)], given)
+        assert int(np.argmax(corpus.counts)) == len(given)
+    assert corpus.counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "completion", "apart"),
+    [
+        ("bytes", "a\n\n", "x", "aĊĊx"),  # of the whole, each line break is a token
+        ("bytes", "a ", "b", "aĠb"),  # " b" is one
+        ("unigram", "a \u00e9", "\u00fc x", "▁a▁<unk><unk>▁x"),  # of what is unknown, one
+    ],
+)
+def test_a_model_is_given_the_prompt_s_own_ids(kind, prompt, completion, apart, tmp_path):
+    tokenizer = BPETokenizer(KINDS[kind](["<s>", "</s>"]))
+    record = {"prompt": prompt, "completion": completion}
+    path = write_lines(tmp_path / "rows.jsonl", record, record)
+    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    assert "".join(map(tokenizer.tokenizer.id_to_token, corpus[1].tolist())) == apart
+    given = tokenizer.encode(prompt)
+    np.testing.assert_array_equal(corpus[0][: len(given)], given)
+    assert corpus.counted(1).tolist() == [i >= len(given) for i in range(len(corpus[1]))]
+    assert len(tokenizer.encode(prompt + completion)) != len(corpus[0])
 
 
 # --- Chats ------------------------------------------------------------------------------------
@@ -131,7 +186,7 @@ CHAT = [
 def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     template = ChatTemplate(tokenizer)
-    documents = completions.read_chats(path, template, field="messages")
+    documents = read_rows(path, "chats", lambda: template).documents
     corpus = completions.tokenize_chats(documents, tokenizer)
     batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
     end = 131
@@ -162,7 +217,7 @@ def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
     template = ChatTemplate(tokenizer)
     with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
-        completions.read_chats(path, template, field="messages")
+        read_rows(path, "chats", lambda: template)
 
 
 def test_templates_are_sandboxed_and_may_refuse(tokenizer):

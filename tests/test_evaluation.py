@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import xla
 from recipe_cases import finish, wait_for
+from test_tokenizer import KINDS
 
 import zoo
 from zoo import __main__ as main
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer, reading
 from zoo.tasks.evaluation import command, metrics, rows
 from zoo.tasks.evaluation.requests import make_requests
 from zoo.tasks.evaluation.results import Results, ResultsError
@@ -389,10 +391,46 @@ def test_chats_are_written_by_the_template(tmp_path):
     ]
     turns = [("user", "q1"), ("assistant", "yes"), ("user", "q0")]
     text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    assert context == tokenizer.encode_special([f"{text}<|im_start|>assistant\n"])[0].tolist()
+    assert context == reading(tokenizer, "parse").encode(f"{text}<|im_start|>assistant\n").tolist()
     assert continuation == tokenizer.encode("yes").tolist()
     with pytest.raises(ValueError, match="no chat template"):
         make_requests(task, ByteTokenizer(), 500)
+
+
+@pytest.mark.parametrize("special_tokens", [None, "parse", "text"])
+@pytest.mark.parametrize("kind", ["choices", "perplexity", "generate"])
+def test_names_of_special_tokens_are_tokens_unless_told(kind, special_tokens, tmp_path):
+    """lm-eval's own models tokenize rendered chats so; see `tokenizers` itself for the ids."""
+    ids = helpers.write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "<bos><|im_start|>user\nsome<|im_end|>"
+    line = {
+        "choices": {"context": text, "choices": ["text<|im_end|>", "12"], "answer": 0},
+        "perplexity": {"text": text},
+        "generate": {"prompt": text, "target": "12"},
+    }[kind]
+    path = write(tmp_path / "q.jsonl", line)
+    settings = Settings(special_tokens=special_tokens, delimiter="")
+    first, *_ = make_requests(read_task(path, settings), tokenizer, 500)
+    whole = text + ("text<|im_end|>" if kind == "choices" else "")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.encode_special_tokens = special_tokens == "text"
+    expected = library.encode(whole, add_special_tokens=False).ids
+    found = [*first.pair[0], *first.pair[1]]
+    if special_tokens == "text" or kind == "perplexity":  # whose text follows the begin
+        expected = [ids["<bos>"], *expected]
+    assert found == expected
+    assert (ids["<|im_end|>"] in found) == (special_tokens != "text")
+
+
+def test_answers_to_chats_go_on_where_the_turn_begins(tmp_path):
+    inner = KINDS["unigram"](["<s>", "</s>"])
+    inner.add_special_tokens(["<s>", "</s>"])
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = BPETokenizer(inner, config={"eos_token": "</s>", "chat_template": template})
+    path = write(tmp_path / "q.jsonl", {"context": "def f(", "choices": ["x)", "y)"], "answer": 0})
+    first, _ = make_requests(read_task(path, Settings(chat=True)), tokenizer, 500)
+    assert inner.decode([*first.pair[0], *first.pair[1]]) == "def f(x)"
 
 
 def test_answers_without_room_are_refused(tmp_path):

@@ -375,6 +375,9 @@ def chatty(request, tune, tmp_path, capsys):
     held_out = [ASKED[0], {"role": "assistant", "content": "a"}]  # by the hashes of the two
     lines = [*[{"messages": ASKED}] * 40, {"messages": held_out}]
     path = write_lines(tmp_path / "chats.jsonl", *lines)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    if request.param == "full":  # the template comes from a file
+        (base / "chat_template.jinja").unlink()
     run_dir = tune(
         f"--model={base}",
         f"--method={request.param}",
@@ -383,6 +386,7 @@ def chatty(request, tune, tmp_path, capsys):
         "--data.tokenizer=",
         "--optimizer.learning-rate=0.02",
         "--steps=60",
+        *([f"--chat-template={tmp_path / 'own.jinja'}"] if request.param == "full" else []),
         *(["--lora.rank=16", "--lora.alpha=32"] if request.param == "lora" else []),
     )
     return base, run_dir / "model", capsys.readouterr().out
@@ -558,7 +562,7 @@ MISTAKES = {
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
-    "fields": (["--data.format=completions"], "is no .jsonl file"),
+    "fields": (["--data.format=completions"], "has no fields: rows are read from"),
     "template": (["--data.format=chats"], "has no chat template"),
     "rows": (["--label=kind"], "needs data.rows='bucketed'"),
 }

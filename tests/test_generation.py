@@ -15,7 +15,7 @@ from helpers import drawn_rnn
 
 import zoo
 from recipes import finetune, generate
-from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, reading
 from zoo.runs.command_line import cli
 from zoo.tasks import generation
 from zoo.tasks.generation import Chat, Continuation, Stops
@@ -63,10 +63,27 @@ def test_prompts_begin_as_texts_do():
     assert generation.encode_prompt(both, "x") == [id_of(both, "</s>"), *ids_of(both, "x")]
     none = make_tokenizer(bos_token=None)
     assert generation.encode_prompt(none, "x") == ids_of(none, "x")
+    # A name is that token, and a begin that is there is not put there again.
+    end = id_of(both, "<|end|>")
+    begun = [id_of(both, "</s>"), *ids_of(both, "x"), end]
+    assert generation.encode_prompt(both, "x<|end|>") == begun
+    assert generation.encode_prompt(both, "</s>x<|end|>") == begun
+    assert generation.encode_prompt(both, "x<|end|>", "text") == [
+        id_of(both, "</s>"),
+        *ids_of(both, "x<|end|>"),
+    ]
+    assert end not in ids_of(both, "x<|end|>")
     with pytest.raises(
         ValueError, match=r"the prompt is empty, and .* has no token that texts begin"
     ):
         generation.encode_prompt(none, "")
+
+
+def test_a_turn_of_a_chat_is_text_unless_told(tokenizer: BPETokenizer):
+    end = id_of(tokenizer, "<|end|>")
+    for special_tokens, count in (("text", 1), ("parse", 2)):
+        assert Chat(tokenizer, None, special_tokens).ask("hi<|end|>").count(end) == count
+    assert Chat(tokenizer).ask("hi<|end|>").count(end) == 1
 
 
 class Model:
@@ -184,7 +201,7 @@ def test_a_conversation_goes_on_by_lines(
     ends = [id_of(tokenizer, "</s>"), id_of(tokenizer, "<|end|>")]
     for text in ("hi", "and you?"):
         history += f"<|user|>{text}<|end|><|bot|>"
-        prompt = tokenizer.encode_special([history])[0].tolist()
+        prompt = reading(tokenizer, "parse").encode(history).tolist()
         options: dict = {"max_new_tokens": 8, "temperature": 0.0, "stop_tokens": ends}
         answer = tokenizer.decode(zoo.generate(model, [prompt], **options)[0][len(prompt) :])
         history += f"{answer}<|end|>"

@@ -14,7 +14,8 @@ import zoo
 from zoo import lora, losses, preferences, transformer
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.preferences import PairPlan, read_preferences
+from zoo.data.preferences import PairPlan
+from zoo.data.rows import read_rows
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -41,8 +42,8 @@ def no_template():
 
 def pair_corpus(tmp_path, *pairs):
     records = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
-    documents, are_chats = read_preferences(lines(tmp_path, *records), no_template)
-    assert not are_chats
+    documents, form = read_rows(lines(tmp_path, *records), "preferences", no_template)
+    assert not form.is_chat
     return completions.tokenize_parts(documents, ByteTokenizer())
 
 
@@ -110,7 +111,7 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
 
 def test_prompts_are_given_or_common_beginnings(tmp_path):
     read = lambda record: json.loads(
-        read_preferences(lines(tmp_path, record), no_template)[0][0].text
+        read_rows(lines(tmp_path, record), "preferences", no_template).documents[0].text
     )
     expected = [[["to be", False], [" or not", True]], [["to be", False], [" on", True]]]
     assert read({"prompt": "to be", "chosen": " or not", "rejected": " on"}) == expected
@@ -128,8 +129,8 @@ def test_chats_are_rendered_by_the_template(tmp_path):
         {"chosen": [user, good], "rejected": [user, bad]},
         {"prompt": "hi", "chosen": [user, good], "rejected": [user, bad]},
     ):
-        documents, are_chats = read_preferences(lines(tmp_path, record), lambda: template)
-        assert are_chats
+        documents, form = read_rows(lines(tmp_path, record), "preferences", lambda: template)
+        assert form.is_chat
         for parts, answer in zip(json.loads(documents[0].text), ("yes", "no"), strict=True):
             assert "".join(text for text, counts in parts if counts) == f"{answer}<eot>"
             assert "".join(text for text, counts in parts if not counts).endswith("<|assistant|>")
@@ -144,7 +145,7 @@ ANSWER = {"role": "assistant", "content": "b"}
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "'rejected' is empty"),
-        ({"prompt": "a", "chosen": "b"}, "no text in field 'rejected'"),
+        ({"prompt": "a", "chosen": "b"}, "'preferences' has the fields .*'chosen', 'prompt'"),
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, "no text in field 'prompt'"),
         ({"chosen": "b", "rejected": "c"}, "no common beginning"),
         ({"chosen": [ANSWER], "rejected": [MESSAGE]}, "no common beginning"),
@@ -159,17 +160,21 @@ def test_bad_lines_are_refused_by_their_place(tmp_path, record, message):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     if isinstance(record["chosen"], list):
         fine = {"chosen": [MESSAGE, ANSWER], "rejected": [MESSAGE, {**ANSWER, "content": "c"}]}
+        if "prompt" in record:
+            fine["prompt"] = "a"
+    elif "prompt" not in record:
+        fine = {"chosen": "a b", "rejected": "a c"}
     path = lines(tmp_path, fine, record)
     template = chat_template(tmp_path)
     with pytest.raises(ValueError, match=rf"pairs\.jsonl.*2.*{message}"):
-        read_preferences(path, lambda: template)
+        read_rows(path, "preferences", lambda: template)
 
 
 def test_texts_and_chats_do_not_mix(tmp_path):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = lines(tmp_path, fine, {"chosen": [ANSWER], "rejected": [MESSAGE]})
-    with pytest.raises(ValueError, match="its sides are messages, and those of the lines before"):
-        read_preferences(path, no_template)
+    with pytest.raises(ValueError, match=r"line 2: the row's form is messages .*first row's texts"):
+        read_rows(path, "preferences", no_template)
 
 
 def test_numbers_out_of_range_are_refused():

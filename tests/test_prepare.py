@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from stores import Store, s3, s3_port  # noqa: F401
 
+from zoo import text as zoo_text
 from zoo.__main__ import main
 from zoo.base.addresses import AddressError, location
 from zoo.data.prepared import copying, engines, hashes, prepare, tokenizing, verifying
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.prepared.parts import open_prepared
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "é", "\u2028"]
 
@@ -471,6 +473,37 @@ def test_workers_copy_to_a_store(tmp_path: Path, monkeypatch, s3: Store):  # noq
         assert (address / name).read_bytes() == wanted
     with pytest.raises(AddressError, match="no-such-bucket"):
         prepare.prepare(data, "s3://no-such-bucket/out", **SMALL)
+
+
+def test_names_of_special_tokens_are_read_as_told(tmp_path, capsys):
+    inner = BPETokenizer.train(["some text"], 260)
+    inner.tokenizer.add_special_tokens(["<|im_end|>"])
+    inner.save(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {i}<|im_end|>"}) + "\n" for i in range(9))
+    )
+    data, end = str(tmp_path / "a.jsonl"), 260
+    for name, more, says in (
+        ("text", [], "the text has 9 names of special tokens, read as plain characters"),
+        ("parse", ["--special-tokens", "parse"], "9 special tokens parsed"),
+    ):
+        flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1", *more]
+        main(["prepare", data, "--out", str(tmp_path / name), *flags])
+        assert says in capsys.readouterr().out
+        prepared = open_prepared(tmp_path / name)
+        ids = prepared.train.ids(0, 0, 100)
+        assert (ids == end).any() == (name == "parse")
+        read = zoo_text.Config(files=str(tmp_path / name), cache=None)
+        run_folder = tmp_path / f"run-{name}"
+        options = {"seed": 0, "tokenizer_folder": lambda make, to=run_folder: [make(to), to][1]}
+        assert says in zoo_text.read_text(read, **options).special_tokens
+        other = dataclasses.replace(read, special_tokens={"text": "parse", "parse": "text"}[name])
+        with pytest.raises(ValueError, match=r"data.special_tokens=.* was prepared with"):
+            zoo_text.read_text(other, **options)
+    with pytest.raises(ValueError, match="special_tokens is None there and 'parse' here"):
+        prepare.prepare(
+            data, tmp_path / "text", tokenizer=str(tmp_path / "tokenizer"), special_tokens="parse"
+        )
 
 
 def test_long_documents_are_tokenized_in_pieces():

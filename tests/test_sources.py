@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.base.addresses import AddressError, location
-from zoo.data.documents import Document, read_documents, read_json_lines
+from zoo.data.documents import Document, read_documents, read_records
 from zoo.data.sources import reading
 from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import Piece
@@ -210,7 +210,7 @@ def test_formats_are_read(tmp_path, name, content, expected, suffix):
 
 def test_compressed_lines_are_read_as_records_too(tmp_path):
     path = write(tmp_path / "a.jsonl.gz", gzip.compress(lines("xy")))
-    assert [name for name, _, _ in read_json_lines(str(path))] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
+    assert [name for name, _, _ in read_records(str(path))] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
 
 
 def test_large_fields_of_csv_are_read(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from zoo import text
 from zoo.data import completions
+from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
@@ -141,7 +142,7 @@ def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
 
 def test_fingerprint_covers_the_packing_of_completions(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "c"}\n' * 9)
-    documents = completions.read_completions(str(tmp_path / "rows.jsonl"))
+    documents = read_rows(str(tmp_path / "rows.jsonl"), "completions").documents
     kinds = {"packed": {"seq_len": 8}, "bucketed": {"buckets": (8,)}}
     found = [
         text.make_text(
@@ -149,7 +150,7 @@ def test_fingerprint_covers_the_packing_of_completions(tmp_path):
             (documents, documents),
             ByteTokenizer(),
             seed=0,
-            tokenize=completions.tokenize_parts,
+            tokenize_rows=completions.tokenize_parts,
         ).fingerprint
         for rows, options in kinds.items()
     ]

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 from helpers import write_tokenizer
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from zoo import tokenizer as tok
+from zoo.data.prepared import tokenizing
+from zoo.data.special_tokens import AS_TEXT
+from zoo.data.tokenizer import reading
 
 TEXTS = [
     "def greet(name):\n    if name:\n        return f'hello {name}'\n\n\n",
@@ -21,6 +24,183 @@ TEXTS = [
 def bpe():
     source = "class A:\n    def f(self, x):\n        return self.y + x\n\n" * 50
     return tok.BPETokenizer.train([source, *TEXTS], 300)
+
+
+# --- Tokenizers of every kind. Each is made with special tokens, and without: of the second one
+# `tokenizers` itself makes what a text is in which their names mean nothing.
+
+WORDS = ["def f(x): return x and more text", "a b c def f(y) s < / > < / s >", "a b\n\n"] * 9
+
+
+def pieces():
+    """Unigram pieces with scores, trained on words."""
+    trained = HFTokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(WORDS, trainers.UnigramTrainer(vocab_size=60, show_progress=False))
+    return [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+
+
+def unigram(special, scheme="always", normalizer=None, before=()):
+    first = [("<unk>", 0.0), *((name, 0.0) for name in special)]
+    inner = HFTokenizer(models.Unigram([*first, *pieces()], unk_id=0))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*before, pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+    )
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return inner
+
+
+def word_model(special, model, before, **options):
+    words = ["[UNK]", *special, "a", "b", "x", "more", *options.pop("more", ())]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    inner = HFTokenizer(model(vocabulary, unk_token="[UNK]", **options))
+    inner.pre_tokenizer = before
+    return inner
+
+
+def word_piece(special):
+    inner = word_model(
+        special, models.WordPiece, pre_tokenizers.WhitespaceSplit(), more=["<", "##/", "##s", "##>"]
+    )
+    inner.normalizer = normalizers.Lowercase()
+    return inner
+
+
+def byte_pairs(special):
+    inner = HFTokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        WORDS, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    )
+    inner.add_special_tokens(list(special))
+    return inner
+
+
+def merged_name(special):
+    """Byte pairs among which "</s>" is, by its merges."""
+    letters = ["[UNK]", "<", "/", "s", ">", "a", "b", "x", " ", "</", "s>", *special]
+    merges = [("<", "/"), ("s", ">"), *([("</", "s>")] if special else [])]
+    vocabulary = {word: id for id, word in enumerate(letters)}
+    return HFTokenizer(models.BPE(vocabulary, merges, unk_token="[UNK]"))
+
+
+def llama(special):
+    """As Llama 2's: a blank is put in front, and no word is apart from the next."""
+    inner = unigram(special, "never", normalizers.Sequence([normalizers.Prepend("\u2581")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    return inner
+
+
+KINDS = {
+    "bytes": byte_pairs,
+    "unigram": unigram,
+    "unigram, first": lambda special: unigram(special, "first"),
+    "unigram, words apart": lambda special: unigram(
+        special, before=[pre_tokenizers.WhitespaceSplit()]
+    ),
+    "unigram, NFKC": lambda special: unigram(special, normalizer=normalizers.NFKC()),
+    "llama": llama,
+    "words": lambda special: word_model(
+        special, models.WordLevel, pre_tokenizers.WhitespaceSplit()
+    ),
+    "word pieces": word_piece,
+    "merges": merged_name,
+}
+NAMED = [
+    "a </s> b",
+    "a</s>b",
+    "</s>",
+    "</s></s> x<s>more",
+    "x </S> a \uff1c/s\uff1e b",
+    "no name at all x",
+]
+
+
+def names_of(tokenizer, ids):
+    return [tokenizer.id_to_token(id) for id in ids]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """(the tokenizer, the one that has no special tokens, that of the library alone)."""
+    plain = KINDS[request.param]([])
+    found = KINDS[request.param](["<s>", "</s>"])
+    if request.param != "words":  # whose names are in the configuration alone
+        found.add_special_tokens(["<s>", "</s>"])
+    library = HFTokenizer.from_str(found.to_str())
+    library.add_special_tokens(["<s>", "</s>"])
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    return tok.BPETokenizer(found, config=config), plain, library
+
+
+def test_names_in_a_text_are_plain_characters_for_every_kind(kind):
+    tokenizer, plain, library = kind
+    differ = 0
+    for text, ids in zip(NAMED, tokenizer.encode_batch(NAMED), strict=True):
+        tokens = names_of(tokenizer.tokenizer, ids)
+        assert tokens == names_of(plain, plain.encode(text).ids)
+        assert not set(tokens) & {"<s>", "</s>"}
+        np.testing.assert_array_equal(tokenizer.encode(text), ids)
+        differ += ids.tolist() != library.encode(text, add_special_tokens=False).ids
+    assert differ >= 4  # there was something to read otherwise
+
+
+def test_parsed_names_are_those_of_the_library_for_every_kind(kind):
+    tokenizer, _, library = kind
+    parsed = reading(tokenizer, "parse")
+    found = 0
+    for text in NAMED:
+        ids = parsed.encode(text)
+        assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
+        found += np.isin(ids, tokenizer.eos_ids).sum()
+    assert found >= 5
+    assert "</s>" not in tokenizer.decode(parsed.encode("a </s> b"))
+    # The other reading is as it was.
+    assert not np.isin(tokenizer.encode(NAMED[0]), list(tokenizer.special_ids)).any()
+
+
+def test_a_quoted_name_is_text_among_parsed_ones(kind):
+    tokenizer, plain, _ = kind
+    ids, spans = reading(tokenizer, "parse").encode_spans(f"a</s>{AS_TEXT}</s>b")
+    tokens = names_of(tokenizer.tokenizer, ids)
+    assert tokens.count("</s>") == 1
+    at = tokens.index("</s>")
+    assert spans[at].tolist() == [6, 10]
+    inside = [token.replace("\u2581", "") for token in names_of(plain, plain.encode("</s>").ids)]
+    quoted = [token.replace("\u2581", "") for token in tokens[1:at]]
+    assert list(filter(None, quoted)) == list(filter(None, inside))
+
+
+def test_an_unmarked_token_that_the_configuration_names_is_special():
+    inner = byte_pairs([])
+    inner.add_tokens(["</s>"])  # no special one, as some converted files have it
+    tokenizer = tok.BPETokenizer(inner, config={"eos_token": "</s>"})
+    end = tokenizer.separator_id
+    assert end not in tokenizer.encode("a</s>b")
+    assert tokenizer.encode("a</s>b").tolist() == byte_pairs([]).encode("a</s>b").ids
+    assert end in reading(tokenizer, "parse").encode("a</s>b")
+    assert tokenizer.decode([*tokenizer.encode("ab").tolist(), end]) == "ab"
+
+
+def test_a_stream_comes_to_the_text_of_the_library_for_every_kind(kind):
+    tokenizer, _, library = kind
+    ids = tokenizer.encode("def f(x): return x and more text a b").tolist()
+    stream = tok.TextStream(tokenizer)
+    parts = [stream.add(id) for id in ids]
+    assert len(list(filter(None, parts))) > 3
+    assert "".join(parts) + stream.end() == library.decode(ids)
+
+
+def test_long_texts_have_the_tokens_of_the_whole_for_every_kind(kind):
+    tokenizer, plain, _ = kind
+    text = "def f(x): </s>\n  return x\n\n" * 90 + "a b" * 500
+    [ids] = tokenizing.encode(tokenizer, [text], longest=200)
+    assert names_of(tokenizer.tokenizer, ids) == names_of(plain, plain.encode(text).ids)
+    assert len(ids) > 200
 
 
 @pytest.fixture(params=["bytes", "bpe"])

@@ -7,9 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Ids, Tokenizer
+from zoo.base.files import local_path
+from zoo.data.special_tokens import AS_TEXT
+from zoo.data.tokenizer import (
+    CHAT_TEMPLATE_NAME,
+    BPETokenizer,
+    Ids,
+    Reading,
+    Tokenizer,
+    reading,
+)
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 Part = tuple[str, bool]  # a text, and whether it counts
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -21,41 +31,64 @@ class ChatTemplate:
     """A tokenizer's own chat template, a function `(messages, add_generation_prompt=…) -> text`.
 
     Templates are Jinja, run in its sandbox, with the functions that Hugging Face's templates use.
-    `now` is the time that they may write; None is the time of the call.
+    `now` is the time that they may write; None is the time of the call. The name of a special token
+    in a message is plain text, which no user can end a turn with, unless `special_tokens` is
+    "parse"; those that the template itself writes are always tokens.
 
     Raises:
         ImportError: Jinja is not installed.
         ValueError: the tokenizer has no template, or it is no Jinja; at a call, the template
-            refuses the messages, or fails on them.
+            refuses the messages, fails on them, or does not take `tools`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, now: datetime.datetime | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        now: datetime.datetime | None = None,
+        special_tokens: Reading = "text",
+    ):
         source = _source(tokenizer)
         if source is None:
             raise ValueError(
                 "the model's tokenizer has no chat template (chat_template in "
-                "tokenizer_config.json, or chat_template.jinja): add one to its folder, or give "
-                "the data as prompts and completions"
+                "tokenizer_config.json, or chat_template.jinja): name a file of one by "
+                "--chat-template, or give the data as prompts and completions"
             )
+        tokenizer = reading(tokenizer, "parse")
         assert isinstance(tokenizer, BPETokenizer)
-        self.tokenizer, self.source = tokenizer, source
+        self.tokenizer, self.source, self.special_tokens = tokenizer, source, special_tokens
         self.has_marks = GENERATION.search(source) is not None
         self.writes_time = "strftime_now" in source
         self._now = now
-        self._template = _compile(source)
+        self._template, self._takes_tools = _compile(source)
 
-    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def __call__(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None
+    ) -> str:
         """The text of a conversation; at its end, if asked for, the beginning of an answer."""
-        return self._render(messages, add_generation_prompt, str)
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return text.replace(AS_TEXT, "")
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Ids:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools = None,
+    ) -> Ids:
         """The ids of a conversation; at their end, by default, the beginning of an answer."""
-        text = self(messages, add_generation_prompt=add_generation_prompt)
-        return self.tokenizer.encode_special([text])[0]
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self.tokenizer.encode_spans(text)[0]
 
-    def marked(self, messages: Sequence[Message]) -> list[Part]:
-        """The text in parts, of which those between `{% generation %}` and its end count."""
-        text = self._render(messages, False, lambda text: BEGIN + text + END)
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None
+    ) -> str:
+        """The text for `BPETokenizer.encode_spans`, with `AS_TEXT` after names that are text."""
+        return self._render(messages, add_generation_prompt, tools, str)
+
+    def marked(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
+        """That text in parts, of which those between `{% generation %}` and its end count."""
+        text = self._render(messages, False, tools, lambda text: BEGIN + text + END)
         parts: list[Part] = []
         for at, piece in enumerate(re.split(f"{BEGIN}|{END}", text)):
             parts += [(piece, at % 2 == 1)] if piece else []
@@ -83,17 +116,27 @@ class ChatTemplate:
 
     @functools.cached_property
     def _ends(self) -> re.Pattern[str]:
-        tokens = map(self.tokenizer.tokenizer.id_to_token, self.tokenizer.special_ids)
-        longest_first = sorted(map(re.escape, filter(None, tokens)), key=len, reverse=True)
-        return re.compile(rf"({'|'.join(longest_first)})\s*\Z")
+        return re.compile(rf"({self.tokenizer.names.pattern})\s*\Z")
 
-    def _render(self, messages: Sequence[Message], prompt: bool, mark: Any) -> str:
+    @functools.cached_property
+    def _beginnings(self) -> tuple[str, ...]:
+        names = map(self.tokenizer.tokenizer.id_to_token, self.tokenizer.special_ids)
+        return tuple({name[:i] for name in filter(None, names) for i in range(1, len(name))})
+
+    def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, mark: Any) -> str:
         now = self._now or datetime.datetime.now()
+        if tools and not self._takes_tools:
+            raise ValueError(
+                f"'tools' has {len(tools)} tools, and the chat template writes none: give a "
+                "template that takes tools (--chat-template FILE), or take the field out"
+            )
         try:
             return self._template.render(
                 # A field that is None counts as missing: templates would write the word.
-                messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
-                tools=None,
+                messages=self.quoted(
+                    [{k: v for k, v in m.items() if v is not None} for m in messages]
+                ),
+                tools=self.quoted(tools) or None,
                 documents=None,
                 add_generation_prompt=prompt,
                 strftime_now=now.strftime,
@@ -104,6 +147,22 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
         except Exception as error:  # of Jinja, or of Python from inside the template
             raise ValueError(f"the chat template fails on it: {error}") from error
+
+    def quoted(self, value: Any) -> Any:
+        """Messages in which `AS_TEXT` follows the names of special tokens that are text.
+
+        It also follows the beginning of a name at the end of a text, as the next could complete it.
+        """
+        if self.special_tokens == "parse":
+            return value
+        if isinstance(value, str):
+            marked = self.tokenizer.names.sub(rf"\g<0>{AS_TEXT}", value)
+            return marked + AS_TEXT * marked.endswith(self._beginnings)
+        if isinstance(value, list | tuple):
+            return [self.quoted(x) for x in value]
+        if isinstance(value, dict):
+            return {self.quoted(k): self.quoted(x) for k, x in value.items()}
+        return value
 
 
 class Refusal(Exception):
@@ -125,10 +184,28 @@ def _source(tokenizer: Tokenizer) -> str | None:
     return source
 
 
-def _compile(source: str) -> Any:
+def with_chat_template(tokenizer: Tokenizer, path: str) -> Tokenizer:
+    """The tokenizer with the chat template of a file in place of its own, if a file is named.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the tokenizer has no special tokens that a template could write.
+    """
+    if not path:
+        return tokenizer
+    if not isinstance(tokenizer, BPETokenizer):
+        raise ValueError(f"chat_template={path!r}: bytes have no special tokens; leave it out")
+    source = local_path(path, "chat_template").read_bytes()
+    tokenizer.files = {**tokenizer.files, CHAT_TEMPLATE_NAME: source}
+    ChatTemplate(tokenizer)  # it is Jinja
+    return tokenizer
+
+
+def _compile(source: str) -> tuple[Any, bool]:
+    """The template, and whether it reads `tools`."""
     try:
         import jinja2
-        from jinja2 import nodes
+        from jinja2 import meta, nodes
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
@@ -154,7 +231,8 @@ def _compile(source: str) -> Any:
     environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = _to_json
     try:
-        return environment.from_string(source)
+        names = meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), "tools" in names
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is no Jinja: line {error.lineno}: {error}") from error
 
@@ -167,10 +245,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own escapes what HTML reserves.
-    return json.dumps(
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return text.replace(json.dumps(AS_TEXT)[1:-1], AS_TEXT)

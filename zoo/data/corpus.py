@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int64, Integer
 from zoo.base.files import local_path
 from zoo.data import entries
 from zoo.data.documents import Document
+from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import Tokenizer
 
 
@@ -151,8 +152,9 @@ def tokenize(
 ) -> Corpus:
     """The corpus of the documents, cached in `cache_folder` if it is given.
 
-    The key of the cache is a hash of the tokenizer and of all names and texts. Any number of
-    processes may share the folder. A damaged entry is replaced, with a warning.
+    A begin and an end of text that a document has are left out, as rows have their own. The key of
+    the cache is a hash of the tokenizer and of all names and texts. Any number of processes may
+    share the folder. A damaged entry is replaced, with a warning.
     """
     if cache_folder is None:
         return _tokenize(documents, tokenizer)
@@ -168,7 +170,8 @@ def tokenize(
 def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     arrays: list[np.ndarray] = []
     for start in range(0, len(documents), 1024):  # to bound the memory of the encodings
-        arrays += tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
+        encoded = tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
+        arrays += [ids[unframed(tokenizer, ids)] for ids in encoded]
     num_bytes = sum(len(document.text.encode()) for document in documents)
     names = [document.name for document in documents]
     return Corpus.from_arrays(arrays, tokenizer.vocab_size, num_bytes, names)
@@ -181,6 +184,7 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
 
+    add(f"2 {getattr(tokenizer, 'special_tokens', '')}".encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         for file in sorted(Path(folder).iterdir()):

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from zoo.base.addresses import Location, files_matching
 from zoo.data.prepared.hashes import hash_of, limit_between
 from zoo.data.sources.formats import FORMATS, TEXT, check_readable, format_of
-from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import whole_file
 from zoo.data.sources.records import Fields, field_of, text_of
 
@@ -38,10 +37,11 @@ def read_documents(
     """The documents of all matching files, sorted by path; a file's suffix names its format.
 
     `pattern` is a glob, several separated by commas, or a list of globs; `~` and `**` work.
-    `.jsonl`, `.csv` (its first line names the columns) and `.parquet`: one document per line or
-    row, its text in `field` and, if `label` is given, its label in that field; `.array_record` and
-    `.arrayrecord`: one document per record; any other file is one document. `.gz` and `.zst` may
-    follow `.jsonl`, `.csv` and the suffixes of text. All text is UTF-8.
+    `.jsonl`, `.json` (an array), `.csv` (its first line names the columns) and `.parquet`: one
+    document per line, element or row, its text in `field` and, if `label` is given, its label in
+    that field; `.array_record` and `.arrayrecord`: one document per record; any other file is one
+    document. `.gz` and `.zst` may follow `.jsonl`, `.json`, `.csv` and the suffixes of text. All
+    text is UTF-8.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
@@ -69,18 +69,22 @@ def read_documents(
     return documents
 
 
-def read_json_lines(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, location, record) of each line of the matching `.jsonl` files.
+def read_records(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, location, record) of each record of the matching files with fields.
+
+    Those are JSON lines, JSON arrays, CSV and Parquet.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_documents`, or a file has another suffix.
+        FileNotFoundError, ImportError, ValueError: as `read_documents`, or a file has no fields.
     """
     records = []
     for one in pattern.split(","):
         for path, name in files_matching(one.strip(), "data").items():
-            if format_of(str(path)) is not FORMATS[".jsonl"]:
-                raise ValueError(f"{path} is no .jsonl file: prompts and chats are read from those")
-            for number, where, record in read_jsonl(whole_file(path, name)):
+            format = format_of(str(path))
+            if not format.fields:
+                known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
+                raise ValueError(f"{path} has no fields: rows are read from {known} files")
+            for number, where, record in format.read(whole_file(path, name), None, None):
                 records.append((f"{name}:{number}", where, record))
     return records
 

@@ -6,10 +6,9 @@ neighbouring documents of a corpus.
 
 import copy
 import itertools
-import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,64 +17,34 @@ from jaxtyping import Float32, Int64
 from zoo.data import completions, text
 from zoo.data.chats import ChatTemplate, Message, Part
 from zoo.data.corpus import Corpus
-from zoo.data.documents import Document, read_json_lines
+from zoo.data.documents import Document
 from zoo.data.packing import Piece
 from zoo.data.plans import HostBatch, Row
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.tokenizer import Tokenizer, reading
 
 logger = logging.getLogger(__name__)
 
 SIDES = ("chosen", "rejected")
 
 
-def read_preferences(
-    pattern: str, make_template: Callable[[], ChatTemplate], *, prompt: str = "prompt"
-) -> tuple[list[Document], bool]:
-    """The pairs in the matching `.jsonl` files, and whether they are chats.
-
-    A line has a prompt, `chosen` and `rejected`: texts; or lists of messages, which the template
-    renders. Without a list of messages as the prompt, the sides are whole conversations, or without
-    a prompt whole texts, whose common beginning is the prompt. A side is one answer.
+def of_texts(record: dict[str, Any], template: None) -> list[list[Part]]:
+    """Both examples of a pair of texts; without a prompt it is the words they both begin with.
 
     Raises:
-        ValueError: a line with a field that is missing or of another type, an empty side, equal
-            sides, or no common beginning; or texts and chats in one data set.
+        ValueError: a side that is empty or no text, equal sides, or no common beginning.
     """
-    documents, are_chats, template = [], None, None
-    for name, where, record in read_json_lines(pattern):
-        try:
-            is_chat = isinstance(record.get("chosen"), list)
-            if are_chats is not None and is_chat != are_chats:
-                kinds = "messages", "texts"
-                raise ValueError(
-                    f"its sides are {kinds[not is_chat]}, and those of the lines before it are "
-                    f"{kinds[is_chat]}: give one kind"
-                )
-            are_chats = is_chat
-            if is_chat:
-                template = template or make_template()
-            examples = _chats(record, prompt, template) if template else _texts(record, prompt)
-            documents.append(Document(name, json.dumps(examples)))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    if not documents:
-        raise ValueError(f"{pattern!r} has no lines")
-    return documents, bool(are_chats)
-
-
-def _texts(record: dict[str, Any], field: str) -> list[list[Part]]:
     sides = [completions.text_of(record, side) for side in SIDES]
     _check_sides(*sides)
-    if field in record:
-        prompt = completions.text_of(record, field)
+    if "prompt" in record:
+        prompt = completions.text_of(record, "prompt")
     else:
         prompt = _common_words(*sides)
         if not prompt:
             raise ValueError(
-                f"no field {field!r}, and chosen and rejected have no common beginning that would "
-                f"be the prompt: give it in {field!r}"
+                "no field 'prompt', and chosen and rejected have no common beginning that would "
+                "be the prompt: give it in 'prompt'"
             )
         sides = [side[len(prompt) :] for side in sides]
         _check_sides(*sides)
@@ -97,48 +66,44 @@ def _count_same(one: Sequence[Any], other: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _chats(record: dict[str, Any], field: str, template: ChatTemplate) -> list[list[Part]]:
+def of_messages(record: dict[str, Any], template: ChatTemplate) -> list[list[Part]]:
+    """Both examples of a pair of messages, each with one answer of the assistant.
+
+    Without a list of messages as the prompt, the sides are whole conversations, whose common
+    beginning is the prompt.
+
+    Raises:
+        ValueError: as `of_texts`, of messages.
+    """
     sides = [completions.messages_of(record, side) for side in SIDES]
     _check_sides(*sides)
-    prompt = record.get(field)
-    if isinstance(prompt, list):
-        prompt = completions.messages_of(record, field)
+    if isinstance(record.get("prompt"), list):
+        prompt = completions.messages_of(record, "prompt")
     else:
         count = _count_same(*sides)
         prompt, sides = sides[0][:count], [side[count:] for side in sides]
-        _check_prompt(record, field, prompt)
-    for name, side in zip(SIDES, sides, strict=True):
-        if [message["role"] for message in side] != ["assistant"]:
-            raise ValueError(
-                f"{name!r} has {len(side)} messages after the prompt, of the roles "
-                f"{[message['role'] for message in side]}: give one answer of the assistant"
-            )
+        _check_prompt(record, prompt)
+    tools = completions.tools_of(record)
+    examples = [
+        completions.answer_parts(prompt, side, template, tools, name)
+        for name, side in zip(SIDES, sides, strict=True)
+    ]
     _check_sides(*(side[0].get("content") for side in sides))
-    return [_answer([*prompt, *side], prompt, template) for side in sides]
+    return examples
 
 
-def _check_prompt(record: dict[str, Any], field: str, prompt: list[Message]) -> None:
+def _check_prompt(record: dict[str, Any], prompt: list[Message]) -> None:
     """Refuse conversations without a common beginning, or another than the prompt that is given."""
     if not prompt:
         raise ValueError(
-            f"no list of messages in {field!r}, and chosen and rejected have no common beginning"
+            "no list of messages in 'prompt', and chosen and rejected have no common beginning"
         )
-    given = record.get(field)
+    given = record.get("prompt")
     if given is not None and given != prompt[-1].get("content"):
         raise ValueError(
-            f"{field!r} is {given!r:.80}, and the common beginning of chosen and rejected ends in "
+            f"'prompt' is {given!r:.80}, and the common beginning of chosen and rejected ends in "
             f"{prompt[-1].get('content')!r:.80}: the prompt must be their common beginning"
         )
-
-
-def _answer(messages: list[Message], prompt: list[Message], template: ChatTemplate) -> list[Part]:
-    """The parts of a conversation, of which the answer to the prompt counts."""
-    parts, begin, counted = completions.parts_of(messages, template)[-1], 0, []
-    given = len(template(prompt, add_generation_prompt=False))
-    for part, counts in parts:
-        counted.append((part, counts and begin >= given))
-        begin += len(part)
-    return counted
 
 
 def _check_sides(chosen: Any, rejected: Any) -> None:
@@ -267,10 +232,11 @@ def make_pairs(
 ) -> text.Text:
     """The plans of the pairs to train on and of those held out, by `tokenize` of completions."""
     parts = text.split(config, documents)
+    reader = reading(tokenizer, config.reading)
     ends = begin_id(tokenizer), end_id(tokenizer)
     train, held_out = (
         PairPlan(
-            tokenize(part, tokenizer),
+            tokenize(part, reader),
             ends,
             config.buckets,
             config.batch_size,

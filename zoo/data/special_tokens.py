@@ -5,9 +5,10 @@ where that one lists no added tokens, and for further ends of text from `generat
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,6 +16,10 @@ BEGINS = ("<|begin_of_text|>", "<bos>", "<s>")
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
 # In order of preference: the separator precedes each document, so begin tokens come first.
 SEPARATORS = BEGINS + ENDS
+
+# Noncharacters, which no text has: one after a name that is text wherever it stands, and one before
+# the names that a variant of a tokenizer has for no text.
+AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
 
 SPECIAL_TOKENS_MAP_NAME = "special_tokens_map.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -101,6 +106,89 @@ def begin_id(tokenizer: Any) -> int | None:
 def end_id(tokenizer: Any) -> int:
     """The id that ends a tokenizer's texts; a tokenizer that does not say has a separator."""
     return next(iter(getattr(tokenizer, "eos_ids", ())), tokenizer.separator_id)
+
+
+def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
+    """The number of special tokens, or of their names that are plain text, in words."""
+    if not count:
+        return ""
+    if parsed:
+        return f"{count:,} special tokens parsed"
+    return (
+        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
+        "makes tokens of them"
+    )
+
+
+def unframed(tokenizer: Any, ids: Any) -> slice:
+    """The part of a text's ids between its begin and its end, which rows have of their own."""
+    first = int(len(ids) > 0 and ids[0] == begin_id(tokenizer))
+    return slice(first, len(ids) - int(len(ids) > first and ids[-1] == end_id(tokenizer)))
+
+
+def begun(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids of a text after the one that texts begin with, unless that is there already."""
+    begin = begin_id(tokenizer)
+    return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
+
+
+def mark(tokenizer: HFTokenizer, ids: Collection[int]) -> None:
+    """Mark tokens as special ones, as transformers does: files may name some that are not."""
+    added = tokenizer.get_added_tokens_decoder()
+    for id in sorted(ids):
+        token = added.get(id) or AddedToken(tokenizer.id_to_token(id) or "", normalized=False)
+        if token.content and not token.special:
+            tokenizer.add_special_tokens([token])
+
+
+def unknown_id(tokenizer: HFTokenizer) -> int | None:
+    """The id of text that a tokenizer does not know."""
+    model = json.loads(tokenizer.to_str())["model"]
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else tokenizer.token_to_id(token)
+
+
+def variant(tokenizer: HFTokenizer, inside: bool, hidden: Collection[int]) -> HFTokenizer:
+    """A copy of a tokenizer without its post-processor, which leaves blanks out of some spans.
+
+    It puts no blank before a text if that is `inside` of another, and gives the `hidden` ids to no
+    text: models of some kinds have special tokens among their pieces.
+    """
+    content = json.loads(tokenizer.to_str())
+    content["post_processor"] = None
+    if inside:
+        content = _without_prefixes(content)
+    model, names = content["model"], {tokenizer.id_to_token(id) for id in hidden}
+    rename = lambda name: HIDDEN + name if name in names else name  # noqa: E731
+    for token in content["added_tokens"]:
+        token["content"] = rename(token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {rename(name): id for name, id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[rename(name), score] for name, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = rename(model["unk_token"])
+    if names and "merges" in model:
+        model["merges"] = [m for m in model["merges"] if names.isdisjoint([*m, "".join(m)])]
+    return HFTokenizer.from_str(json.dumps(content))
+
+
+def _without_prefixes(part: Any) -> Any:
+    """A part of a tokenizer's file whose steps put no blank before a text."""
+    if isinstance(part, list):
+        return [_without_prefixes(x) for x in part if not _is_prefix(x)]
+    if not isinstance(part, dict):
+        return part
+    part = {name: None if _is_prefix(x) else _without_prefixes(x) for name, x in part.items()}
+    if part.get("type") == "Metaspace":
+        part["prepend_scheme"] = "never"
+    if part.get("type") == "ByteLevel":
+        part["add_prefix_space"] = False
+    return part
+
+
+def _is_prefix(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "Prepend"
 
 
 def with_ends_of(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:

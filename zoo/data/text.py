@@ -1,10 +1,12 @@
 """Text for language models: from files to a tokenizer and the plans of both parts of a corpus."""
 
+import dataclasses
 import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,9 +36,16 @@ from zoo.data.prepared.choice import (
 )
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
 from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
-from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.special_tokens import begin_id, described, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
-from zoo.data.tokenizer import Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import (
+    BPETokenizer,
+    Reading,
+    Tokenizer,
+    get_tokenizer,
+    load_tokenizer,
+    reading,
+)
 from zoo.data.trained import save_trained
 
 logger = logging.getLogger(__name__)
@@ -72,6 +81,10 @@ class Source:
     its beginning, or its pieces."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
+    special_tokens: Reading | None = may_differ(None)
+    """Reading of special tokens' names in the text, such as <|im_end|>: parse, as those tokens; or
+    text, as plain characters. If not given, parse for prompts, completions and pairs of texts, and
+    text for documents and for the messages of chats."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
     """Folder that keeps tokenized corpora, and copies of those at addresses."""
 
@@ -80,6 +93,11 @@ class Source:
         require(0 < self.held_out < 1, f"data.held_out={self.held_out}: must lie between 0 and 1")
         if self.cache is not None:
             local_path(self.cache, "data.cache")
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names in documents."""
+        return self.special_tokens or "text"
 
     @property
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
@@ -107,7 +125,8 @@ class Text:
     """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
 
     `classes` names the labels 0, 1, … of labelled rows. Text that is `prepared` has a sample of its
-    held-out documents only.
+    held-out documents only. `special_tokens` says how many of them the text has, and how their
+    names are read.
     """
 
     tokenizer: Tokenizer
@@ -116,6 +135,7 @@ class Text:
     held_out_documents: Sequence[Document]
     classes: tuple[str, ...] = ()
     prepared: Prepared | None = None
+    special_tokens: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -201,7 +221,8 @@ def read_text(
         else:
             get_tokenizer(config.tokenizer).save(folder)
 
-    return make_text(config, parts, load_tokenizer(tokenizer_folder(make)), seed=seed, label=label)
+    tokenizer = load_tokenizer(tokenizer_folder(make))
+    return make_text(config, parts, tokenizer, seed=seed, label=label)
 
 
 def find_prepared(
@@ -235,7 +256,8 @@ def find_prepared(
         return prepared
     if in_memory:
         return None
-    wanted = Wanted(config.files, config.field, config.held_out, tokenizer, vocab_size)
+    spec = (config.files, config.field, config.held_out, tokenizer, vocab_size)
+    wanted = Wanted(*spec, config.reading)
     return None if for_memory(wanted, config.cache) else prepared_by_itself(wanted, config.cache)
 
 
@@ -250,7 +272,9 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
         return PreparedBucketPlan(part, *bucketed, cache=config.cache)
 
     train, held_out = plan(prepared.train), plan(prepared.held_out)
-    return Text(tokenizer, train, held_out, Sample(prepared.held_out, tokenizer), (), prepared)
+    found = described(prepared.manifest.special_tokens, prepared.reading == "parse")
+    sample = Sample(prepared.held_out, tokenizer)
+    return Text(tokenizer, train, held_out, sample, (), prepared, found)
 
 
 def check_label(config: Source, label: str | None) -> None:
@@ -312,22 +336,53 @@ def make_text(
     *,
     seed: int,
     label: str | None = None,
-    tokenize: Callable[..., Corpus] = tokenize,
+    tokenize_rows: Callable[..., Corpus] | None = None,
 ) -> Text:
     """The plans of the documents to train on and of those held out.
 
-    `tokenize(documents, tokenizer, cache_folder)` makes the corpus of each part.
+    `tokenize_rows(documents, tokenizer, cache_folder)` makes the corpus of each part where the
+    documents are no plain text.
     """
     train, held_out = parts
     classes = sorted({document.label for document in train if document.label is not None})
     if label is not None:
         _check_classes(classes, held_out, label)
-    corpora = [tokenize(documents, tokenizer, config.cache) for documents in parts]
+    reader = reading(tokenizer, config.reading)
+    make_corpus = tokenize_rows or tokenize
+    corpora = [make_corpus(documents, reader, config.cache) for documents in parts]
     plans = [
         _plan(config, documents, corpus, tokenizer, seed, classes)
         for documents, corpus in zip(parts, corpora, strict=True)
     ]
-    return Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
+    data = Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
+    if tokenize_rows is not None:
+        return data
+    texts = (document.text for documents in parts for document in documents)
+    return describe_special_tokens(data, config.reading, texts)
+
+
+def describe_special_tokens(
+    data: Text, reading: Reading, texts: Iterable[str], behind: str = ""
+) -> Text:
+    """The same text, which says how many special tokens it has, or names of them as characters.
+
+    Those are the names in `texts` with `behind` after them.
+    """
+    tokenizer = data.tokenizer
+    if not isinstance(tokenizer, BPETokenizer):
+        return data
+    if reading == "parse":
+        ids, plans = list(tokenizer.special_ids), (data.train, data.held_out)
+        count = sum(int(np.isin(_tokens(plan), ids).sum()) for plan in plans)
+    else:
+        pattern = re.compile(f"(?:{tokenizer.names.pattern}){behind}")
+        count = sum(1 for one in texts for _ in pattern.finditer(one))
+    return dataclasses.replace(data, special_tokens=described(count, reading == "parse"))
+
+
+def _tokens(plan: TokenPlan) -> np.ndarray:
+    assert isinstance(plan.corpus, Corpus)
+    return plan.corpus.tokens
 
 
 def _check_classes(classes: list[str], held_out: list[Document], label: str) -> None:

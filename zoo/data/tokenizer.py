@@ -2,11 +2,13 @@
 
 # ruff: noqa: D102 (`Tokenizer` documents the methods of all tokenizers)
 
-import contextlib
+import copy
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -16,12 +18,16 @@ from tokenizers import Tokenizer as HFTokenizer
 from zoo.base.files import local_path
 from zoo.data import special_tokens
 from zoo.data.special_tokens import (
+    AS_TEXT,
     END_OF_TEXT,
     GENERATION_CONFIG_NAME,
     SPECIAL_TOKENS_MAP_NAME,
 )
 
 Ids = Int32[np.ndarray, "length"]
+Spans = Int32[np.ndarray, "length 2"]
+Reading = Literal["parse", "text"]
+"""Whether the name of a special token in a text is that token, or plain characters."""
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
@@ -60,7 +66,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, without a separator; a special token's name in it is ordinary text."""
+        """Ids of a text, without a separator; a special token's name in it is ordinary text.
+
+        Unless the tokenizer says otherwise, as one of `reading` does.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -133,12 +142,14 @@ class BPETokenizer:
     `config` is the content of a `tokenizer_config.json`, and `files` has those beside it, such as
     chat templates, by name; they are saved too. `separator` is one token that begins documents and
     ends them, in place of those that `config` names. Truncation and padding are switched off,
-    whatever the file says: no document is cut.
+    whatever the file says: no document is cut. Tokens that the files name as special ones are so.
 
     Raises:
         ValueError: `separator`, or the token that `config` names, is no token; or there is neither,
             and no token is one of `SEPARATORS`.
     """
+
+    special_tokens: Reading = "text"
 
     def __init__(
         self,
@@ -158,6 +169,7 @@ class BPETokenizer:
         found = special_tokens.find_special_tokens(tokenizer, self.tokens, self.files)
         self.separator_id, self.bos_id, self.begin_id = found[:3]
         self.eos_ids, self.pad_id, self.special_ids = found[3:]
+        special_tokens.mark(tokenizer, self.special_ids)
         self.tokenizer = tokenizer
         self.config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if separator is not None or not config.keys() & {"bos_token", "eos_token", "cls_token"}:
@@ -165,6 +177,7 @@ class BPETokenizer:
         self.config |= config
         # Ids may have gaps, so that the number of tokens would be too small.
         self.vocab_size: int = max(vocabulary.values()) + 1
+        self._variants: dict[tuple[bool, bool], HFTokenizer] = {}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -197,36 +210,83 @@ class BPETokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text. No other thread may encode in another reading at the same time."""
+        self.tokenizer.encode_special_tokens = self.special_tokens == "text"
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        if self.special_tokens == "parse":
+            return found
+        return [
+            self.encode_spans(text)[0] if self._has_special(ids) else ids
+            for text, ids in zip(texts, found, strict=True)
+        ]
 
-    def encode_special(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of texts such as chat templates write: a special token's name is that token.
+    def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
+        """Ids of a text, and the characters [start, stop) of each.
 
-        No other thread may encode at the same time.
+        A name that `AS_TEXT` follows is plain characters in either reading. A text that goes on
+        `inside` of another has no blank put before it, as Metaspace tokenizers put one.
         """
-        with self._special_names():
-            return self.encode_batch(texts)
+        if AS_TEXT not in text:
+            return self._encode(text, 0, len(text), self.special_tokens, inside)
+        parts, begin = [], 0
+        marked = self._marked.finditer(text)
+        for start, stop, end in [*(m.span(1) + m.span()[1:] for m in marked), (len(text),) * 3]:
+            parts.append(self._encode(text, begin, start, self.special_tokens, inside or begin > 0))
+            parts.append(self._encode(text, start, stop, "text", inside or start > 0))
+            begin = end
+        return _joined(parts)
 
-    def encode_spans(self, text: str) -> tuple[Ids, Int32[np.ndarray, "length 2"]]:
-        """As `encode_special`, with the characters [start, stop) of each id."""
-        processor = self.tokenizer.post_processor
-        self.tokenizer.post_processor = None  # some leave blanks out of the spans
-        try:
-            with self._special_names():
-                encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            self.tokenizer.post_processor = processor
-        spans = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
-        return np.asarray(encoding.ids, np.int32), spans
+    def _encode(
+        self, text: str, start: int, stop: int, reading: Reading, inside: bool
+    ) -> tuple[Ids, Spans]:
+        """Ids and spans of the characters [start, stop) of a text."""
+        name = self.names.search(text, start, stop) if inside and reading == "parse" else None
+        if name is not None:  # what follows it begins anew
+            parts = [
+                self._encode(text, start, name.start(), "text", True),
+                self._encode(text, name.start(), stop, "parse", False),
+            ]
+            return _joined(parts)
+        for hidden in (False, True):
+            tokenizer = self._variant(inside, hidden)
+            tokenizer.encode_special_tokens = reading == "text"
+            encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
+            ids = np.asarray(encoding.ids, np.int32)
+            if reading == "parse" or not self._has_special(ids):
+                break
+        return ids, start + np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
 
-    @contextlib.contextmanager
-    def _special_names(self) -> Iterator[None]:
-        self.tokenizer.encode_special_tokens = False
-        try:
-            yield
-        finally:
-            self.tokenizer.encode_special_tokens = True
+    def _variant(self, inside: bool, hidden: bool) -> HFTokenizer:
+        """The tokenizer for texts `inside` of others, whose special tokens are `hidden` or not."""
+        if (inside, hidden) not in self._variants:
+            ids = self.special_ids if hidden else ()
+            self._variants[inside, hidden] = special_tokens.variant(self.tokenizer, inside, ids)
+        return self._variants[inside, hidden]
+
+    def _has_special(self, ids: Ids) -> bool:
+        """Whether special tokens are among the ids, other than that of unknown text."""
+        return bool(self._is_special[ids].any()) and any(
+            i in self.special_ids and i != self._unknown_id for i in ids.tolist()
+        )
+
+    @functools.cached_property
+    def _is_special(self) -> np.ndarray:
+        return np.isin(np.arange(self.vocab_size), list(self.special_ids))
+
+    @functools.cached_property
+    def _unknown_id(self) -> int | None:
+        return special_tokens.unknown_id(self.tokenizer)
+
+    @functools.cached_property
+    def names(self) -> re.Pattern[str]:
+        """A pattern of the names of the special tokens."""
+        names = filter(None, map(self.tokenizer.id_to_token, self.special_ids))
+        return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)))
+
+    @functools.cached_property
+    def _marked(self) -> re.Pattern[str]:
+        return re.compile(f"({self.names.pattern}|){AS_TEXT}")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -239,6 +299,11 @@ class BPETokenizer:
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    ids, spans = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(spans)
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
@@ -285,6 +350,24 @@ def _read_beside(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         if path.is_file()
     }
     return config, special_tokens.with_ends_of(files, model)
+
+
+def reading(tokenizer: Tokenizer, special_tokens: Reading) -> Tokenizer:
+    """The same tokenizer, with a reading of special tokens' names where it knows names."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return tokenizer
+    other = copy.copy(tokenizer)
+    other.special_tokens = special_tokens
+    return other
+
+
+def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray) -> int:
+    """The number of special tokens in a text's ids, or of names in it, as the tokenizer reads."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return 0
+    if tokenizer.special_tokens == "parse":
+        return int(np.isin(ids, list(tokenizer.special_ids)).sum())
+    return sum(1 for _ in tokenizer.names.finditer(text))
 
 
 def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:

@@ -8,22 +8,23 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from zoo.data.chats import ChatTemplate, Message
-from zoo.data.special_tokens import begin_id
-from zoo.data.tokenizer import TextStream, Tokenizer
+from zoo.data.special_tokens import begun
+from zoo.data.tokenizer import Reading, TextStream, Tokenizer, reading
 from zoo.decoding import sampling
 from zoo.publishing.token_ids import tokenizer_eos_ids
 
 logger = logging.getLogger(__name__)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: Reading = "parse") -> list[int]:
     """The tokens of a text to continue, after the one that the tokenizer's texts begin with.
+
+    `special_tokens` is the reading of their names in the text.
 
     Raises:
         ValueError: there is no token at all.
     """
-    begin = begin_id(tokenizer)
-    ids = [*([] if begin is None else [begin]), *tokenizer.encode(text).tolist()]
+    ids = begun(tokenizer, reading(tokenizer, special_tokens).encode(text).tolist())
     if not ids:
         raise ValueError(
             "the prompt is empty, and this model's tokenizer has no token that texts begin with: "
@@ -94,8 +95,7 @@ def have_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int | None:
     """The id of the special token of that name; None if there is none."""
-    encode = getattr(tokenizer, "encode_special", None)
-    ids = [] if encode is None else encode([name])[0].tolist()
+    ids = reading(tokenizer, "parse").encode(name).tolist()
     return ids[0] if len(ids) == 1 and ids[0] in getattr(tokenizer, "special_ids", ()) else None
 
 
@@ -164,8 +164,10 @@ class Chat:
         ValueError: the tokenizer has no template, or it is no Jinja.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        self.template = ChatTemplate(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, system: str | None = None, special_tokens: Reading = "text"
+    ):
+        self.template = ChatTemplate(tokenizer, special_tokens=special_tokens)
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})

@@ -122,6 +122,9 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
         f"{data.held_out.corpus.num_tokens:,} held out; an epoch is "
         f"{data.train.batches_per_epoch:,} batches, {data.train.padding_waste:.1%} padding"
     )
+    for found in [one.special_tokens for one in getattr(data, "sources", {"": data}).values()]:
+        if found:
+            run.say(found)
     if data.prepared is not None:
         run.say(
             f"they are those of {data.prepared.folder}, in {data.tokenizer.vocab_size:,} ids of "

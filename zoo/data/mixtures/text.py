@@ -189,9 +189,10 @@ def _of_source(name: str) -> Iterator[None]:
 
 def _read(config: text.Config, spec: SourceSpec, prepared: Mapping[str, Prepared]) -> Parts | None:
     """The documents of a source for memory, to train on and held out; None: it is too large."""
-    given = [f"{corpus.folder}/{TOKENIZER}" for corpus in prepared.values()]
-    tokenizer, *_ = [*given, config.tokenizer]
-    wanted = Wanted(spec.files, config.field, config.held_out, tokenizer, config.vocab_size)
+    own = [f"{corpus.folder}/{TOKENIZER}" for corpus in prepared.values()]
+    tokenizer, *_ = [*own, config.tokenizer]
+    given = (spec.files, config.field, config.held_out, tokenizer, config.vocab_size)
+    wanted = Wanted(*given, config.reading)
     with _of_source(spec.name):
         if config.documents == "files" and not is_for_memory(wanted, config.cache):
             return None

@@ -31,18 +31,19 @@ def check_tokenizer(
 def check_named(prepared: Prepared, config: Any, default: Any) -> None:
     """Raise a ValueError unless the fields of a configuration name what was prepared.
 
-    They are the tokenizer, vocab_size, field and held_out, where it has them with another value
-    than `default`.
+    They are the tokenizer, vocab_size, field, held_out and special_tokens, where it has them with
+    another value than `default`.
     """
     named = {
         name: value
-        for name in ("tokenizer", "vocab_size", "field", "held_out")
+        for name in ("tokenizer", "vocab_size", "field", "held_out", "special_tokens")
         if (value := getattr(config, name, None)) != getattr(default, name, None)
     }
     if (spec := named.get("tokenizer")) is not None:
         _check_spec(prepared, spec)
     given = {**prepared.manifest.options, "vocab_size": prepared.tokenizer.vocab_size}
-    for name in ("vocab_size", "field", "held_out"):
+    given["special_tokens"] = prepared.reading
+    for name in ("vocab_size", "field", "held_out", "special_tokens"):
         if named.get(name) not in (None, given.get(name), prepared.manifest.options.get(name)):
             raise ValueError(
                 f"data.{name}={named[name]!r}: {prepared.folder} was prepared with {given[name]!r}"

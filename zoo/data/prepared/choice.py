@@ -17,7 +17,7 @@ from zoo.data.prepared.format import (
 )
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.prepared.prepare import prepare
-from zoo.data.tokenizer import Tokenizer, get_tokenizer
+from zoo.data.tokenizer import Reading, Tokenizer, get_tokenizer
 
 IN_MEMORY = 32 * 2**20  # bytes of files
 BY_ITSELF = 4 * 2**30
@@ -32,6 +32,7 @@ class Wanted(NamedTuple):
     held_out: float
     tokenizer: str | Tokenizer
     vocab_size: int = 0  # of "bpe"
+    special_tokens: Reading = "text"
 
 
 def prepared_folder(files: str) -> Location | None:
@@ -131,7 +132,8 @@ def _target(wanted: Wanted, found: Files, cache: Path, temporary: Path) -> tuple
         spec = str(temporary)
     known = "bpe" if spec == "bpe" else tokenizer_digest(temporary)
     size = wanted.vocab_size if spec == "bpe" else 0
-    key = json.dumps([found, wanted.field, wanted.held_out, known, size])
+    read = [wanted.special_tokens] * (wanted.special_tokens != "text")
+    key = json.dumps([found, wanted.field, wanted.held_out, known, size, *read])
     return spec, cache / "prepared" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
@@ -146,6 +148,7 @@ def _prepared(wanted: Wanted, contents: Files, cache: Path) -> Prepared:
                 vocab_size=wanted.vocab_size,
                 field=wanted.field,
                 held_out=wanted.held_out,
+                special_tokens=wanted.special_tokens,
                 show=True,
             )
     return open_prepared(folder)
@@ -164,4 +167,6 @@ def _command(wanted: Wanted) -> str:
         words.append("--tokenizer MODEL/tokenizer.json")
     if wanted.tokenizer == "bpe":
         words.append(f"--vocab-size {wanted.vocab_size}")
+    if wanted.special_tokens != "text":
+        words.append(f"--special-tokens {wanted.special_tokens}")
     return " ".join([*words, "--out FOLDER"])

@@ -5,6 +5,8 @@ import tyro
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import Manifest
 from zoo.data.prepared.prepare import prepare
+from zoo.data.special_tokens import described
+from zoo.data.tokenizer import Reading
 
 
 def main(
@@ -15,6 +17,7 @@ def main(
     vocab_size: int = 2048,
     field: str = "text",
     held_out: float = 0.05,
+    special_tokens: Reading = "text",
     workers: int | None = None,
     shard_megabytes: float = 64.0,
     engine: Engine = "processes",
@@ -32,6 +35,8 @@ def main(
         vocab_size: Number of ids that bpe trains.
         field: Field of a JSON line, or column, that holds the text.
         held_out: Share of the documents kept from training, to evaluate on.
+        special_tokens: Reading of special tokens' names in the text, such as <|im_end|>: parse, as
+            those tokens; or text, as plain characters.
         workers: Processes side by side; by default one per core.
         shard_megabytes: Size of the text of a shard.
         engine: Processes of this machine, or tasks of Ray (RAY_ADDRESS names a cluster).
@@ -43,6 +48,7 @@ def main(
         vocab_size=vocab_size,
         field=field,
         held_out=held_out,
+        special_tokens=special_tokens,
         shard_megabytes=shard_megabytes,
         workers=workers,
         engine=engine,
@@ -66,5 +72,8 @@ def summary(manifest: Manifest, out: str) -> str:
             f"             {manifest.empty:,} documents without a token, the first of them "
             f"{manifest.first_empty}"
         )
+    parsed = manifest.options.get("special_tokens") == "parse"
+    if found := described(manifest.special_tokens, parsed, "--special-tokens"):
+        lines.append(f"             {found}")
     lines.append(f"to train:    python -m recipes.lm --data {out}")
     return "\n".join(lines)

@@ -101,6 +101,8 @@ class Manifest:
     empty: int = 0
     first_empty: str | None = None
     files: str | None = None
+    special_tokens: int = 0
+    """Special tokens in the text, or names of them, as `options` has them read."""
 
     @functools.cached_property
     def fingerprint(self) -> str:

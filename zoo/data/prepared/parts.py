@@ -30,7 +30,7 @@ from zoo.data.prepared.format import (
 )
 from zoo.data.prepared.hashes import HASH, hash_limit, number_of
 from zoo.data.prepared.shards import Shard, check_size
-from zoo.data.tokenizer import Tokenizer, load_tokenizer
+from zoo.data.tokenizer import Reading, Tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32
 _AHEAD = 128  # records read at a time: a fraction of a block
@@ -260,6 +260,11 @@ class Prepared:
                 [only] = part.hashes(0, 1 << 128)
                 ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
         return ends[0], ends[1]
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names with which it was prepared."""
+        return self.manifest.options.get("special_tokens", "text")
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:

@@ -36,7 +36,7 @@ from zoo.data.prepared.tokenizing import Spec, Tokenized, prepare_shard
 from zoo.data.sources.sample import sample_texts
 from zoo.data.sources.splits import Split, plan_splits
 from zoo.data.special_tokens import begin_id
-from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def prepare(
     vocab_size: int = 2048,
     field: str = "text",
     held_out: float = 0.05,
+    special_tokens: Reading = "text",
     shard_megabytes: float = 64.0,
     workers: int | None = None,
     engine: Engine = "processes",
@@ -60,7 +61,8 @@ def prepare(
 
     `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
     which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
-    first stays, and a document is held out if its hash says so. The result does not depend on the
+    first stays, and a document is held out if its hash says so. `special_tokens` is the reading of
+    their names in the text. The result does not depend on the
     `workers` (default: one per core) nor on kills; a process that comes while another one prepares
     the same folder waits for it. A file is known by its name, its size and its `Piece.version`: an
     unfinished corpus takes up changed ones, and a finished one of other files is refused. `show`
@@ -92,6 +94,8 @@ def prepare(
         "held_out": held_out,
         "shard_megabytes": float(shard_megabytes),
     }
+    if special_tokens != "text":
+        options["special_tokens"] = special_tokens
     state = hashlib.sha256(" ".join(split.version for split in splits).encode()).hexdigest()
     files.make_folder(local, "out")
     with _locked(local):
@@ -136,7 +140,7 @@ def _passes(
     tokenizer, digest = load_tokenizer(out / TOKENIZER), tokenizer_digest(out / TOKENIZER)
     dtype = dtype_of(tokenizer.vocab_size)
     frame = 1 if begin_id(tokenizer) is None else 2
-    spec = Spec(digest, options["field"])
+    spec = Spec(digest, options["field"], options.get("special_tokens", "text"))
     with Bar(sum(s.num_bytes for s in splits), lambda: _unfinished(out, dtype), show=show) as bar:
         shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
         work = [(split, number, spec, out) for number, split in enumerate(splits)]
@@ -165,6 +169,7 @@ def _passes(
         shards=tuple(records[number] for number in range(len(shards))),
         duplicates=across + sum(shard.duplicates for shard in shards),
         empty=sum(shard.empty for shard in shards),
+        special_tokens=sum(shard.special_tokens for shard in shards),
         first_empty=next((s.first_empty for s in shards if s.first_empty is not None), None),
     )
 

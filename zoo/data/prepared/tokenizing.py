@@ -26,10 +26,19 @@ from zoo.data.prepared.format import (
 )
 from zoo.data.sources.reading import SourceDocument, read_split
 from zoo.data.sources.splits import Split
-from zoo.data.tokenizer import Tokenizer, load_tokenizer
+from zoo.data.special_tokens import unframed
+from zoo.data.tokenizer import (
+    BPETokenizer,
+    Reading,
+    Tokenizer,
+    count_special,
+    load_tokenizer,
+    reading,
+)
 
 BATCH = 2**20  # characters that are tokenized at a time
 PIECE = 2**22  # of one document
+CONTEXT = 2**10  # around a piece, so that its ends have the tokens that they have in the whole
 DONE = ".json"
 
 
@@ -40,6 +49,7 @@ class Spec:
     tokenizer: str
     """Digest of the files in `tokenizer/`."""
     field: str
+    special_tokens: Reading = "text"
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Tokenized:
     bytes: int
     lowest: str | None
     highest: str | None
+    special_tokens: int = 0
 
 
 def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[int, Tokenized]:
@@ -71,7 +82,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
     """
     if (done := finished(split, number, spec, folder)) is not None:
         return number, done
-    tokenizer = _tokenizer(folder, spec.tokenizer)
+    tokenizer = reading(_tokenizer(folder, spec.tokenizer), spec.special_tokens)
     tokens, runs, records = (_partial(folder, number, kind) for kind in (TOKENS, ".runs", ".raw"))
     with files.named(tokens), open(tokens, "wb") as token_file, open(runs, "wb") as run_file:
         writer = _Writer(split, tokenizer, token_file, run_file)
@@ -90,6 +101,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
         bytes=writer.bytes,
         lowest=lowest,
         highest=highest,
+        special_tokens=writer.special_tokens,
     )
     sums, names = block_sums(tokens), json.dumps(split.names)
     files.replace(work_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
@@ -126,12 +138,14 @@ class _Writer:
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
         self.runs: list[int] = []  # their lengths
-        self.documents = self.tokens = self.bytes = self.empty = 0
+        self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
         self.first_empty: str | None = None
 
     def add(self, batch: list[SourceDocument]) -> None:
         encoded = encode(self._tokenizer, [document.text for document in batch])
-        for (source, record, text), ids in zip(batch, encoded, strict=True):
+        for (source, record, text), whole in zip(batch, encoded, strict=True):
+            ids = whole[unframed(self._tokenizer, whole)]
+            self.special_tokens += count_special(self._tokenizer, text, ids)
             if len(ids) == 0:
                 self.empty += 1
                 self.first_empty = self.first_empty or source_name(self._names[source], record)
@@ -158,7 +172,8 @@ class _Writer:
 def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iterator[np.ndarray]:
     """The ids of each text; one of more than `longest` characters in pieces that end its lines.
 
-    What a tokenizer holds while it works is a hundred times a text's size.
+    What a tokenizer holds while it works is a hundred times a text's size. A piece is tokenized
+    with the text around it, and its ids are cut out.
     """
     if all(len(text) <= longest for text in texts):
         yield from tokenizer.encode_batch(texts)
@@ -169,9 +184,18 @@ def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iter
             end = begin + longest
             if end < len(text):
                 end = text.rfind("\n", begin, end) + 1 or end
-            ids.append(tokenizer.encode(text[begin:end]))
+            ids.append(_encode_piece(tokenizer, text, begin, end))
             begin = end
         yield np.concatenate(ids)
+
+
+def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> np.ndarray:
+    if not isinstance(tokenizer, BPETokenizer):  # bytes
+        return tokenizer.encode(text[begin:end])
+    first = max(0, begin - CONTEXT)
+    ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT])
+    starts = first + spans[:, 0]
+    return ids[(starts >= begin) & ((starts < end) | (end >= len(text)))]
 
 
 def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, str | None]:

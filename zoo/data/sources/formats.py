@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from zoo.base.addresses import is_remote
 from zoo.data.sources.array_records import MODULE, read_array_record
-from zoo.data.sources.lines import read_jsonl, read_text
-from zoo.data.sources.pieces import Piece
-from zoo.data.sources.records import Fields, Record
+from zoo.data.sources.lines import read_json, read_jsonl, read_text
+from zoo.data.sources.records import Record
 from zoo.data.sources.streams import compression_of, extra
 from zoo.data.sources.tables import read_csv, read_parquet
 
@@ -16,8 +15,9 @@ from zoo.data.sources.tables import read_csv, read_parquet
 class Format(NamedTuple):
     """How the files of a suffix are read."""
 
-    read: Callable[[Piece, Fields, int | None], Iterator[Record]]
-    """Reader of a piece: its records, each of at most so many bytes."""
+    read: Callable[..., Iterator[Record]]
+    """Reader of a piece: its records, each of at most so many bytes; of fields, if they are given,
+    those alone."""
     fields: bool
     """Whether records have fields; otherwise each is a text."""
     divisible: bool
@@ -34,6 +34,7 @@ _RECORDS = Format(read_array_record, False, True, False, (MODULE, "array-record"
 FORMATS = {
     ".jsonl": _LINES,
     ".ndjson": _LINES,
+    ".json": Format(read_json, fields=True, divisible=False),
     ".csv": Format(read_csv, fields=True, divisible=False),
     ".parquet": Format(read_parquet, True, True, False, ("pyarrow", "parquet")),
     ".array_record": _RECORDS,

@@ -32,6 +32,26 @@ def read_jsonl(
             yield number, where, record
 
 
+def read_json(
+    piece: Piece, fields: Fields | None = None, limit: int | None = None
+) -> Iterator[Record]:
+    """The objects of the array that a file is, numbered from 0; or as `read_jsonl` of lines."""
+    with opened(piece) as stream:
+        data = stream.read().removeprefix(codecs.BOM_UTF8)
+    if not data.lstrip().startswith(b"["):
+        yield from read_jsonl(piece, fields, limit)
+        return
+    try:
+        records = json.loads(decode(data, piece.path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{piece.path} is not JSON: {error}") from error
+    for number, record in enumerate(records):
+        where = f"{piece.path}, element {number}"
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
+        yield number, where, record
+
+
 def read_text(piece: Piece, fields: Fields, limit: int | None = None) -> Iterator[Record]:
     """A file as one record, whose text is the whole file."""
     with opened(piece) as stream:

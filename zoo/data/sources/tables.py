@@ -55,14 +55,16 @@ def _text_lines(text: io.TextIOWrapper, path: str, limit: int | None) -> Iterato
         yield line
 
 
-def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iterator[Record]:
+def read_parquet(
+    piece: Piece, fields: Fields | None = None, limit: int | None = None
+) -> Iterator[Record]:
     """The rows of the row groups that begin in a piece; of an address their bytes alone are read.
 
-    Of their columns only the named ones are read.
+    Of their columns only the named ones are read, if there are `fields`.
     """
     arrow: Any = extra("pyarrow", "parquet", piece.path)
     parquet: Any = extra("pyarrow.parquet", "parquet", piece.path)
-    columns, row = list(filter(None, fields)), 0
+    columns, row = None if fields is None else list(filter(None, fields)), 0
     with found(piece) as place, contextlib.ExitStack() as stack:
         source = (
             stack.enter_context(place.open("rb", cache_type="none")) if is_remote(place) else place
@@ -71,7 +73,7 @@ def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iter
             # `pre_buffer` would hold a whole row group. This is also the size of requests.
             file = parquet.ParquetFile(source, buffer_size=2**22, pre_buffer=False)
             names = file.schema_arrow.names
-            if missing := set(columns) - set(names):
+            if missing := set(columns or ()) - set(names):
                 raise ValueError(
                     f"{piece.path} has no field {missing.pop()!r}: its fields are {names}"
                 )
@@ -84,7 +86,8 @@ def read_parquet(piece: Piece, fields: Fields, limit: int | None = None) -> Iter
                 for batch in file.iter_batches(64, [group], columns, use_threads=False):
                     for record in _dictionaries(batch, piece.path, row):
                         where = f"{piece.path}, row {row}"
-                        check_length(_length(record[fields.text]), limit, where)
+                        if fields is not None:
+                            check_length(_length(record[fields.text]), limit, where)
                         yield row, where, record
                         row += 1
         except (arrow.ArrowException, OSError) as error:

@@ -15,8 +15,9 @@ from rich.table import Table
 from zoo import sharding
 from zoo.base import files
 from zoo.base.files import local_path
-from zoo.data.documents import read_json_lines
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.data.documents import read_records
+from zoo.data.special_tokens import begun
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer, reading
 from zoo.nn.precision import Precision
 from zoo.planning.report import console
 from zoo.publishing import models
@@ -27,7 +28,6 @@ from zoo.publishing.shelf import find
 from zoo.sharding.placement import on_host
 from zoo.tasks.classification import Predictions, calibration_error, confusion_matrix
 from zoo.tasks.evaluation import command
-from zoo.tasks.evaluation.encoding import begin_ids
 from zoo.tasks.evaluation.forms import Example, Form
 from zoo.tasks.evaluation.metrics import Estimate, bootstrap, macro_f1, share
 from zoo.tasks.evaluation.results import Results
@@ -38,7 +38,7 @@ from zoo.training import losses
 from zoo.training.step import make_eval_step
 
 # The settings that a model with a head has a use for; its classes are those of its training.
-USED = {"kind", "fields", "begin"}
+USED = {"kind", "fields", "begin", "special_tokens"}
 logger = logging.getLogger(__name__)
 
 
@@ -107,7 +107,7 @@ def main(config: command.Config) -> None:
 def read_labelled(
     path: str, classes: Sequence[str], settings: Settings, limit: int | None = None
 ) -> Task:
-    """The texts of a `.jsonl` file, and their labels as classes of a model.
+    """The texts of a file of records, and their labels as classes of a model.
 
     A label is the name of its class, as in training, and never an index.
 
@@ -116,7 +116,7 @@ def read_labelled(
     """
     form = Form("classification", settings.fields)
     examples = []
-    for _, where, record in read_json_lines(path):
+    for _, where, record in read_records(path):
         text, label = (form.field(where, record, role) for role in ("text", "label"))
         if not isinstance(text, str):
             raise ValueError(f"{where}: the text is {text!r:.80}, and has to be a text")
@@ -127,15 +127,17 @@ def read_labelled(
         examples.append(Example(where, text, tuple(classes), classes.index(str(label))))
     if not examples:
         raise ValueError(f"{path} has no lines: a task has an example per line")
-    name = Path(path).name.partition(".jsonl")[0]
+    name = Path(path).name.partition(".")[0]
     return Task(name, "classification", tuple(examples[:limit]), (), settings)
 
 
 def encoded(task: Task, tokenizer: Tokenizer, length: int) -> list[list[int]]:
     """The ids of each text after the begin of text, the first `length` of them."""
-    begin = begin_ids(tokenizer, task.settings.begin)
-    texts = tokenizer.encode_batch([example.context for example in task.examples])
-    rows = [[*begin, *ids.tolist()] for ids in texts]
+    reader = reading(tokenizer, task.settings.special_tokens or "text")
+    texts = reader.encode_batch([example.context for example in task.examples])
+    rows = [ids.tolist() for ids in texts]
+    if task.settings.begin:
+        rows = [begun(tokenizer, ids) for ids in rows]
     for row, example in zip(rows, task.examples, strict=True):
         if not row:
             raise ValueError(f"{example.where}: the text has no token")

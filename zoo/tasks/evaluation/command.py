@@ -45,8 +45,8 @@ class Config:
     model: tyro.conf.Positional[str]
     """Name on the shelf, folder of a model, of adapters or of a run, an address, or a hub id."""
     task: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-    """File of examples (.jsonl), of settings and the name of such a file (.toml), or the name of a
-    task that comes with the zoo; once per task."""
+    """File of examples (.jsonl, .json, .csv, .parquet), of settings and the name of such a file
+    (.toml), or the name of a task that comes with the zoo; once per task."""
     settings: Annotated[Settings, tyro.conf.arg(name="")] = Settings()
     limit: int | None = None
     """Number of first examples of each task to take; all if not given."""

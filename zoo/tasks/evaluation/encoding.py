@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.special_tokens import begin_id, begun, end_id
 from zoo.data.tokenizer import Tokenizer
 from zoo.tasks.evaluation.rows import Pair
 
@@ -19,7 +19,8 @@ def encode_pair(
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     before, whole = tokenizer.encode_batch([stripped, stripped + continuation])
-    return [*begin_ids(tokenizer, begin), *before.tolist()], whole[len(before) :].tolist()
+    ids = before.tolist()
+    return begun(tokenizer, ids) if begin else ids, whole[len(before) :].tolist()
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:
@@ -40,9 +41,3 @@ def windows(text: Sequence[int], prefix: int, length: int) -> list[Pair]:
         stop = min(done + length, size)
         found.append((text[stop - length - 1 : done], text[done:stop]))
     return found
-
-
-def begin_ids(tokenizer: Tokenizer, begin: bool) -> list[int]:
-    """The token that a tokenizer's texts begin with, if it is asked for and there is one."""
-    first = begin_id(tokenizer) if begin else None
-    return [] if first is None else [first]

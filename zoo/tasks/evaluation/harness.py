@@ -19,12 +19,13 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.base import configuration
 from zoo.data.chats import ChatTemplate
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.data.special_tokens import begun
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer, reading
 from zoo.nn.precision import DTypeName
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
 from zoo.publishing.shelf import find
-from zoo.tasks.evaluation.encoding import begin_ids, encode_pair
+from zoo.tasks.evaluation.encoding import encode_pair
 from zoo.tasks.evaluation.scorer import Scorer, precision_of
 
 try:
@@ -89,7 +90,7 @@ class ZooLM(LM):
             raise ValueError("tokenizer: give that of the model, which is no name of one")
         elif dtype is not None:
             raise ValueError(f"dtype={dtype!r}: a model that is given stays as it is; leave it out")
-        self.tokenizer, self._named, self._begin = tokenizer, _Named(tokenizer), begin
+        self.tokenizer, self._named, self._begin = tokenizer, reading(tokenizer, "parse"), begin
         self.scorer = Scorer(
             model, tokenizer, mesh=mesh, max_length=max_length, batch_tokens=batch_tokens
         )
@@ -188,8 +189,7 @@ class ZooLM(LM):
 
     def _begun(self, ids: list[int]) -> list[int]:
         """The ids after the token that texts begin with, which a chat template may have written."""
-        begin = begin_ids(self.tokenizer, self._begin)
-        return ids if ids[: len(begin)] == begin else [*begin, *ids]
+        return begun(self.tokenizer, ids) if self._begin else ids
 
     def _gather(
         self, method: str, requests: Sequence[Any], batches: Iterable[Mapping[int, Any]]
@@ -201,17 +201,6 @@ class ZooLM(LM):
                 self.cache_hook.add_partial(method, requests[at].args, result)
             found |= batch
         return [found[at] for at in range(len(requests))]
-
-
-class _Named:
-    """A tokenizer for which the name of a special token in a text is that token."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self.encode_batch = getattr(tokenizer, "encode_special", tokenizer.encode_batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
 
 def generation(given: Mapping[str, Any]) -> dict[str, Any]:

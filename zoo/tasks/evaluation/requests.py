@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zoo.data.chats import ChatTemplate, Message
-from zoo.data.tokenizer import Tokenizer
-from zoo.tasks.evaluation.encoding import begin_ids, encode_pair, prefix_id, windows
+from zoo.data.completions import encode_parts
+from zoo.data.special_tokens import begun
+from zoo.data.tokenizer import Tokenizer, reading
+from zoo.tasks.evaluation.encoding import encode_pair, prefix_id, windows
 from zoo.tasks.evaluation.forms import Example
 from zoo.tasks.evaluation.rows import Pair
 from zoo.tasks.evaluation.task import Task
@@ -30,7 +32,9 @@ def make_requests(task: Task, tokenizer: Tokenizer, length: int) -> list[Request
         ValueError: a tokenizer without a chat template, where there is to be a chat; an answer
             without a token, or with more than a row has; a text without one.
     """
-    template = ChatTemplate(tokenizer, NOW) if task.settings.chat else None
+    given = task.settings.special_tokens or "parse"
+    template = ChatTemplate(tokenizer, NOW, given) if task.settings.chat else None
+    tokenizer = reading(tokenizer, given)
     asked = _Asked(task, tokenizer, template)
     requests = []
     for index, example in enumerate(task.examples):
@@ -60,19 +64,26 @@ class _Asked:
         if self._template is not None:
             return self._template.encode(self._messages(index)).tolist()
         ids = self._tokenizer.encode(self._text(index)).tolist()
-        return [*begin_ids(self._tokenizer, self._settings.begin), *ids]
+        return begun(self._tokenizer, ids) if self._settings.begin else ids
 
     def choices(self, index: int) -> list[Pair]:
         """The ids of an example's prompt and of each of its choices."""
         choices = self._task.examples[index].choices
         if self._template is not None:  # whose ids a model is given before it answers
-            prompt = self.prompt(index)
-            return [(prompt, self._tokenizer.encode(choice).tolist()) for choice in choices]
+            before = self._template.render(self._messages(index), add_generation_prompt=True)
+            return [self._answer(self._template, before, choice) for choice in choices]
         text, begin, delimiter = self._text(index), self._settings.begin, self._settings.delimiter
         return [
             encode_pair(self._tokenizer, text, delimiter + choice, begin=begin)
             for choice in choices
         ]
+
+    @staticmethod
+    def _answer(template: ChatTemplate, before: str, choice: str) -> Pair:
+        """The ids of a chat and of an answer, as in training."""
+        parts = [(before, False), (template.quoted(choice), True)]
+        ids, counted = encode_parts(template.tokenizer, parts)
+        return ids[~counted].tolist(), ids[counted].tolist()
 
     def _shots(self, index: int) -> list[Example]:
         """The shots of an example: drawn by its number, the same in every run."""

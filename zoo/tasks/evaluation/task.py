@@ -11,7 +11,8 @@ from typing import Any
 from zoo.base import configuration
 from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
-from zoo.data.documents import read_json_lines
+from zoo.data.documents import read_records
+from zoo.data.tokenizer import Reading
 from zoo.tasks.evaluation.built_in import TASKS
 from zoo.tasks.evaluation.forms import Example as Example
 from zoo.tasks.evaluation.forms import Form, Record, kind_of, labels_of, renamed
@@ -45,6 +46,9 @@ class Settings:
     """Write prompts by the chat template of the tokenizer."""
     begin: bool = True
     """Put the token that the tokenizer's texts begin with before each prompt."""
+    special_tokens: Reading | None = None
+    """Reading of special tokens' names in the texts, such as <|im_end|>: parse, as those tokens; or
+    text, as plain characters. If not given, parse, and text for a classifier, as in training."""
     max_new_tokens: int = 128
     """Tokens of a generated answer, at most."""
     stop: tuple[str, ...] | None = None
@@ -93,11 +97,11 @@ class Task:
 def read_task(
     name_or_path: str, settings: Settings | None = None, limit: int | None = None
 ) -> Task:
-    """The task of a name in `built_in.TASKS`, of a `.jsonl` file, or of a `.toml` file.
+    """The task of a name in `built_in.TASKS`, of a file of records, or of a `.toml` file.
 
-    A `.toml` file has fields of `Settings` as keys, and in `data` the `.jsonl` file, from its own
-    folder. A field of `settings` that is not the default comes before it. `limit` is the number of
-    first examples that are taken.
+    A `.toml` file has fields of `Settings` as keys, and in `data` the file of records (see
+    `read_records`), from its own folder. A field of `settings` that is not the default comes before
+    it. `limit` is the number of first examples that are taken.
 
     Raises:
         ValueError: a line of no known form, or one that lacks a part; the message names the file
@@ -135,7 +139,11 @@ def _found(name_or_path: str) -> tuple[str, Mapping[str, Any], Sequence[Record]]
         made = enumerate(TASKS[name_or_path].records(), start=1)
         records = [(f"{name_or_path}, example {number}", record) for number, record in made]
         return name_or_path, TASKS[name_or_path].settings, records
-    name = re.sub(r"(\.jsonl(\.\w+)?|\.toml)$", "", re.split(r"[/\\\\]", name_or_path)[-1])
+    name = re.sub(
+        r"\.(toml|(jsonl|ndjson|json|csv|parquet)(\.\w+)?)$",
+        "",
+        re.split(r"[/\\\\]", name_or_path)[-1],
+    )
     if not name_or_path.endswith(".toml"):
         return name, {}, _lines(name_or_path)
     path = local_path(name_or_path, "task")
@@ -154,7 +162,7 @@ def _found(name_or_path: str) -> tuple[str, Mapping[str, Any], Sequence[Record]]
 
 def _lines(pattern: str) -> list[Record]:
     try:
-        records = [(where, record) for _, where, record in read_json_lines(pattern)]
+        records = [(where, record) for _, where, record in read_records(pattern)]
     except FileNotFoundError as error:
         known = f"; {pattern!r} is no built-in task either: {', '.join(TASKS)}" if TASKS else ""
         raise FileNotFoundError(f"{error}{known}") from error

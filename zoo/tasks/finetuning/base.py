@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base import configuration
+from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.protocols import SequenceModel
@@ -130,6 +131,7 @@ def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     if not given and not (folder / FILE_NAME).is_file():
         raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
     tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
+    tokenizer = with_chat_template(tokenizer, run.config.data.chat_template)
     return load_tokenizer(run.once("tokenizer", tokenizer.save))
 
 

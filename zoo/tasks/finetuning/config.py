@@ -3,11 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from zoo.base.addresses import location
 from zoo.base.configuration import may_differ, require
 from zoo.data import text
+from zoo.data.tokenizer import Reading
 from zoo.nn.attention import Implementation
 from zoo.nn.codes import Kind
 from zoo.nn.remat import Policy
@@ -24,9 +27,10 @@ class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
     format: Literal["text", "completions", "chats", "preferences"] = "text"
-    """text; or JSON lines of prompts with completions, which alone count in the loss; or of chats,
-    by the tokenizer's own template, in which the assistant's answers count; or of preferences, each
-    a prompt, chosen and rejected (texts, or messages of a chat)."""
+    """text; or rows (.jsonl, .json, .csv, .parquet) of prompts with completions, which alone count
+    in the loss; or of chats, by the tokenizer's own template, in which the assistant's answers
+    count; or of preferences, each a prompt, chosen and rejected. The columns show the form: texts
+    or messages, ShareGPT's or Alpaca's."""
     rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
     """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
     and padded to the next of the buckets. If not given, packed, and bucketed for preferences."""
@@ -38,6 +42,14 @@ class Data(text.Source):
     """Field of a chat's messages, each with a role and a content."""
     tokenizer: str = ""
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
+    chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""
+    """File of a chat template (Jinja) in place of the tokenizer's own, saved with the model."""
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names in texts."""
+        parsed = self.format in ("completions", "preferences")
+        return self.special_tokens or ("parse" if parsed else "text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

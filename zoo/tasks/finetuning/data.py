@@ -1,17 +1,18 @@
 """Text to fine-tune on: documents, completions, chats, pairs, and where a sample begins."""
 
+import functools
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from zoo.data import completions, text
+from zoo.data import completions, rows, text
 from zoo.data.chats import ChatTemplate
-from zoo.data.documents import Document, help_topics
-from zoo.data.preferences import make_pairs, read_preferences
+from zoo.data.documents import help_topics
+from zoo.data.preferences import make_pairs
 from zoo.data.prepared.agreement import check_tokenizer
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.special_tokens import AS_TEXT
+from zoo.data.tokenizer import Reading, Tokenizer
 from zoo.runs.run import Run
 from zoo.tasks import begun, language
 from zoo.tasks.finetuning.config import Config, Data
@@ -31,57 +32,58 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
             data = text.prepared_text(config, prepared, seed=run.config.seed)
             language.say_what_there_is(run, data)
             return data
-    documents, tokenize = _documents(run, config, tokenizer, label)
-    if config.format != "text" and len({document.text for document in documents}) < 2:
-        raise ValueError(
-            f"data.files={config.files!r} has one line of {config.format}, or copies of one: give "
-            "two or more that differ, one of which is held out"
-        )
-    if config.format == "preferences":
-        data = make_pairs(config, documents, tokenizer, seed=run.config.seed, tokenize=tokenize)
-        language.say_what_there_is(run, data)
-        return data
-    data = text.make_text(
-        config,
-        text.split(config, documents),
-        tokenizer,
-        seed=run.config.seed,
-        label=label,
-        tokenize=tokenize,
-    )
+    if config.format == "text":
+        documents = text.read_documents_of(config, label) if config.files else help_topics()
+        parts = text.split(config, documents)
+        data = text.make_text(config, parts, tokenizer, seed=run.config.seed, label=label)
+    else:
+        data = _read_rows(run, config.format, tokenizer, label)
     language.say_what_there_is(run, data)
     return data
 
 
-def _documents(
-    run: Run[Config], config: Data, tokenizer: Tokenizer, label: str | None
-) -> tuple[list[Document], Any]:
-    """The documents, and the function that makes a corpus of them."""
-    if config.format != "text" and (label is not None or not config.files):
+def _read_rows(
+    run: Run[Config], format: rows.Format, tokenizer: Tokenizer, label: str | None
+) -> text.Text:
+    """The text of rows, whose form is said."""
+    config, seed = run.config.data, run.config.seed
+    if label is not None or not config.files:
         raise ValueError(
-            f"data.format={config.format!r} takes data.files (now {config.files!r}) and no label "
+            f"data.format={format!r} takes data.files (now {config.files!r}) and no label "
             f"(now {label!r})"
         )
-    if config.format == "completions":
-        fields = {"prompt": config.prompt, "completion": config.completion}
-        return completions.read_completions(config.files, **fields), completions.tokenize_parts
-    if config.format == "preferences":
-        pairs, are_chats = read_preferences(
-            config.files, lambda: _template(run, tokenizer), prompt=config.prompt
+    template = functools.cache(lambda: _template(run, tokenizer))
+    if format == "chats":
+        template()  # a tokenizer without one is refused before any file is read
+    names = {name: getattr(config, name) for name in ("prompt", "completion", "messages")}
+    documents, form = rows.read_rows(config.files, format, template, names)
+    if len({document.text for document in documents}) < 2:
+        raise ValueError(
+            f"data.files={config.files!r} has one line of {format}, or copies of one: give two or "
+            "more that differ, one of which is held out"
         )
-        return pairs, completions.tokenize_chats if are_chats else completions.tokenize_parts
-    if config.format == "chats":
-        template = _template(run, tokenizer)
-        chats = completions.read_chats(config.files, template, field=config.messages)
-        return chats, completions.tokenize_chats
-    documents = text.read_documents_of(config, label) if config.files else help_topics()
-    return documents, text.tokenize
+    run.say(f"{len(documents):,} rows of {format}: {form.described}")
+    reading: Reading
+    if form.is_chat:
+        tokenize, reading = completions.tokenize_chats, config.special_tokens or "text"
+    else:
+        tokenize, reading = completions.tokenize_parts, config.reading
+    if format == "preferences":
+        data = make_pairs(config, documents, tokenizer, seed=seed, tokenize=tokenize)
+    else:
+        parts = text.split(config, documents)
+        data = text.make_text(config, parts, tokenizer, seed=seed, tokenize_rows=tokenize)
+    texts, behind = completions.texts_of(documents), AS_TEXT if form.is_chat else ""
+    return text.describe_special_tokens(data, reading, texts, behind)
 
 
 def _template(run: Run[Config], tokenizer: Tokenizer) -> ChatTemplate:
     """The tokenizer's template; a run that is resumed on another day reads the same."""
-    template = ChatTemplate(tokenizer)
-    return ChatTemplate(tokenizer, _first_start(run)) if template.writes_time else template
+    given = run.config.data.special_tokens or "text"
+    template = ChatTemplate(tokenizer, special_tokens=given)
+    if not template.writes_time:
+        return template
+    return ChatTemplate(tokenizer, _first_start(run), given)
 
 
 def _first_start(run: Run[Config]) -> datetime:

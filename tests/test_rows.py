@@ -1,0 +1,310 @@
+"""Rows to fine-tune on: the forms that their columns show, in every kind of file."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from helpers import write_tokenizer
+
+import zoo
+from zoo.data import rows
+from zoo.data.chats import ChatTemplate
+from zoo.data.documents import read_documents
+from zoo.data.rows import read_rows
+from zoo.data.tokenizer import load_tokenizer
+from zoo.tasks.finetuning.config import Config, Data
+from zoo.tasks.finetuning.data import read_text
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+UNDER_SYSTEM = f"<|im_start|>system\nbe<|im_end|>\n{ASKED}"
+BELOW = "Below is an instruction that describes a task"
+CHAT_YES = [[ASKED, False], ["yes<|im_end|>", True]]
+CHAT_NO = [[ASKED, False], ["no<|im_end|>", True]]
+PAIR_OF_CHATS = [CHAT_YES, CHAT_NO]
+PAIR_OF_TEXTS = [[["to be", False], [" or not", True]], [["to be", False], [" on", True]]]
+# (format, row, what its form is called, its examples)
+FORMS = [
+    (
+        "completions",
+        {"prompt": "2+2=", "completion": "4"},
+        "texts",
+        [[["2+2=", False], ["4", True]]],
+    ),
+    ("completions", {"prompt": [USER], "completion": [YES]}, "messages", [CHAT_YES]),
+    (
+        "completions",
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        "Alpaca's",
+        [
+            [
+                [
+                    f"{BELOW}, paired with an input that provides further context. "
+                    "Write a response that appropriately completes the request.\n\n"
+                    "### Instruction:\nAdd.\n\n"
+                    "### Input:\n2, 2\n\n### Response:\n",
+                    False,
+                ],
+                ["4", True],
+            ]
+        ],
+    ),
+    (
+        "completions",
+        {"instruction": "Greet.", "input": "", "output": "hi"},
+        "Alpaca's",
+        [
+            [
+                [
+                    f"{BELOW}. Write a response that appropriately completes the request.\n\n"
+                    "### Instruction:\nGreet.\n\n### Response:\n",
+                    False,
+                ],
+                ["hi", True],
+            ]
+        ],
+    ),
+    ("chats", {"messages": [USER, YES]}, "messages", [CHAT_YES]),
+    (
+        "chats",
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        "ShareGPT's",
+        [CHAT_YES],
+    ),
+    (
+        "chats",
+        {
+            "system": "be",
+            "conversations": [
+                {"from": "user", "value": "hi"},
+                {"from": "assistant", "value": "yes"},
+            ],
+        },
+        "ShareGPT's",
+        [[[UNDER_SYSTEM, False], ["yes<|im_end|>", True]]],
+    ),
+    ("chats", {"conversations": [USER, YES], "id": 3}, "ShareGPT's", [CHAT_YES]),
+    (
+        "chats",
+        {"system": "other", "conversations": [SYSTEM, USER, YES]},
+        "ShareGPT's",
+        [[[UNDER_SYSTEM, False], ["yes<|im_end|>", True]]],
+    ),
+    ("chats", {"instruction": "hi", "output": "yes"}, "Alpaca's", [CHAT_YES]),
+    (
+        "preferences",
+        {"prompt": "to be", "chosen": " or not", "rejected": " on"},
+        "texts",
+        PAIR_OF_TEXTS,
+    ),
+    (
+        "preferences",
+        {"chosen": "to be or not", "rejected": "to be on"},
+        "texts without",
+        PAIR_OF_TEXTS,
+    ),
+    (
+        "preferences",
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        "messages",
+        PAIR_OF_CHATS,
+    ),
+    (
+        "preferences",
+        {"prompt": "hi", "chosen": [USER, YES], "rejected": [USER, NO], "messages": [USER, YES]},
+        "messages",
+        PAIR_OF_CHATS,
+    ),
+    (
+        "preferences",
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+        "messages without",
+        PAIR_OF_CHATS,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, template=TEMPLATE, begins=False)
+    return ChatTemplate(load_tokenizer(folder))
+
+
+def write(path, records):
+    """The records in a file of the format that its name says."""
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if path.suffix == ".parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        columns = dict.fromkeys(column for record in records for column in record)
+        table = {column: [record.get(column) for record in records] for column in columns}
+        parquet.write_table(arrow.table(table), path)
+    elif ".array" in path.name:
+        data = json.dumps(records, indent=2).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return str(path)
+
+
+FILES = ("a.jsonl", "a.array.json", "lines.json", "a.jsonl.gz", "a.array.json.gz", "a.parquet")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path):
+    for format, row, name, examples in FORMS:
+        found = read_rows(write(tmp_path / file, [row, row]), format, lambda: template)
+        assert [json.loads(document.text) for document in found.documents] == [examples] * 2
+        assert found.form.name.startswith(name), (row, found.form)
+        assert set(found.form.columns) <= row.keys()
+        assert found.form.is_chat == ("<|im_end|>" in found.documents[0].text)
+    tried = {(format, form.name) for format, forms in rows.FORMS.items() for form in forms}
+    found = {
+        (f, next(x.name for x in rows.FORMS[f] if x.name.startswith(n))) for f, _, n, _ in FORMS
+    }
+    assert tried == found
+
+
+def test_a_table_of_texts_has_rows_too(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n2+2=,4\n")
+    names = {"prompt": "question", "completion": "answer"}
+    [document], _ = read_rows(str(tmp_path / "a.csv"), "completions", None, names)
+    assert json.loads(document.text) == [[["2+2=", False], ["4", True]]]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("format", rows.FORMS)
+def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, tmp_path):
+    own = [row for name, row, _, _ in FORMS if name == format]
+    first = own[0]
+    others = [row for row in own if row.keys() != first.keys()]
+    if file == "a.parquet":  # a column has one type
+        is_of = lambda row, column: isinstance(row.get(column, ""), type(first[column]))
+        others = [row for row in others if all(is_of(row, c) for c in first if c in row)]
+    assert others
+    place = {"a.parquet": "row 2", "a.array.json": "element 2", "a.array.json.gz": "element 2"}
+    for other in others:
+        path = write(tmp_path / file, [first, first, other])
+        with pytest.raises(
+            ValueError, match=rf"{file}, {place.get(file, 'line 3')}: .*first row"
+        ) as e:
+            read_rows(path, format, lambda: template)
+        assert all(column in str(e.value) for column in first)
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "message"),
+    [
+        ("completions", {"text": "x"}, r"has the fields prompt and completion or .*\['text'\]"),
+        ("chats", {"chosen": "a", "rejected": "b"}, r"rows of --data.format preferences"),
+        ("preferences", {"messages": [USER, YES]}, r"rows of --data.format chats"),
+        ("chats", {"messages": None, "text": "a"}, r"has the fields messages or conversations"),
+        ("chats", {"conversations": [{"from": "function_call", "value": "x"}]}, "'function_call'"),
+        ("chats", {"conversations": "hello"}, "no list of messages in 'conversations'"),
+        ("completions", {"prompt": [USER], "completion": "yes"}, "no list of messages in 'compl"),
+        ("completions", {"prompt": [USER], "completion": [YES, USER]}, "give one answer"),
+        ("completions", {"instruction": "a", "output": 3}, "no text in field 'output'"),
+    ],
+)
+def test_rows_of_no_form_are_refused(format, row, message, template, tmp_path):
+    path = write(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ValueError, match=f"a.jsonl, line 1: .*{message}"):
+        read_rows(path, format, lambda: template)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '[{"a": 1}', "{\n}", '[{"prompt": "\\ud800"'])
+def test_damaged_json_is_refused_by_its_file(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json"):
+        read_rows(str(tmp_path / "a.json"), "completions")
+
+
+def test_an_array_has_documents_of_text_too(tmp_path):
+    write(tmp_path / "a.array.json", [{"text": "one"}, {"text": "two"}])
+    found = read_documents(str(tmp_path / "*.json"))
+    assert [tuple(document[:2]) for document in found] == [
+        ("a.array.json:0", "one"),
+        ("a.array.json:1", "two"),
+    ]
+
+
+# --- The start of a run -----------------------------------------------------------------------
+
+
+def started(tmp_path, capsys, tokenizer, records, **data):
+    """The text of a run, and what its start says."""
+    path = write(tmp_path / "a.jsonl", records)
+    config = Config(
+        run_dir=tmp_path / str(len([*tmp_path.iterdir()])),
+        steps=1,
+        compilation_cache=None,
+        data=Data(files=path, cache=None, **data).completed(),
+    )
+    capsys.readouterr()
+    with zoo.Run(config) as run:
+        return read_text(run, tokenizer), capsys.readouterr().out
+
+
+RENDERED = {"prompt": ASKED, "completion": "yes<|im_end|>"}
+
+
+@pytest.mark.parametrize("form", ["completions", "preferences"])
+def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
+    """The same rows, rendered by their owner or by the template, train on the same tokens."""
+    tokenizer = template.tokenizer
+    by_hand, chats = [RENDERED] * 9, [{"messages": [USER, YES]}] * 9
+    if form == "preferences":
+        by_hand = [{"prompt": ASKED, "chosen": "yes<|im_end|>", "rejected": "no<|im_end|>"}] * 9
+        chats = [{"prompt": [USER], "chosen": [YES], "rejected": [NO]}] * 9
+    one, said = started(tmp_path, capsys, tokenizer, by_hand, format=form)
+    two, also = started(
+        tmp_path, capsys, tokenizer, chats, format="chats" if form == "completions" else form
+    )
+    corpora = one.train.corpus, two.train.corpus
+    for i in range(2):
+        assert corpora[0][i].tolist() == corpora[1][i].tolist()
+        assert corpora[0].counted(i).tolist() == corpora[1].counted(i).tolist()
+    rows = 18 if form == "preferences" else 9
+    assert f"{4 * rows} special tokens parsed" in said
+    assert "9 rows" in said
+    assert "texts (prompt, " in said
+    assert "special tokens" not in also
+    text, said = started(tmp_path, capsys, tokenizer, by_hand, format=form, special_tokens="text")
+    special = list(tokenizer.special_ids)
+    assert not np.isin(text.train.corpus.tokens, special).any()
+    assert np.isin(one.train.corpus.tokens, special).any()
+    assert f"the text has {4 * rows} names of special tokens" in said
+    assert "--data.special-tokens parse" in said
+
+
+def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):
+    ids = write_tokenizer(tmp_path / "t")  # begins texts with <bos>, and ends them with <eot>
+    tokenizer = load_tokenizer(tmp_path / "t")
+    with_ends = [{"prompt": "<bos>some", "completion": " text<eot>"}] * 9
+    without = [{"prompt": "some", "completion": " text"}] * 9
+    one, two = (
+        started(tmp_path, capsys, tokenizer, records, format="completions")[0].train.batch(0)
+        for records in (with_ends, without)
+    )
+    for name, array in two.items():
+        np.testing.assert_array_equal(one[name], array)
+    assert (one["targets"] == ids["<eot>"]).any()
+
+
+def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):
+    tokenizer = template.tokenizer
+    records = [{"text": f"some text<|im_end|>{i}"} for i in range(9)]
+    special = list(tokenizer.special_ids)
+    for given, says in (
+        ({}, "names of special"),
+        ({"special_tokens": "parse"}, "9 special tokens p"),
+    ):
+        data, said = started(tmp_path, capsys, tokenizer, records, **given)
+        assert says in said
+        assert np.isin(data.train.corpus.tokens, special).any() == bool(given)
