@@ -32,7 +32,7 @@ class Job:
     precision: Precision = "bf16"
     accumulate: int = 1
     sequence_parallel: bool = False
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
     remat: Policy | None = None
     """Takes the place of the policy that the model's configuration names."""
 

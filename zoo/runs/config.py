@@ -32,8 +32,8 @@ class Config:
     multiplies it, else fp32. int8: bf16, with the products of blocks in int8."""
     accumulate: int = 1
     """Microbatches per batch, computed one after the other to save memory."""
-    clip_norm: float = 1.0
-    """Global norm that gradients are clipped to."""
+    clip_norm: float | None = 1.0
+    """Global norm that gradients are clipped to; None: they are not."""
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
@@ -115,7 +115,10 @@ class Config:
         object.__setattr__(self, "run_dir", folder.checked(self.run_dir, self.work_dir))
         if self.compilation_cache is not None:
             files.local_path(self.compilation_cache, "compilation_cache")
-        require(self.clip_norm > 0, f"clip_norm={self.clip_norm}: must be positive")
+        require(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"clip_norm={self.clip_norm}: must be positive, or None for no clipping",
+        )
         unknown = [name for name in self.trackers if name not in TRACKER_NAMES]
         require(
             not unknown, f"track={self.track!r}: no tracker {unknown}; known are {[*TRACKER_NAMES]}"

@@ -25,7 +25,6 @@ from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import Samples
-from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import begun, mixtures
@@ -180,9 +179,6 @@ def train(
     """
     config, save = run.config, saver(data)
     check(training, data, sample_tokens=config.sample_tokens, published=published)
-    chosen = Chosen(
-        run, save=lambda folder, model, metrics: save(folder, published(model), metrics)
-    )
     sample_of = lambda model: sample(  # noqa: E731
         published(model), data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
     )
@@ -193,11 +189,12 @@ def train(
         more.append(mixtures.Epochs(data.train))
         loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
         training = dataclasses.replace(training, loss_fn=loss_fn)
-    state, result = loop.fit(run, training, [*chosen.callbacks, *more])
-    model, result = chosen.published(state), chosen.metrics(result)
+    keep = lambda folder, model, metrics: save(folder, published(model), metrics)  # noqa: E731
+    trained = loop.fit(run, training, more, save=keep)
+    model, result = trained.model, trained.model_metrics
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
     run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    save(run.folder / "model", published(model), {**result, "steps": int(state.step)})
+    save(run.folder / "model", published(model), {**result, "steps": int(trained.state.step)})
     run.say(f"the model is in {run.address}/model; a sample of it:\n")
     run.say(sample_of(model))
     return result

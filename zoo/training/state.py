@@ -18,7 +18,7 @@ from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
 from zoo.nn.quantized import is_quantized
 from zoo.nn.stateful import is_state
-from zoo.sharding.axes import check_model, is_parameter
+from zoo.sharding.axes import check_model, is_parameter, keystr
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
@@ -266,6 +266,30 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer={optimizer!r}: give an optax.GradientTransformation, as optax.adam(1e-3) is"
         )
+
+
+def check_opt_state(optimizer: optax.GradientTransformation, params: PyTree, found: PyTree) -> None:
+    """Raise a ValueError for the state of another optimizer, or of other parameters."""
+    with standard_promotion():
+        expected = eqx.filter_eval_shape(optimizer.init, params)
+    old, new = _described(found), _described(expected)
+    if old == new:
+        return
+    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    raise ValueError(
+        f"optimizer: the step's is not the one that the state was made with: {paths[0]} is "
+        f"{old.get(paths[0], 'absent')} in the state and {new.get(paths[0], 'absent')} in the "
+        "step's; give init_state and make_train_step the same optimizer, and the same trainable"
+    )
+
+
+def _described(opt_state: PyTree) -> dict[str, str]:
+    """The classes of an optimizer's states, and the shapes of their arrays, by path."""
+    is_kind = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+    kinds = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_kind)
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(opt_state, is_parameter))
+    found = {keystr(path): type(x).__name__ for path, x in kinds if is_kind(x)}
+    return {**found, **{keystr(path): str(list(x.shape)) for path, x in leaves}}
 
 
 @contextlib.contextmanager
