@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import Int64
 
 from zoo.base import checksums
@@ -206,9 +205,7 @@ class ArrayPlan(SeededPlan):
 
     unit = "examples"
 
-    def __init__(
-        self, arrays: Mapping[str, ArrayLike], batch_size: int, seed: int, shuffle: bool = True
-    ):
+    def __init__(self, arrays: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool = True):
         super().__init__(batch_size, seed, shuffle)
         arrays = {name: _as_array(name, array) for name, array in arrays.items()}
         lengths = {name: len(array) for name, array in arrays.items()}

@@ -27,12 +27,18 @@ Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans lik
 class TrainState(eqx.Module):
     """The whole state of a run: with it and the data's position, training resumes bit for bit."""
 
-    model: PyTree  # fp32 master weights; what is frozen, in the dtype that it came in
+    model: PyTree
+    """The model, with fp32 master weights; what is frozen, in the dtype that it came in."""
     opt_state: PyTree
-    step: Int32[Array, ""]  # steps done, skipped ones included
-    key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
-    loss_scale: LossScale  # used in fp16
-    skipped: Int32[Array, ""]  # steps whose result was not finite, which changed nothing
+    """The optimizer's state, of what is trained."""
+    step: Int32[Array, ""]
+    """Steps done, skipped ones included."""
+    key: Key[Array, ""]
+    """Root of dropout's random numbers: folded with the step, then with the microbatch."""
+    loss_scale: LossScale
+    """The factor of the loss in fp16, which keeps small gradients from rounding to 0."""
+    skipped: Int32[Array, ""]
+    """Steps whose result was not finite, which changed nothing."""
 
 
 def init_state(
