@@ -9,6 +9,7 @@ from jaxtyping import Array, Key, PyTree
 from zoo.base import checksums
 from zoo.base.files import local_path
 from zoo.data import text
+from zoo.data.plans import Plan
 from zoo.data.top_k import StoredTopK, TopKPlan
 from zoo.nn.remat import Policy
 from zoo.publishing.tensors import num_parameters
@@ -54,7 +55,8 @@ def training(
             fingerprint=checksums.joined(plain.fingerprint, teacher.checksum),
         )
     of_teacher = teacher.flops_per_token(max(data.train.buckets))
-    of_student = student.flops_per_token
+    of_student, evaluate = student.flops_per_token, plain.evaluate
+    assert not isinstance(evaluate, Plan)
     return dataclasses.replace(
         plain,
         make_model=lambda key, model: Taught(plain.make_model(key), model),
@@ -62,7 +64,7 @@ def training(
         trainable=student_alone,
         loss_fn=loss.beside_teacher,
         flops_per_token=of_teacher and of_student and of_teacher + of_student,
-        evaluate=lambda model, whole: plain.evaluate(model.student, whole),
+        evaluate=lambda model, whole: evaluate(model.student, whole),
     )
 
 
