@@ -135,7 +135,7 @@ def _blocks(array: Any) -> Iterator[Any]:
     """The array in blocks of rows, or some of them if it is large."""
     rows, row_bytes = len(array), max(array.nbytes // max(len(array), 1), 1)
     size = max(PART_BYTES // row_bytes, 1)
-    starts = range(0, rows, size)
+    starts: Any = range(0, rows, size)
     if array.nbytes > WHOLE:
         size = max(2**16 // row_bytes, 1)
         starts = np.linspace(0, rows - size, SAMPLES).astype(int)

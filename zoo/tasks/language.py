@@ -29,7 +29,7 @@ from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import begun, mixtures
 from zoo.training import losses, optimizers
-from zoo.training.description import Training
+from zoo.training.description import Evaluate, Training
 from zoo.training.pretrained import skeleton_of
 
 Published = Callable[[PyTree], PyTree]  # from a model in training to the one that is for use
@@ -132,15 +132,10 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
         run.say(mixtures.describe(data.train, run.config.steps))
 
 
-def training(
-    run: Run[RunConfig],
-    optimizer: optimizers.Config,
-    data: text.Text,
-    make_model: Callable[..., PyTree],
-) -> Training:
-    """The training of a language model on the next token, with its held-out bits per byte."""
+def evaluator(run: Run[RunConfig], data: text.Text) -> Evaluate:
+    """From a language model to its held-out loss, perplexity and bits per byte."""
     if isinstance(data, MixedText):
-        mean_loss = mixtures.evaluator(run, losses.next_token, data)
+        mean_loss: Evaluate = mixtures.evaluator(run, losses.next_token, data)
     else:
         mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
@@ -155,6 +150,16 @@ def training(
             **of_sources,
         }
 
+    return evaluate
+
+
+def training(
+    run: Run[RunConfig],
+    optimizer: optimizers.Config,
+    data: text.Text,
+    make_model: Callable[..., PyTree],
+) -> Training:
+    """The training of a language model on the next token, with its held-out bits per byte."""
     return Training(
         make_model=optimizers.initialise(optimizer, make_model),
         loss_fn=losses.next_token,
@@ -162,7 +167,7 @@ def training(
         schedule=optimizers.make_schedule(optimizer, run.config.steps),
         data=data.train,
         fingerprint=data.fingerprint,
-        evaluate=evaluate,
+        evaluate=evaluator(run, data),
     )
 
 

@@ -9,7 +9,6 @@ from jaxtyping import Array, Key, PyTree
 from zoo.base import checksums
 from zoo.base.files import local_path
 from zoo.data import text
-from zoo.data.plans import Plan
 from zoo.data.top_k import StoredTopK, TopKPlan
 from zoo.nn.remat import Policy
 from zoo.publishing.tensors import num_parameters
@@ -55,8 +54,7 @@ def training(
             fingerprint=checksums.joined(plain.fingerprint, teacher.checksum),
         )
     of_teacher = teacher.flops_per_token(max(data.train.buckets))
-    of_student, evaluate = student.flops_per_token, plain.evaluate
-    assert not isinstance(evaluate, Plan)
+    of_student, evaluate = student.flops_per_token, language.evaluator(run, data)
     return dataclasses.replace(
         plain,
         make_model=lambda key, model: Taught(plain.make_model(key), model),
