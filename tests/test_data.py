@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 import xla
 
+from zoo.base import checksums
 from zoo.data import loader, packing, plans, token_plans
 from zoo.data.corpus import Corpus
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.schedule import Stage
+from zoo.data.preferences import PairPlan
 from zoo.sharding import batch_sharding, make_mesh
 
 VOCAB, SEPARATOR = 50, 49
@@ -559,6 +563,78 @@ def test_inconsistent_arrays_are_refused():
         plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
     with pytest.raises(ValueError, match="'weights' is taken"):
         plans.ArrayPlan({"weights": np.zeros(2)}, 1, seed=0)
+
+
+def test_lists_become_arrays_and_anything_else_is_refused_by_name():
+    plan = plans.ArrayPlan({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 0]}, 2, seed=0, shuffle=False)
+    assert np.array_equal(plan.batch(0)["x"], [[1, 2], [3, 4]])
+    assert plan.row(2)["x"] == ((2,), np.float64)
+    for wrong in ([[1], [2, 3]], ["a", "b"], 3, [None, 1], np.asarray(["2026-01-01"], "M8[D]")):
+        with pytest.raises(ValueError, match=r"arrays\['x'\]"):
+            plans.ArrayPlan({"x": wrong}, 1, seed=0)
+
+
+def test_fingerprints_of_arrays_tell_all_that_batches_depend_on():
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def print_of(x=rows, name="x", batch_size=2, seed=0, **options):
+        return plans.ArrayPlan({name: x}, batch_size, seed, **options).fingerprint
+
+    changed = rows.copy()
+    changed[3, 2] += 1e-6
+    same = {print_of(x) for x in (rows, rows.copy(), rows.T.copy().T, rows.tolist())}
+    assert len(same) == 2  # the list's are float64
+    others = [print_of(changed), print_of(rows.astype("f8") + 1), print_of(name="y")]
+    others += [print_of(batch_size=4), print_of(seed=1), print_of(shuffle=False)]
+    others += [print_of(rows.reshape(4, 3, 1)), print_of(rows[:3])]
+    assert len({*same, *others}) == 10
+
+
+def test_large_arrays_have_fingerprints_of_blocks(monkeypatch, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((2**12, 64), np.float32))
+    monkeypatch.setattr(checksums, "WHOLE", 2**18)
+    monkeypatch.setattr(checksums, "SAMPLES", 3)  # of 256 rows: at the begin, middle and end
+
+    def print_of(row):
+        array = np.load(tmp_path / "x.npy", mmap_mode="c")
+        array[row] = row + 1
+        return plans.ArrayPlan({"x": array}, 8, seed=0).fingerprint
+
+    assert len({print_of(row) for row in (0, 255, 2048, 4095)}) == 4
+    assert len({print_of(row) for row in (256, 1800, 3839)}) == 1
+
+
+def made_plans():
+    """Plans over the same documents, but for one thing each."""
+
+    def make(cls=token_plans.PackedPlan, last=3, counts=None, seed=0, **options):
+        documents = [np.arange(n) % 5 + 1 for n in (4, 6, 8, 2)]
+        documents[-1][-1] = last
+        corpus = Corpus.from_arrays(documents, 50, 47, counts=counts)
+        if cls is token_plans.LabelledPlan:
+            return cls(corpus, options.pop("labels"), 0, (16,), 2, seed)
+        return cls(corpus, 0, batch_size=2, seed=seed, **options)
+
+    counts = [np.ones(n, bool) for n in (4, 6, 8, 2)]
+    rows, first, other = {"buckets": (16,)}, np.arange(4, dtype="i4"), np.ones(4, "i4")
+    return [
+        *(make(seq_len=8), make(seq_len=8, last=4), make(seq_len=8, seed=1), make(seq_len=4)),
+        make(seq_len=16, counts=counts),
+        make(seq_len=16, counts=[*counts[:3], np.asarray([True, False])]),
+        *(make(token_plans.BucketPlan, **rows), make(PairPlan, **rows)),
+        make(PairPlan, **rows).with_reference(np.zeros((2, 2), "f4")),
+        *(make(token_plans.LabelledPlan, labels=labels) for labels in (first, other)),
+        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 1))]),
+        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 2))]),
+    ]
+
+
+def test_fingerprints_of_token_plans_tell_them_apart():
+    prints = [plan.fingerprint for plan in made_plans()]
+    assert prints == [plan.fingerprint for plan in made_plans()]
+    # Pairs are rows of buckets, with the same tokens.
+    assert len(prints) == 13
+    assert len({*prints}) == 13
 
 
 # --- Labelled rows

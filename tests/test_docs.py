@@ -1,5 +1,6 @@
 """Every block of code in the documentation runs, or is parsed by the program that it calls."""
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -10,11 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import pytest
@@ -342,6 +345,67 @@ def test_kubernetes_sets_the_variables_that_a_run_reads():
 def test_the_reference_has_each_public_name_once():
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     assert sorted(re.findall(r"^::: zoo\.(\w+)$", text, re.M)) == sorted(dir(zoo))
+
+
+def own_names(module: ModuleType) -> set[str]:
+    """The names that a module of the zoo defines, or takes from another one."""
+    found = set()
+    for node in ast.parse(Path(str(module.__file__)).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zoo"):
+            found |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.Assign | ast.ClassDef):
+            targets = node.targets if isinstance(node, ast.Assign) else [ast.Name(node.name)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def annotations(node: ast.AST) -> Iterator[ast.expr]:
+    """The annotations of a function, or of a class's fields and public methods."""
+    if isinstance(node, ast.FunctionDef):
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg) and each.annotation is not None:
+                yield each.annotation
+        if node.returns is not None:
+            yield node.returns
+    for each in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_"):
+            yield each.annotation
+        elif isinstance(each, ast.FunctionDef) and (each.name == "__init__" or each.name[0] != "_"):
+            yield from annotations(each)
+
+
+def types_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The zoo's types that a signature names: (name, type)."""
+    module = sys.modules[thing.__module__]
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    for annotation in annotations(node):
+        for each in ast.walk(annotation):
+            name = getattr(each, "id", getattr(each, "value", None))
+            if isinstance(name, str) and name in own_names(module):
+                value = getattr(module, name)
+                if not isinstance(value, TypeVar | ModuleType):
+                    yield name, value
+
+
+def test_types_of_public_signatures_are_public():
+    homes = {"zoo": zoo, **{f"zoo.{name}": getattr(zoo, name) for name in ("sharding", "types")}}
+    homes["zoo.callbacks"] = zoo.callbacks
+    public = {
+        f"{home}.{name}": getattr(module, name)
+        for home, module in homes.items()
+        for name in dir(module)
+        if name[0] != "_"
+    }
+    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    things = [x for x in public.values() if inspect.isfunction(x) or inspect.isclass(x)]
+    things = [x for x in things if x.__module__.startswith("zoo.")]
+    named = {(thing.__name__, name): value for thing in things for name, value in types_of(thing)}
+    assert {"LossFunction", "Rules", "Axes", "Trainable", "Precision"} <= {n for _, n in named}
+    lacking = [key for key, value in named.items() if value not in public.values()]
+    assert lacking == []
+    names = [n for n, x in vars(zoo.types).items() if n[0] != "_" and not isinstance(x, ModuleType)]
+    assert len(names) > 20
+    assert [name for name in names if f"`zoo.types.{name}`" not in text] == []
 
 
 @pytest.fixture(scope="module")

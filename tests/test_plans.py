@@ -22,6 +22,7 @@ class Endless:
     batch_size = 4
     buckets = (8, 16)
     batches_per_epoch = 3
+    fingerprint = "made up"  # without it, some batches would be asked for at the start
 
     def __init__(self):
         self.asked = []

@@ -110,9 +110,9 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
     states, fit = [], loop.fit
 
     def kept(*arguments, **options):
-        state, result = fit(*arguments, **options)
-        states.append(state)
-        return state, result
+        trained = fit(*arguments, **options)
+        states.append(trained.state)
+        return trained
 
     sampled, generate = [], language.sampling.generate
 
@@ -417,7 +417,7 @@ def test_mistakes_are_reported_before_training(mistake, train, tmp_path):
     ids=["mlp in", "mlp out", "rnn"],
 )
 def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "fit", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
     rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -430,7 +430,7 @@ def test_a_loss_of_routers_that_are_not_there_is_refused():
 
 
 def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
-    def fit(run, training, *_):
+    def fit(run, training, *_, **__):
         model = eqx.filter_eval_shape(training.make_model, jax.random.key(0))
         raise LookupError(model.members.config)
 
@@ -452,7 +452,7 @@ def test_sizes_come_from_the_data(train, tmp_path, monkeypatch):
     ids=["mlp", "rnn"],
 )
 def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):
-    def fit(run, training, *_):
+    def fit(run, training, *_, **__):
         model = eqx.filter_jit(training.make_model)(jax.random.key(0))
         raise LookupError(np.asarray(head(model).weight))
 

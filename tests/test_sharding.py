@@ -1,6 +1,8 @@
 """zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
 
 import ast
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,25 @@ def test_make_mesh_of_given_devices():
 def test_a_bad_mesh_is_an_error(spec: Any, message: str):
     with pytest.raises(ShardingError, match=message):
         make_mesh(spec)
+
+
+def test_what_is_no_mesh_is_an_error():
+    """In a process of its own, without the tests' type checker."""
+    program = """
+import zoo
+for spec in (8, {"fsdp": "4"}, {"fsdp": 2.5}, None):
+    try:
+        print("made", zoo.make_mesh(spec))
+    except zoo.sharding.ShardingError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "mesh 8: name the axes, as in 'data=8' or {'fsdp': 4}",
+        "mesh {'fsdp': '4'}: the size of fsdp is no integer",
+        "mesh {'fsdp': 2.5}: the size of fsdp is no integer",
+        "mesh None: name the axes, as in 'data=8' or {'fsdp': 4}",
+    ], done.stderr
 
 
 def test_a_mesh_too_large_for_given_devices_speaks_of_those():

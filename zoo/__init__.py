@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo import rnn as rnn
     from zoo import sharding as sharding
     from zoo import transformer as transformer
+    from zoo.base.configuration import may_differ as may_differ
     from zoo.data import tabular as tabular
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.publishing.registry import register as register
     from zoo.publishing.shelf import published as published
     from zoo.runs import callbacks as callbacks
+    from zoo.runs import types as types
     from zoo.runs.evaluation import evaluator as evaluator
     from zoo.runs.loop import fit as fit
     from zoo.runs.run import Run as Run
@@ -58,6 +60,9 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.wrappers import ensemble as ensemble
     from zoo.wrappers import lora as lora
     from zoo.wrappers.classifier import Classifier as Classifier
+
+
+importlib.import_module("zoo.base.tpus").quieten()  # before JAX starts, whichever module starts it
 
 
 @functools.cache

@@ -32,7 +32,9 @@ _MAY_DIFFER, _OF_TRAINING = "may differ", "of training"
 def may_differ(default: Any = dataclasses.MISSING) -> Any:
     """A field that may differ between two starts of a run, as it does not change the maths.
 
-    A subclass that gives it another default need not say so again.
+    For the dataclass of a run's configuration: `workers: int = zoo.may_differ(2)`. Any other field
+    is compared, and a folder with another value is refused. A subclass that gives the field another
+    default need not say so again.
     """
     return dataclasses.field(default=default, metadata={_MAY_DIFFER: True})
 

@@ -1,6 +1,7 @@
 """The `Corpus`, the token ids of documents, and its cache."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import tempfile
@@ -11,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
+from zoo.base import checksums
 from zoo.base.files import local_path
 from zoo.data import entries
 from zoo.data.documents import Document
@@ -45,6 +47,11 @@ class Tokenized(Protocol):
     @property
     def framed(self) -> bool:
         """Whether documents have their begin and their end among their tokens."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it."""
         ...
 
     def __len__(self) -> int: ...
@@ -106,6 +113,11 @@ class Corpus:
             )
         dtype = np.min_scalar_type(self.vocab_size - 1)
         object.__setattr__(self, "tokens", self.tokens.astype(dtype, copy=False))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the tokens, of where documents begin, and of which tokens count."""
+        return checksums.of_values([self.tokens, self.offsets, self.counts, self.framed])
 
     @classmethod
     def from_arrays(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
+from zoo.base import checksums
 from zoo.sharding import batch_sharding, num_batch_parts, partition_spec
 from zoo.sharding.specs import num_shards
 
@@ -70,6 +71,7 @@ class Plan(Protocol):
 
     Any object with these members is one; it subclasses nothing. Threads call `batch`, and each
     process for the rows of its own devices only. A run that resumes at step k starts with batch k.
+    It may also have a `fingerprint`, a text that differs where batches do: see `fingerprint`.
     """
 
     @property
@@ -111,6 +113,20 @@ def check_plan(plan: Any) -> None:
         raise TypeError(
             f"{type(plan).__name__} has no {', '.join(missing)}: a zoo.Plan has {', '.join(names)}"
         )
+
+
+def fingerprint(plan: Plan) -> str:
+    """A hash by which a run refuses other data at a resume.
+
+    It is the plan's own `fingerprint`, or else of its shape and of 8 batches, evenly spaced over an
+    epoch.
+    """
+    if (own := getattr(plan, "fingerprint", None)) is not None:
+        return str(own)
+    rows, count = slice(0, plan.batch_size), plan.batches_per_epoch
+    batches = [plan.batch(k, rows) for k in sorted({i * count // 8 for i in range(8)})]
+    arrays = (x for batch in batches for named in sorted(batch.items()) for x in named)
+    return checksums.of_values([plan.batch_size, plan.buckets, count, *arrays])
 
 
 def batch_shapes(
@@ -195,28 +211,41 @@ class ArrayPlan(SeededPlan):
 
     A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that fill up
     the last batch of an epoch. Those are the epoch's first rows once more: a loss does not count
-    them, and statistics of a batch, as a batch norm's, are of different rows of the data.
+    them, and statistics of a batch, as a batch norm's, are of different rows of the data. Lists
+    become arrays. `fingerprint` is a hash of the arrays and of the other arguments; of an array
+    larger than 1 GiB, such as a memory map, it takes 1,024 evenly spaced blocks of 64 KiB.
+
+    Raises:
+        ValueError: arrays of different numbers of rows, or of none; one of other things than
+            numbers and booleans; lists of different lengths.
     """
 
     unit = "examples"
 
-    def __init__(
-        self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int, shuffle: bool = True
-    ):
+    def __init__(self, arrays: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool = True):
         super().__init__(batch_size, seed, shuffle)
+        arrays = {name: _as_array(name, array) for name, array in arrays.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if "weights" in arrays or len(set(lengths.values())) != 1 or not max(lengths.values()):
             raise ValueError(
                 f"arrays of {lengths} rows: all need the same number of rows, at least one, and "
                 "the name 'weights' is taken"
             )
-        self.arrays = dict(arrays)
+        self.arrays = arrays
         self._num_rows = max(lengths.values())
         self.buckets = (batch_size,)
         self.batches_per_epoch = math.ceil(self._num_rows / batch_size)
         self.padding_waste = 1 - self._num_rows / (self.batches_per_epoch * batch_size)
         self._epoch_order = functools.lru_cache(maxsize=2)(
             lambda epoch: self._order(self._num_rows, epoch, "rows")
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the arrays and of the other arguments: equal ones mean equal batches."""
+        arguments = self.batch_size, self.seed, self.shuffle
+        return checksums.of_values(
+            [*arguments, *(x for named in self.arrays.items() for x in named)]
         )
 
     def row(self, bucket: int) -> Row:
@@ -230,3 +259,18 @@ class ArrayPlan(SeededPlan):
         weights = (places < self._num_rows).astype(np.float32)
         chosen = self._epoch_order(epoch)[places % self._num_rows]
         return {**{name: array[chosen] for name, array in self.arrays.items()}, "weights": weights}
+
+
+def _as_array(name: str, given: Any) -> np.ndarray:
+    """An array [rows, …] of numbers or booleans, from arrays and from lists."""
+    try:
+        # What is an array on disk, or a device, stays as it is.
+        array = given if isinstance(getattr(given, "dtype", 0), np.dtype) else np.asarray(given)
+    except ValueError as error:
+        raise ValueError(f"arrays[{name!r}] is no array: {error}") from error
+    if not array.shape or array.dtype.kind in "OSUMm":
+        raise ValueError(
+            f"arrays[{name!r}]={given!r:.80} is {array.dtype}{list(array.shape)} as an array: give "
+            "rows of numbers or booleans"
+        )
+    return array

@@ -8,7 +8,7 @@ import copy
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -207,6 +207,10 @@ class PairPlan(BucketPlan):
         plan = copy.copy(self)
         plan.reference = reference
         return plan
+
+    def _content(self) -> Iterator[Any]:
+        yield from super()._content()
+        yield self.reference
 
     def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""

@@ -3,12 +3,13 @@
 import abc
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
+from zoo.base import checksums
 from zoo.data.corpus import Corpus, Tokenized
 from zoo.data.packing import EndToEnd, Piece, Whole, cut_documents
 from zoo.data.plans import HostBatch, Row, SeededPlan
@@ -85,6 +86,16 @@ class TokenPlan(SeededPlan):
         """The documents as rows (document, start, stop)."""
         first = int(self.begin_id is not None)
         return cut_documents(corpus, self._positions(corpus), longest, too_long, first, room)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data and of the arguments: equal ones mean equal batches."""
+        return checksums.of_values(self._content())
+
+    def _content(self) -> Iterator[Any]:
+        """The values that the batches depend on."""
+        yield from (self.batch_size, self.seed, self.shuffle, self.buckets, self.num_rows)
+        yield from (self.begin_id, self.end_id, self.padding_waste, self.corpus.fingerprint)
 
     @abc.abstractmethod
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
@@ -295,6 +306,10 @@ class LabelledPlan(BucketPlan):
             raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
+
+    def _content(self) -> Iterator[Any]:
+        yield from super()._content()
+        yield self.labels
 
     def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""

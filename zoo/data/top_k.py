@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from zoo.base import files
-from zoo.data.plans import HostBatch, Plan, Row
+from zoo.base import checksums, files
+from zoo.data.plans import HostBatch, Plan, Row, fingerprint
 
 ABOUT = "about.json"
 IDS, LOG_PROBS, REST = "teacher_ids", "teacher_log_probs", "teacher_rest"
@@ -32,7 +32,7 @@ class StoredTopK:
 
     def __init__(self, folder: Path, plan: Plan, top_k: int, about: dict[str, Any]):
         self.folder, self._plan, self.top_k = folder, plan, top_k
-        self._about = {**about, "top_k": top_k}
+        self.about = {**about, "top_k": top_k}
         path = folder / ABOUT
         if not path.exists():
             if folder.is_dir() and any(folder.iterdir()):
@@ -41,12 +41,12 @@ class StoredTopK:
                 )
             return
         found = json.loads(path.read_text())
-        differing = [x for x in self._about if found.get(x) != self._about[x]]
+        differing = [x for x in self.about if found.get(x) != self.about[x]]
         if differing:
             name = differing[0]
             raise ValueError(
                 f"stored='{folder}' has a teacher's likeliest tokens of {name}="
-                f"{found.get(name)!r}, and this run asks for {self._about[name]!r}: name another "
+                f"{found.get(name)!r}, and this run asks for {self.about[name]!r}: name another "
                 "folder, or give the same"
             )
         if self.num_batches:
@@ -71,7 +71,7 @@ class StoredTopK:
         about = self.folder / ABOUT
         if not about.exists():
             files.replace(
-                about, lambda new: new.write_text(json.dumps(self._about, indent=1) + "\n")
+                about, lambda new: new.write_text(json.dumps(self.about, indent=1) + "\n")
             )
         arrays: Any = {**entries, _ROWS: _digests(self._plan.batch(k)["tokens"])}
 
@@ -121,6 +121,11 @@ class TopKPlan:
         self._plan, self._stored = plan, stored
         self.unit, self.batch_size, self.buckets = plan.unit, plan.batch_size, plan.buckets
         self.batches_per_epoch = plan.batches_per_epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the plan's data, and of what the entries depend on besides."""
+        return checksums.of_values([fingerprint(self._plan), self._stored.about])
 
     def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""

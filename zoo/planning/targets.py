@@ -61,9 +61,9 @@ class Target:
             ("TPU_SKIP_MDS_QUERY", "1"),
             ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
             ("TPU_WORKER_HOSTNAMES", "localhost"),
-            ("TPU_ACCELERATOR_TYPE", f"{self.chip.name}-{math.prod(self.shape)}"),
         ):
             os.environ.setdefault(name, value)
+        os.environ["TPU_ACCELERATOR_TYPE"] = f"{self.chip.name}-{math.prod(self.shape)}"
         try:
             import libtpu  # noqa: F401
         except ImportError as error:

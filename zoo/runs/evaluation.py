@@ -1,11 +1,12 @@
 """Evaluation on held-out data: a step over the batches of a plan, read one batch behind."""
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from zoo.data.loader import batches
@@ -14,30 +15,85 @@ from zoo.runs.config import Config
 from zoo.runs.run import Run
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Evaluate
-from zoo.training.loss_values import LossFunction
+from zoo.training.loss_values import STEP_NAMES, LossFunction, only_scalars
 from zoo.training.step import make_eval_step
 
 
-def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluate:
-    """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it."""
+class Evaluator:
+    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it."""
+
+    def __init__(self, run: Run[Config], step_fn: CompiledStep, plan: Plan):
+        self._run, self._step_fn, self._plan = run, step_fn, plan
+
+    def compile(self, model: PyTree) -> None:
+        """Compile the step for each bucket, and so refuse a loss that is none."""
+        self._step_fn.compile(model, *batch_shapes(self._plan, self._run.mesh).values())
+
+    def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
+        """The mean loss and the loss function's other means, by their names there."""
+        totals: dict[str, Any] = {}
+        for _, sums in results(self._run, self._step_fn, model, self._plan, whole):
+            for name, value in jax.device_get(sums).items():
+                value = np.asarray(value, np.float64)
+                totals[name] = totals.get(name, 0.0) + value
+        weight, totals = totals.pop("tokens"), {"loss": totals.pop("loss"), **totals}
+        # A sum with a weight of its own is a pair.
+        return {
+            name: float(total[0] / total[1] if np.ndim(total) else total / weight)
+            for name, total in totals.items()
+        }
+
+
+def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
+    """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it.
+
+    The means have their names in the loss function; `zoo.fit` puts `eval_` before them.
+    """
     return evaluators(run, loss_fn, {"": plan})[""]
 
 
 def evaluators(
     run: Run[Config], loss_fn: LossFunction, plans: Mapping[str, Plan]
-) -> dict[str, Evaluate]:
+) -> dict[str, Evaluator]:
     """The `evaluator` of each plan; they share what is compiled."""
-    step_fn = make_eval_step(loss_fn, mesh=run.mesh, rules=run.rules, precision=run.precision)
+    step_fn = make_eval_step(
+        only_scalars(loss_fn), mesh=run.mesh, rules=run.rules, precision=run.precision
+    )
+    return {name: Evaluator(run, step_fn, plan) for name, plan in plans.items()}
 
-    def evaluate(plan: Plan, model: PyTree, whole: bool) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for _, sums in results(run, step_fn, model, plan, whole):
-            for name, value in jax.device_get(sums).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        weight = totals.pop("tokens")
-        return {name: total / weight for name, total in totals.items()}
 
-    return {name: functools.partial(evaluate, plan) for name, plan in plans.items()}
+def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Plan) -> Evaluate:
+    """The evaluation of a training: of a plan, that by the `loss_fn`."""
+    if isinstance(given, Plan):
+        return evaluator(run, loss_fn, given)
+    if not callable(given):
+        raise TypeError(
+            f"evaluate={given!r:.80}: give a zoo.Plan, the result of zoo.evaluator, or a function "
+            "(model, whole) -> metrics by name"
+        )
+    return given
+
+
+def named(evaluate: Evaluate) -> Evaluate:
+    """An evaluation with the names that its metrics have in the lines of a run.
+
+    Those of an `Evaluator` get `eval_`; so do those of a function of one's own that every step has
+    too, such as `loss`, which would be in one curve with the training's.
+    """
+    is_own = not isinstance(evaluate, Evaluator)
+
+    def evaluate_named(model: PyTree, whole: bool) -> dict[str, float]:
+        found = {}
+        for name, value in evaluate(model, whole).items():
+            if np.ndim(value) or isinstance(value, str):
+                raise ValueError(
+                    f"evaluate returned {name!r}={value!r:.80}: each metric is one number"
+                )
+            keeps_name = is_own and name not in STEP_NAMES
+            found[name if keeps_name else f"eval_{name}"] = float(value)
+        return found
+
+    return evaluate_named
 
 
 def results(

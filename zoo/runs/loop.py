@@ -1,9 +1,10 @@
 """The training loop of every recipe: it resumes, evaluates, records, saves, stops on a signal."""
 
 import contextlib
+import dataclasses
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -11,20 +12,28 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
-from zoo.runs import bases, monitor, planned
+from zoo.runs import bases, evaluation, identity, monitor, planned
+from zoo.runs.callbacks.average import Average
+from zoo.runs.callbacks.best import (
+    BestCheckpoint,
+    EarlyStopping,
+    Save,
+    check_metrics,
+    save_somehow,
+)
 from zoo.runs.callbacks.callback import Callback
-from zoo.runs.callbacks.flags import observers
+from zoo.runs.callbacks.flags import with_flags
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import read_metrics
-from zoo.runs.processes import RunError
 from zoo.runs.recorder import Recorder
 from zoo.runs.run import Run, versions
 from zoo.runs.signals import Stopped
@@ -33,17 +42,41 @@ from zoo.training.description import Training
 from zoo.training.state import TrainState
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The result of `fit`; `state, metrics = zoo.fit(…)` takes two parts of it."""
+
+    state: TrainState
+    """The state after the last step."""
+    metrics: dict[str, float]
+    """Those of the last evaluation, which is of the whole held-out part."""
+    model: PyTree
+    """The model that the run is for: with `--average` the averaged one, else `state.model`."""
+    model_metrics: dict[str, float]
+    """The metrics of that model."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.state, self.metrics))
+
+
 def fit(
-    run: Run[Config], training: Training, callbacks: Sequence[Callback] = ()
-) -> tuple[TrainState, dict[str, float]]:
+    run: Run[Config],
+    training: Training,
+    callbacks: Sequence[Callback] = (),
+    *,
+    save: Save = save_somehow,
+) -> Trained:
     """Train up to `config.steps`, from the newest good checkpoint if there is one.
 
-    Returns the state and the metrics of the evaluation at the end, which is of the whole held-out
-    part. Where a save and an evaluation fall on one step, the save is first; an evaluation that
-    was cut short is repeated at the next start. `callbacks` are called at the moments that
-    `zoo.callbacks.Callback` lists, and those that the configuration asks for after them.
+    All flags of a run do here what they say. Where a save and an evaluation fall on one step, the
+    save is first; an evaluation that was cut short is repeated at the next start. `callbacks` are
+    called at the moments that `zoo.callbacks.Callback` lists, and those of flags with them.
+    `save(folder, model, metrics)` writes the model of `--keep-best`; see
+    `zoo.callbacks.BestCheckpoint`.
 
     Raises:
+        ValueError: a metric of `--keep-best` or `--patience` that no evaluation has, or one that is
+            no number, before the first step.
         RunError: a loss, gradient or update that is not finite, other data than the checkpoint's,
             or too little device memory.
         SystemExit: after SIGTERM or SIGINT, with 128 + the signal's number, once saved; with 0,
@@ -53,16 +86,17 @@ def fit(
     training = bases.as_begun(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
-    hooks = Hooks(run, training, [*callbacks, *observers(config)])
+    hooks = Hooks(run, training, with_flags(config, callbacks, save))
     job = planned.make_job(run, training)
     if config.plan:
         planned.show(job, config.plan)
     check_memory(training.data)
-    state, start = _restore_or_init(run, training, hooks)
+    origin = identity.of_training(training)
+    state, start = _restore_or_init(run, training, hooks, origin)
     # The names of axes are for evaluations: a step has its own.
     with hooks.running(start, state), sharding.use(None, axes=training.axes):
         if start >= config.steps or hooks.loop.stopped:
-            return state, _finished(run, training, hooks, state)
+            return _trained(hooks, state, _finished(run, training, hooks, state))
         if run.mesh.size > 1:
             run.say(sharding.placement_table(state.model, run.mesh, run.rules, training.axes))
         step_fn = training.step(
@@ -74,15 +108,44 @@ def fit(
         )
         with planned.explained(run.mesh, job, lambda: step_fn.programs):
             _compile(run, step_fn, state, training.data)
-            return _train(run, training, hooks, step_fn, state)
+            _check_evaluations(hooks, state, is_due=training.pretrained is not None)
+            state, result = _train(run, training, hooks, step_fn, state, origin)
+            return _trained(hooks, state, result)
+
+
+def _trained(hooks: Hooks, state: TrainState, metrics: dict[str, float]) -> Trained:
+    """The result, of the averaged model if `--average` asks for one."""
+    loop = hooks.loop
+    average = hooks.callbacks.get(Average.name)
+    if loop.run.config.average is None or not isinstance(average, Average):
+        return Trained(state, metrics, state.model, metrics)
+    loop.run.say(f"what is published is the average of the weights ({average.decay})")
+    prefix = f"{average.name}/"
+    of_model = {n.removeprefix(prefix): x for n, x in metrics.items() if n.startswith(prefix)}
+    return Trained(state, metrics, average.model, of_model)
+
+
+def _check_evaluations(hooks: Hooks, state: TrainState, *, is_due: bool) -> None:
+    """Refuse what evaluations return, or do not, before the first step of a run."""
+    loop = hooks.loop
+    if isinstance(loop.evaluator, evaluation.Evaluator):
+        loop.evaluator.compile(state.model)
+    chooses = any(isinstance(x, EarlyStopping | BestCheckpoint) for x in loop.callbacks)
+    if chooses and loop.start == 0 and not is_due:
+        check_metrics(loop.callbacks, loop.evaluate(state.model))
 
 
 def _train(
-    run: Run[Config], training: Training, hooks: Hooks, step_fn: CompiledStep, state: TrainState
+    run: Run[Config],
+    training: Training,
+    hooks: Hooks,
+    step_fn: CompiledStep,
+    state: TrainState,
+    origin: dict[str, Any],
 ) -> tuple[TrainState, dict[str, float]]:
     """The steps from the first to the last one."""
     config, loop, start = run.config, hooks.loop, hooks.loop.start
-    meta = {"fingerprint": training.fingerprint, "config": as_json(config), "versions": versions()}
+    meta = origin | {"config": as_json(config), "versions": versions()}
     meta |= {bases.BASE: training.base} if training.base else {}
     written = _count_evaluations(run, start)
     with (
@@ -159,7 +222,9 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
     )
 
 
-def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tuple[TrainState, int]:
+def _restore_or_init(
+    run: Run[Config], training: Training, hooks: Hooks, origin: dict[str, Any]
+) -> tuple[TrainState, int]:
     """The state to begin with, the callbacks' too, and the steps that it has behind it."""
     key = jax.random.key(run.config.seed)
     where: Any = {"mesh": run.mesh, "rules": run.rules}
@@ -174,11 +239,7 @@ def _restore_or_init(run: Run[Config], training: Training, hooks: Hooks) -> tupl
             hooks.begin(state, 0, {})
             return state, 0
         state, step, meta = restored
-        if meta["fingerprint"] != training.fingerprint:
-            raise RunError(
-                f"the data of {run.address} has changed since step {step}: the same batches can't "
-                "be made again. Put the files back, or start anew with another --run-dir."
-            )
+        identity.check(run, step, meta, origin)
         if training.base:
             state = eqx.combine(state, training.frozen(key, **where))
         try:
@@ -212,7 +273,8 @@ def _finished(
     run.say(loop.why_stopped(step) if loop.stopped else done)
     written = _count_evaluations(run, step)
     if written and not hooks:
-        return training.evaluate(state.model, True)
+        loop.whole = True
+        return loop.evaluate(state.model)
     with run.signals, Recorder(run, training, hooks, written) as recorder:
         return _evaluate(run, recorder, step, state, whole=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from zoo.base import files
+from zoo.base import files, tpus
 
 
 class RunError(RuntimeError):
@@ -36,8 +36,8 @@ def is_on_cpu() -> bool:
     """Whether JAX computes on this machine's CPU, as far as that is known before it starts."""
     if given := getattr(jax.config, "jax_platforms", None):
         return str(given).split(",")[0] == "cpu"
-    plugins = entry_points(group="jax_plugins")
-    return not plugins and not any(map(find_spec, ("jax_plugins", "libtpu")))
+    has_plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
+    return not has_plugins and not tpus.may_have_tpus()
 
 
 def join_processes() -> None:

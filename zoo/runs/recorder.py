@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self, run: Run[Config], training: Training, hooks: Hooks, written: int = 0):
         """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
         self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
-        self._evaluate, self._hooks, self._written = training.evaluate, hooks, written
+        self._hooks, self._written = hooks, written
         self._saved = training.saved
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._log: MetricsLog | None = None  # of process 0
@@ -145,7 +145,7 @@ class Recorder:
         """Evaluate, and write, show and return the result."""
         self._hooks.loop.whole = whole
         with self._paused():
-            values = self._evaluate(state.model, whole)
+            values = self._hooks.loop.evaluate(state.model)
             values = self._hooks.on_evaluation(step, state, values)
             self._write(step, **values)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -1,6 +1,7 @@
 """Meshes of devices, made from texts such as "fsdp=4,tensor=2"."""
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -131,9 +132,13 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
             ) from None
         if len(sizes) < len(items):
             raise ShardingError(f"mesh {spec!r}: each axis is named once at most")
-    else:
+    elif isinstance(spec, Mapping):
         sizes = dict(spec)
+    else:
+        raise ShardingError(f"mesh {spec!r}: name the axes, as in 'data=8' or {{'fsdp': 4}}")
     for axis in sizes:
         if axis not in MESH_AXES:
             raise ShardingError(f"mesh {spec!r}: no axis {axis!r}; the axes are {MESH_AXES}")
+        if not isinstance(sizes[axis], numbers.Integral):
+            raise ShardingError(f"mesh {spec!r}: the size of {axis} is no integer")
     return sizes

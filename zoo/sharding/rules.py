@@ -84,16 +84,22 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
 
 Rule = str | tuple[str, ...] | Axis | None
 
-# A name that `LOGICAL_AXES` lacks is a dimension of a matrix, unless its rule is an `Axis`.
 Rules = Mapping[str, Rule]
+"""Mesh axes by logical axis.
+
+A name that `LOGICAL_AXES` lacks is a dimension of a matrix, unless its rule is an `Axis`.
+"""
 
 RULES: Rules = types.MappingProxyType({name: axis.mesh for name, axis in LOGICAL_AXES.items()})
 
 SEQUENCE_PARALLEL: Rules = types.MappingProxyType({**RULES, "seq": ("context", "tensor")})
 
-# From patterns of dotted paths to names, such as {"*.query_proj.weight": "heads embed"}, of which
-# the first that matches wins; or from a dotted path and an array to names, or None.
 Axes = Mapping[str, str] | Callable[[str, Any], str | None]
+"""Names for arrays without an annotation.
+
+From patterns of dotted paths to names, such as `{"*.query_proj.weight": "heads embed"}`, of which
+the first that matches wins; or from a dotted path and an array to names, or None.
+"""
 
 
 class _InUse(NamedTuple):

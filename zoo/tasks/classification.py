@@ -19,7 +19,6 @@ from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.best import Save
-from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.config import Config
 from zoo.runs.run import Run
 from zoo.sharding.placement import on_host
@@ -92,9 +91,9 @@ def training(
     alone = num_members == 1
     if not alone:
         # Each member is trained as it would be alone, and so clipped alone.
-        clip_norm = run.config.clip_norm
-        clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-        rule = per_member(optax.chain(clip, rule))
+        if (norm := run.config.clip_norm) is not None:
+            rule = optax.chain(optax.clip_by_global_norm(norm), rule)
+        rule = per_member(rule)
         loss_fn = member_loss(losses.classification)
         make = lambda key: Ensemble(make_one, num_members, key=key)  # noqa: E731
     return Classification(
@@ -130,10 +129,9 @@ def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTr
     The run's folder gets `confusion.png` and `calibration.png`, and `best/`, by `save`, if the
     flags ask for it. Returns the model to be saved and its metrics.
     """
-    chosen = Chosen(run, save=save)
-    state, result = loop.fit(run, training, chosen.callbacks)
+    trained = loop.fit(run, training, save=save)
     # The last evaluation, of the average if there is one, was of all that is held out.
-    result, predictions = chosen.metrics(result), training.evaluate.predictions
+    result, predictions = trained.model_metrics, training.evaluate.predictions
     run.say(report(predictions, result))
     if run.is_main:
         plot_confusion(run.folder / "confusion.png", predictions, training.classes)
@@ -142,8 +140,8 @@ def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTr
         "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
         f"in {run.address}"
     )
-    metrics = {**result, "steps": int(state.step), "classes": list(training.classes)}
-    return chosen.published(state), metrics
+    metrics = {**result, "steps": int(trained.state.step), "classes": list(training.classes)}
+    return trained.model, metrics
 
 
 def saver(tokenizer: Tokenizer | None = None) -> Save:

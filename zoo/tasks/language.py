@@ -25,12 +25,11 @@ from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import Samples
-from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import begun, mixtures
 from zoo.training import losses, optimizers
-from zoo.training.description import Training
+from zoo.training.description import Evaluate, Training
 from zoo.training.pretrained import skeleton_of
 
 Published = Callable[[PyTree], PyTree]  # from a model in training to the one that is for use
@@ -136,15 +135,10 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
         run.say(mixtures.describe(data.train, run.config.steps))
 
 
-def training(
-    run: Run[RunConfig],
-    optimizer: optimizers.Config,
-    data: text.Text,
-    make_model: Callable[..., PyTree],
-) -> Training:
-    """The training of a language model on the next token, with its held-out bits per byte."""
+def evaluator(run: Run[RunConfig], data: text.Text) -> Evaluate:
+    """From a language model to its held-out loss, perplexity and bits per byte."""
     if isinstance(data, MixedText):
-        mean_loss = mixtures.evaluator(run, losses.next_token, data)
+        mean_loss: Evaluate = mixtures.evaluator(run, losses.next_token, data)
     else:
         mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
@@ -159,6 +153,16 @@ def training(
             **of_sources,
         }
 
+    return evaluate
+
+
+def training(
+    run: Run[RunConfig],
+    optimizer: optimizers.Config,
+    data: text.Text,
+    make_model: Callable[..., PyTree],
+) -> Training:
+    """The training of a language model on the next token, with its held-out bits per byte."""
     return Training(
         make_model=optimizers.initialise(optimizer, make_model),
         loss_fn=losses.next_token,
@@ -166,7 +170,7 @@ def training(
         schedule=optimizers.make_schedule(optimizer, run.config.steps),
         data=data.train,
         fingerprint=data.fingerprint,
-        evaluate=evaluate,
+        evaluate=evaluator(run, data),
     )
 
 
@@ -183,9 +187,6 @@ def train(
     """
     config, save = run.config, saver(data)
     check(training, data, sample_tokens=config.sample_tokens, published=published)
-    chosen = Chosen(
-        run, save=lambda folder, model, metrics: save(folder, published(model), metrics)
-    )
     sample_of = lambda model: sample(  # noqa: E731
         published(model), data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
     )
@@ -196,11 +197,12 @@ def train(
         more.append(mixtures.Epochs(data.train))
         loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
         training = dataclasses.replace(training, loss_fn=loss_fn)
-    state, result = loop.fit(run, training, [*chosen.callbacks, *more])
-    model, result = chosen.published(state), chosen.metrics(result)
+    keep = lambda folder, model, metrics: save(folder, published(model), metrics)  # noqa: E731
+    trained = loop.fit(run, training, more, save=keep)
+    model, result = trained.model, trained.model_metrics
     rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
     run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    save(run.folder / "model", published(model), {**result, "steps": int(state.step)})
+    save(run.folder / "model", published(model), {**result, "steps": int(trained.state.step)})
     run.say(f"the model is in {run.address}/model; a sample of it:\n")
     run.say(sample_of(model))
     return result

@@ -16,7 +16,7 @@ from zoo import sharding
 from zoo.data.checks import Accepted
 from zoo.sharding.axes import is_parameter
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]  # scalars; of an evaluation also pairs of them
 
 # One runs and one is queued behind it. Inputs of more would fill the device's memory, and on a CPU
 # of several virtual devices collectives of more than 32 programs deadlock.

@@ -40,16 +40,19 @@ class Training:
     """Update rule, with its schedule."""
     data: Plan
     """Batch k as a function of k."""
-    evaluate: Evaluate
-    """From a model to held-out metrics; given True, over the whole held-out part."""
+    evaluate: Evaluate | Plan
+    """Held-out data, for the means of the loss function; or from a model to held-out metrics, and
+    given True over the whole held-out part."""
     fingerprint: str = ""
-    """Hash of the data: a run refuses to resume with other data."""
+    """Text that differs where the data do, with which a run refuses to resume; empty is the data's
+    own, `zoo.data.plans.fingerprint`."""
     schedule: optax.Schedule | None = None
     """The optimizer's learning rate by its updates, to be logged."""
     flops_per_token: float | None = None
     """FLOPs of the maths per unit of the data (a token, an example), forward and backward."""
     clips: bool = True
-    """Clip the gradient's global norm; False where the optimizer does, as an ensemble's."""
+    """Clip the gradient's global norm; False where the optimizer does by the same flag, as an
+    ensemble's. A run that clips nothing has the flag at None."""
     trainable: Trainable | None = None
     """From a model to a tree of booleans like it: the rest stays as it is."""
     pretrained: PyTree = None

@@ -1,6 +1,7 @@
 """A loss function called in a step's precision, and its values, checked."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -91,6 +92,8 @@ def loss_values(
             raise ValueError(
                 f"loss_fn {name} returned a {what} {_described(x)}: sum it over the batch"
             )
+    if key is not None:
+        check_scalars(name, metrics)
     if both := sorted(taken & metrics.keys()):
         raise ValueError(
             f"loss_fn {name} has a metric {both[0]!r}, which the step has itself: rename it"
@@ -98,6 +101,30 @@ def loss_values(
     new = [] if key is None and old else _new_states(name, fourth, old)
     sums = {"loss": total, "tokens": weight, **metrics}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums), new
+
+
+def check_scalars(name: str, metrics: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a metric that is neither a scalar nor a pair of them."""
+    for metric, value in metrics.items():
+        pair = value if isinstance(value, tuple) else (value,)
+        if len(pair) > 2 or any(jnp.ndim(x) for x in pair):
+            raise ValueError(
+                f"loss_fn {name} has a metric {metric!r}, {_described(value)}: a metric is one "
+                "number, a sum over the batch, or a pair of a sum and its own weight"
+            )
+
+
+def only_scalars(loss_fn: LossFunction) -> LossFunction:
+    """A loss function that refuses what `check_scalars` does, where it is traced."""
+
+    @functools.wraps(loss_fn)
+    def checked(model: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+        values = loss_fn(model, batch, key)
+        if isinstance(values, tuple | list) and len(values) > 2 and isinstance(values[2], Mapping):
+            check_scalars(_name(loss_fn), values[2])
+        return values
+
+    return checked if callable(loss_fn) else loss_fn
 
 
 def kept_by(loss_fn: Any) -> frozenset[str | int]:

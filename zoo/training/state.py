@@ -17,7 +17,8 @@ from zoo.nn.balancing import is_load_bias
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.precision import LossScale
 from zoo.nn.quantized import is_quantized
-from zoo.sharding.axes import check_model, is_parameter
+from zoo.nn.stateful import is_state
+from zoo.sharding.axes import check_model, is_parameter, keystr
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
@@ -26,12 +27,18 @@ Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans lik
 class TrainState(eqx.Module):
     """The whole state of a run: with it and the data's position, training resumes bit for bit."""
 
-    model: PyTree  # fp32 master weights; what is frozen, in the dtype that it came in
+    model: PyTree
+    """The model, with fp32 master weights; what is frozen, in the dtype that it came in."""
     opt_state: PyTree
-    step: Int32[Array, ""]  # steps done, skipped ones included
-    key: Key[Array, ""]  # root of dropout: folded with the step, then with the microbatch
-    loss_scale: LossScale  # used in fp16
-    skipped: Int32[Array, ""]  # steps whose result was not finite, which changed nothing
+    """The optimizer's state, of what is trained."""
+    step: Int32[Array, ""]
+    """Steps done, skipped ones included."""
+    key: Key[Array, ""]
+    """Root of dropout's random numbers: folded with the step, then with the microbatch."""
+    loss_scale: LossScale
+    """The factor of the loss in fp16, which keeps small gradients from rounding to 0."""
+    skipped: Int32[Array, ""]
+    """Steps whose result was not finite, which changed nothing."""
 
 
 def init_state(
@@ -267,6 +274,30 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer={optimizer!r}: give an optax.GradientTransformation, as optax.adam(1e-3) is"
         )
+
+
+def check_opt_state(optimizer: optax.GradientTransformation, params: PyTree, found: PyTree) -> None:
+    """Raise a ValueError for the state of another optimizer, or of other parameters."""
+    with standard_promotion():
+        expected = eqx.filter_eval_shape(optimizer.init, params)
+    old, new = _described(found), _described(expected)
+    if old == new:
+        return
+    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    raise ValueError(
+        f"optimizer: the step's is not the one that the state was made with: {paths[0]} is "
+        f"{old.get(paths[0], 'absent')} in the state and {new.get(paths[0], 'absent')} in the "
+        "step's; give init_state and make_train_step the same optimizer, and the same trainable"
+    )
+
+
+def _described(opt_state: PyTree) -> dict[str, str]:
+    """The classes of an optimizer's states, and the shapes of their arrays, by path."""
+    is_kind = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+    kinds = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_kind)
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(opt_state, is_parameter))
+    found = {keystr(path): type(x).__name__ for path, x in kinds if is_kind(x)}
+    return {**found, **{keystr(path): str(list(x.shape)) for path, x in leaves}}
 
 
 @contextlib.contextmanager

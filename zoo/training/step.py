@@ -2,8 +2,8 @@
 
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
 loss, the summed weight, and further sums that are reported divided by the weight, or by their own
-where they are pairs of a sum and a weight (not in an evaluation). So the gradient
-is the same whatever the microbatches, the padding and the mesh. Of a model with an `eqx.nn.State`
+where they are pairs of a sum and a weight. So the gradient is the same whatever the microbatches,
+the padding and the mesh. Of a model with an `eqx.nn.State`
 it returns the new State as a fourth value.
 """
 
@@ -38,6 +38,7 @@ from zoo.training.state import (
     Trainable,
     TrainState,
     balanced_leaves,
+    check_opt_state,
     check_optimizer,
     standard_promotion,
     state_shardings,
@@ -97,8 +98,9 @@ def make_train_step(
         TypeError: a loss function or an optimizer that is none; at the first call, a loss function
             that returns something else, or no new State.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision that the
-            devices lack; at a call, rows that do not divide; at the first call, a metric whose name
-            is taken, a total that is no sum, a State of other shapes or dtypes, a batch without an
+            devices lack; at a call, rows that do not divide; at the first call, the state of
+            another optimizer, a metric whose name is taken or that is no number, a total that is no
+            sum, a State of other shapes or dtypes, a batch without an
             entry that the loss names, or "int8" for a model that multiplies nothing in it.
         ShardingError: a rule for a mesh axis that there is not; at the first call, a pattern of
             `axes` that names nothing.
@@ -153,6 +155,7 @@ def _train_step(
     """The new state and the metrics: gradient, clipping, update, and nothing if not finite."""
     mesh, is_fp16 = settings.mesh, settings.precision == "fp16"
     chosen = trained_leaves(state.model, settings.trainable)
+    check_opt_state(settings.optimizer, eqx.filter(state.model, chosen), state.opt_state)
     biases = eqx.filter(state.model, balanced_leaves(state.model, settings.trainable))
     params, static = eqx.partition(state.model, chosen)
     key = jax.random.fold_in(state.key, state.step)
@@ -298,10 +301,10 @@ def make_eval_step(
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
-    `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
-    function's own; add them over the batches, then divide. The loss gets no key, by which it tells
-    an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which is
-    ignored. Errors and warnings are `make_train_step`'s.
+    `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and those or pairs
+    of the loss function; add them over the batches, then divide. The loss gets no key, by which it
+    tells an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which
+    is ignored. Errors and warnings are `make_train_step`'s.
     """
     check_precision(precision, mesh)
     check_loss(loss_fn)

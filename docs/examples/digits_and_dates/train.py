@@ -36,6 +36,8 @@ class Digits(RunConfig):
     """Largest learning rate, which falls to 0 along a cosine."""
     average: float | None = 0.99
     """Decay of the average of the weights, which is published beside the model."""
+    clip_norm: float | None = None
+    """Global norm that gradients are clipped to, before the optimizer's own clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class Dates(RunConfig):
     """Largest learning rate, after a tenth of the steps; it falls to 0 along a cosine."""
     average: float | None = 0.99
     """Decay of the average of the weights, which is published beside the model."""
+    clip_norm: float | None = None
+    """Global norm that gradients are clipped to, before the optimizer's own clip."""
 
 
 def digits(run: zoo.Run[Digits]) -> zoo.Training:
@@ -72,7 +76,7 @@ def digits(run: zoo.Run[Digits]) -> zoo.Training:
         return eqx.nn.make_with_state(nets.ConvNet)(config.width, key)
 
     given = data.digits(config.batch_size, config.seed)
-    return training(run, make_model, losses.digits, optimizer, schedule, given)
+    return training(make_model, losses.digits, optimizer, schedule, given)
 
 
 def dates(run: zoo.Run[Dates]) -> zoo.Training:
@@ -88,11 +92,10 @@ def dates(run: zoo.Run[Dates]) -> zoo.Training:
         return nets.EncoderDecoder(data.NUM_TOKENS, data.SOURCE_LENGTH, **sizes, key=key)
 
     given = data.dates(config.batch_size, config.seed)
-    return training(run, make_model, losses.dates, optimizer, schedule, given)
+    return training(make_model, losses.dates, optimizer, schedule, given)
 
 
 def training(
-    run: zoo.Run,
     make_model: Callable[[Array], object],
     loss_fn: Callable,
     optimizer: optax.GradientTransformation,
@@ -100,28 +103,25 @@ def training(
     given: data.Data,
 ) -> zoo.Training:
     """The description of a training for `zoo.fit`."""
-    held_out = zoo.evaluator(run, loss_fn, given.held_out)
     return zoo.Training(
         make_model=make_model,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        clips=False,  # the chain does
         schedule=schedule,
         data=given.train,
         fingerprint=given.fingerprint,
-        evaluate=lambda model, whole: {f"eval_{k}": x for k, x in held_out(model, whole).items()},
+        evaluate=given.held_out,
     )
 
 
 def main(config: Digits | Dates) -> None:
     """Train, and publish the model and the average of its weights."""
     with zoo.Run(config) as run:
-        average = zoo.callbacks.Average(config.average)
-        made = digits(run) if isinstance(config, Digits) else dates(run)
-        state, metrics = zoo.fit(run, made, callbacks=[average])
-        zoo.save(run.folder / "model", state.model, metrics=metrics)
-        zoo.save(run.folder / "average", average.model, metrics=metrics)
-        run.say(f"held out: {metrics}")
+        trained = zoo.fit(run, digits(run) if isinstance(config, Digits) else dates(run))
+        zoo.save(run.folder / "model", trained.state.model, metrics=trained.metrics)
+        if config.average is not None:
+            zoo.save(run.folder / "average", trained.model, metrics=trained.model_metrics)
+        run.say(f"held out: {trained.metrics}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Integer
 
+from zoo.base import checksums
 from zoo.data.corpus import Tokenized
 from zoo.data.mixtures.schedule import Schedule, Stage
 from zoo.data.packing import Piece
@@ -49,6 +51,11 @@ class JoinedCorpus:
         corpus, i = self._locate(i)
         return corpus.name(i)
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it."""
+        return checksums.of_values([corpus.fingerprint for corpus in self.corpora])
+
     def _locate(self, i: int) -> tuple[Tokenized, int]:
         source = bisect.bisect_right(self.begins, i) - 1
         return self.corpora[source], i - self.begins[source]
@@ -88,6 +95,10 @@ class MixturePlan(TokenPlan):
         self.num_rows = self.batches_per_epoch * self.batch_size
         # That of a batch of each source's average rows, so many as it has.
         self.padding_waste = sum(p.padding_waste * p.num_rows for p in self._sources) / rows
+
+    def _content(self) -> Iterator[Any]:
+        yield from ([*self.plans], self.schedule.stages)
+        yield from (plan.fingerprint for plan in self._sources)
 
     def epochs(self, batches: int) -> dict[str, float]:
         """How often each source has been read in the first `batches` batches."""

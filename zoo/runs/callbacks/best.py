@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import METRICS, README, WEIGHTS, replacing
 from zoo.publishing.models import save as save_model
 from zoo.publishing.tensors import write_tensors
+from zoo.runs.callbacks.average import Average
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.training.state import TrainState
 
@@ -109,6 +110,18 @@ class BestCheckpoint(Callback):
         self._save(loop.run.folder / "best", self._model(state), {**values, "steps": step})
         self.values = {"best": value, "step": step}
         loop.say(f"step {step}: the best {self.metric} so far, {value:.6g}; the model is in best/")
+
+
+def check_metrics(callbacks: Sequence[Callback], names: Collection[str]) -> None:
+    """Refuse a metric that evaluations of these names will not have, as far as that is known."""
+    known = dict.fromkeys(names, math.nan)
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping | BestCheckpoint):
+            _metric(callback, callback.metric, known)
+        elif isinstance(callback, Average):
+            known |= {f"{callback.name}/{name}": math.nan for name in names}
+        elif getattr(callback.on_evaluation, "__func__", None) is not Callback.on_evaluation:
+            return  # it may add more
 
 
 def save_somehow(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:

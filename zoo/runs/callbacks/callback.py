@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
+from zoo.runs import evaluation
 from zoo.runs.config import Config
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
@@ -33,6 +34,8 @@ class Loop:
         self.start, self.stopped, self.whole = 0, "", False
         self.stopped_by = ""
         self.caller = ("", "")  # the callback and the moment under way
+        self.evaluator = evaluation.as_evaluate(run, training.loss_fn, training.evaluate)
+        self._evaluate = evaluation.named(self.evaluator)
         self.attach(run.say, contextlib.nullcontext)
 
     def attach(
@@ -70,7 +73,7 @@ class Loop:
 
     def evaluate(self, model: PyTree) -> dict[str, float]:
         """The evaluation of the training, of another model: in `on_evaluation`, as whole as it."""
-        return self.training.evaluate(model, self.whole)
+        return self._evaluate(model, self.whole)
 
     def pause(self) -> contextlib.AbstractContextManager:
         """A context whose time is left out of the tokens per second, as that of an evaluation."""

@@ -7,6 +7,8 @@ import jax
 from jaxtyping import Array, PyTree
 
 from zoo.base.configuration import require
+from zoo.data.plans import Plan
+from zoo.runs import evaluation
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.metrics import MetricsLog
 from zoo.training.description import Evaluate
@@ -16,9 +18,9 @@ from zoo.training.state import TrainState
 class Evaluations(Callback):
     """Several evaluations by name: `{"name": evaluate}` adds `name/eval_loss` to the lines.
 
-    An `evaluate` is as that of a `Training`, or what `zoo.evaluator` returns: from a model, and
-    whether to take the whole held-out part, to metrics; `loss` is called `eval_loss`. They run with
-    the run's own evaluation: at the end, and before it every `every` steps (None: each time).
+    An `evaluate` is as that of a `Training`: a plan, the result of `zoo.evaluator`, or a function.
+    They run with the run's own evaluation: at the end, and before it every `every` steps (None:
+    each time).
 
     Raises:
         ValueError: at the start, an `every` that is no multiple of `--eval-every`.
@@ -26,11 +28,15 @@ class Evaluations(Callback):
 
     name = "evaluations"
 
-    def __init__(self, evaluations: Mapping[str, Evaluate], *, every: int | None = None):
-        self._evaluations, self._every = dict(evaluations), every
+    def __init__(self, evaluations: Mapping[str, Evaluate | Plan], *, every: int | None = None):
+        self._given, self._every = dict(evaluations), every
+        self._evaluations: dict[str, Evaluate] = {}
 
     def on_start(self, loop: Loop, state: TrainState) -> None:
-        """Check the cadence."""
+        """Check the cadence, and make the evaluations."""
+        for name, given in self._given.items():
+            evaluate = evaluation.as_evaluate(loop.run, loop.training.loss_fn, given)
+            self._evaluations[name] = evaluation.named(evaluate)
         between = loop.run.config.eval_every
         self._every = self._every or between
         require(
@@ -47,8 +53,7 @@ class Evaluations(Callback):
         if loop.whole or step % (self._every or 1) == 0:
             for name, evaluate in self._evaluations.items():
                 for metric, value in evaluate(state.model, loop.whole).items():
-                    shown = "eval_loss" if metric == "loss" else metric
-                    found[f"{name}/{shown}"] = value
+                    found[f"{name}/{metric}"] = value
         return found
 
 

@@ -54,7 +54,7 @@ class Hooks:
             if callback.name in self.callbacks:
                 raise ValueError(
                     f"callbacks: two have the name {callback.name!r}, by which checkpoints know "
-                    "them: set the attribute `name` of one"
+                    "them: set the attribute `name` of one, or leave out the flag that asks for it"
                 )
             self.callbacks[callback.name] = callback
         self._given = {name: callback.arrays for name, callback in self.callbacks.items()}

@@ -24,7 +24,7 @@ class Row(NamedTuple):
 def teacher_row(run: Run[Config], data: text.Text, teacher: Teacher) -> Row:
     """The teacher, on the same held-out text."""
     model = teacher.load()
-    evaluate = language.training(run, run.config.optimizer, data, lambda key: model).evaluate
+    evaluate = language.evaluator(run, data)
     size = num_parameters(teacher.skeleton)
     return Row(f"teacher {run.config.teacher}", size, evaluate(model, True)["bits_per_byte"])
 

@@ -54,7 +54,7 @@ def training(
             fingerprint=checksums.joined(plain.fingerprint, teacher.checksum),
         )
     of_teacher = teacher.flops_per_token(max(data.train.buckets))
-    of_student = student.flops_per_token
+    of_student, evaluate = student.flops_per_token, language.evaluator(run, data)
     return dataclasses.replace(
         plain,
         make_model=lambda key, model: Taught(plain.make_model(key), model),
@@ -62,7 +62,7 @@ def training(
         trainable=student_alone,
         loss_fn=loss.beside_teacher,
         flops_per_token=of_teacher and of_student and of_teacher + of_student,
-        evaluate=lambda model, whole: plain.evaluate(model.student, whole),
+        evaluate=lambda model, whole: evaluate(model.student, whole),
     )
 
 

@@ -43,12 +43,6 @@ def training(
     if config.objective == "dpo" and config.method != "lora":
         data = _with_reference(run, base, data)
     loss_fn = loss_of(config)
-    mean_loss = evaluation.evaluator(run, loss_fn, data.held_out)
-
-    def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        means = mean_loss(model, whole)
-        return {"eval_loss": means.pop("loss"), **{f"eval_{k}": v for k, v in means.items()}}
-
     return Training(
         make_model=optimizers.initialise(config.optimizer, make_model),
         loss_fn=loss_fn,
@@ -56,7 +50,7 @@ def training(
         schedule=optimizers.make_schedule(config.optimizer, config.steps),
         data=data.train,
         fingerprint=data.fingerprint,
-        evaluate=evaluate,
+        evaluate=data.held_out,
     )
 
 

@@ -12,7 +12,6 @@ from zoo.publishing import adapters, models, token_ids
 from zoo.runs import loop
 from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.evaluations import Samples
-from zoo.runs.callbacks.flags import Chosen
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
@@ -46,14 +45,13 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
         stop_tokens=ends,
         on_new_line=chats,
     )
-    chosen = Chosen(run, save=saver(run, base, chats=chats))
     more = []
     if config.sample_every is not None:
         more.append(Samples(lambda x: sample_of(merge(run, x)), every=config.sample_every))
-    state, after = loop.fit(run, training, [*chosen.callbacks, *more])
-    model, after = chosen.published(state), chosen.metrics(after)
-    model = save(run, base, model, {**after, "steps": int(state.step)}, chats=chats)
-    del state, chosen, more  # and the optimizer's, whose room the model of before takes
+    trained = loop.fit(run, training, more, save=saver(run, base, chats=chats))
+    after, steps = trained.model_metrics, int(trained.state.step)
+    model = save(run, base, trained.model, {**after, "steps": steps}, chats=chats)
+    del trained, more  # and the optimizer's state, whose room the model of before takes
     before = read_metrics(run.folder / "metrics.jsonl")[0]
     run.say(_compare(before, after))
     published = base.load()

@@ -1,0 +1,44 @@
+"""The types that public signatures name, such as `zoo.types.LossFunction`."""
+
+from zoo.data.corpus import Corpus as Corpus
+from zoo.data.packing import Piece as Piece
+from zoo.data.plans import HostBatch as HostBatch
+from zoo.data.plans import Row as Row
+from zoo.data.token_plans import Ends as Ends
+from zoo.data.tokenizer import Ids as Ids
+from zoo.decoding.sampling import Prompt as Prompt
+from zoo.nn import codes, remat
+from zoo.nn.layers import Linear as Linear
+from zoo.nn.parameters import Operand as Operand
+from zoo.nn.precision import LossScale as LossScale
+from zoo.nn.precision import Precision as Precision
+from zoo.nn.protocols import SequenceModel as SequenceModel
+from zoo.nn.protocols import SequenceOptions as SequenceOptions
+from zoo.publishing import adapters, models
+from zoo.publishing.registry import Classes as Classes
+from zoo.publishing.shelf import Card as Card
+from zoo.runs import config
+from zoo.runs.callbacks.best import Mode as Mode
+from zoo.runs.callbacks.best import Save as Save
+from zoo.runs.callbacks.tracker import Status as Status
+from zoo.runs.evaluation import Evaluator as Evaluator
+from zoo.runs.loop import Trained as Trained
+from zoo.sharding import rules
+from zoo.sharding.rules import Axes as Axes
+from zoo.sharding.rules import Rule as Rule
+from zoo.sharding.rules import Rules as Rules
+from zoo.sharding.specs import Name as Name
+from zoo.training.compiled import CompiledStep as CompiledStep
+from zoo.training.compiled import Metrics as Metrics
+from zoo.training.compiled import Program as Program
+from zoo.training.description import Evaluate as Evaluate
+from zoo.training.loss_values import LossFunction as LossFunction
+from zoo.training.state import Trainable as Trainable
+from zoo.wrappers.classifier import Pooling as Pooling
+
+AdapterFormat = adapters.Format
+AxisKind = rules.Kind
+ModelFormat = models.Format
+Quantization = codes.Kind
+RematPolicy = remat.Policy
+RunConfig = config.Config
