@@ -14,6 +14,8 @@ from jaxtyping import Array
 import zoo
 from zoo import sharding
 from zoo.nn import layers
+from zoo.nn.parameters import gather
+from zoo.planning import collectives, hlo
 
 KEY = jax.random.key(0)
 X = 3 * jax.random.normal(KEY, (2, 5, 8)) + 1
@@ -168,6 +170,25 @@ def test_rotary_positions_keep_the_compute_dtype():
     y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
     assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
     assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1
+
+
+def test_no_device_adds_up_the_gradient_of_a_whole_table():
+    """Each has all tokens' vectors in its own columns; the rows of its own tokens were a table."""
+    mesh = zoo.make_mesh("fsdp=8")
+    ids = jnp.zeros((8, 16), jnp.int32)
+    embedding = layers.Embedding(4096, 64, key=KEY)
+
+    def loss(embedding: layers.Embedding) -> Array:
+        rows = sharding.constrain(gather(embedding)(ids), "batch", "seq", None)
+        return jnp.square(rows).sum()
+
+    placed = sharding.shardings(embedding, mesh)
+    with sharding.use(mesh):
+        step = jax.jit(jax.grad(loss), in_shardings=(placed,), out_shardings=placed)
+        text = step.lower(embedding).compile().as_text()
+    found = collectives.bytes_by_kind(collectives.collectives(hlo.read(text)))
+    assert found["all-to-all"] > 0
+    assert found.get("all-reduce", 0) + found.get("reduce-scatter", 0) < embedding.weight.nbytes / 8
 
 
 def test_gradients_of_a_table_are_added_up_over_a_mesh_in_its_dtype():
