@@ -12,6 +12,8 @@ is a conversation by the chat template of the model's tokenizer. Each line of st
 next turn, until its end.
 """
 
+import zoo  # isort: skip  # first: from here on Ctrl-C ends it, in the midst of imports too
+
 import itertools
 import sys
 import time
@@ -22,7 +24,6 @@ from typing import Any, Literal
 import jax
 import tyro
 
-import zoo
 from zoo.base import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer

@@ -412,7 +412,8 @@ def test_types_of_public_signatures_are_public():
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command += ["-f", ROOT / "mkdocs.yml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -425,6 +426,20 @@ def test_the_site_loads_nothing_from_elsewhere(site):
             assert not re.search(r"(?:src|href)=\"?(?:https?:)?//", tag), f"{page.name}: {tag}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\"?(?:https?:)?//|@import", sheet.read_text()), sheet.name
+
+
+def test_the_site_can_be_searched_as_files(site):
+    """Browsers start no worker there: the index is a script, and a script of ours stands in."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert 'src="../assets/iframe-worker.js"' in (site / "guides" / "data.html").read_text()
+    assert "window.Worker =" in (site / "assets" / "iframe-worker.js").read_text()
+
+
+def test_the_first_block_is_as_wide_as_its_page():
+    """At 1,280 pixels, which have 83 characters of it between the two sidebars."""
+    first = next(blocks(DOCS / "index.md"))
+    assert len(first.lines) > 10
+    assert max(map(len, first.lines)) <= 83
 
 
 def test_every_block_is_shown_as_one(site):

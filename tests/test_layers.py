@@ -14,6 +14,8 @@ from jaxtyping import Array
 import zoo
 from zoo import sharding
 from zoo.nn import layers
+from zoo.nn.parameters import gather
+from zoo.planning import collectives, hlo
 
 KEY = jax.random.key(0)
 X = 3 * jax.random.normal(KEY, (2, 5, 8)) + 1
@@ -170,18 +172,37 @@ def test_rotary_positions_keep_the_compute_dtype():
     assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1
 
 
+def test_no_device_adds_up_the_gradient_of_a_whole_table():
+    """Each has all tokens' vectors in its own columns; the rows of its own tokens were a table."""
+    mesh = zoo.make_mesh("fsdp=8")
+    ids = jnp.zeros((8, 16), jnp.int32)
+    embedding = layers.Embedding(4096, 64, key=KEY)
+
+    def loss(embedding: layers.Embedding) -> Array:
+        rows = sharding.constrain(gather(embedding)(ids), "batch", "seq", None)
+        return jnp.square(rows).sum()
+
+    placed = sharding.shardings(embedding, mesh)
+    with sharding.use(mesh):
+        step = jax.jit(jax.grad(loss), in_shardings=(placed,), out_shardings=placed)
+        text = step.lower(embedding).compile().as_text()
+    found = collectives.bytes_by_kind(collectives.collectives(hlo.read(text)))
+    assert found["all-to-all"] > 0
+    assert found.get("all-reduce", 0) + found.get("reduce-scatter", 0) < embedding.weight.nbytes / 8
+
+
 def test_gradients_of_a_table_are_added_up_over_a_mesh_in_its_dtype():
-    """Each part of the tokens adds up its own in fp32, and rounds once."""
+    """Each part of `data` adds up its own in fp32 and rounds once; `fsdp` splits the columns."""
     table, ids = jax.random.normal(KEY, (4, 32)), jax.random.randint(KEY, (8, 16), 0, 4)
     given = jax.random.normal(jax.random.key(1), (8, 16, 32))
 
     def loss(table: Array, ids: Array, given: Array) -> Array:
-        rows = layers.look_up(table.astype(jnp.bfloat16), ids, "vocab")
+        rows = layers.look_up(table.astype(jnp.bfloat16), ids, ("vocab", "embed"))
         return (sharding.constrain(rows, "batch", "seq", None) * given.astype(rows.dtype)).sum()
 
     by_part = [
         jax.grad(loss)(table, ids, given).astype(jnp.bfloat16).astype(jnp.float32)
-        for ids, given in zip(np.split(ids, 4), np.split(given, 4), strict=True)
+        for ids, given in zip(np.split(ids, 2), np.split(given, 2), strict=True)
     ]
     with sharding.use(zoo.make_mesh("data=2,fsdp=2,tensor=2")):
         found = jax.jit(jax.grad(loss))(table, ids, given)

@@ -20,7 +20,8 @@ from zoo.data.corpus import Corpus
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage
 from zoo.nn.parameters import cast
-from zoo.runs import planned
+from zoo.runs import planned, recorder
+from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
@@ -279,6 +280,31 @@ def test_logged_metrics_belong_to_their_step(tmp_path):
     assert all(lines(every)[step] == loss for step, loss in lines(some).items())
     rates = lines(some, "learning_rate")
     assert rates == pytest.approx({step: float(schedule(step - 1)) for step in rates}, rel=1e-6)
+
+
+def test_rates_are_laid_out_in_parts(monkeypatch):
+    """Not for each step of the run, which may be 100 million."""
+    monkeypatch.setattr(recorder._Rates, "_MANY", 7)
+    rates = recorder._Rates(optax.cosine_decay_schedule(1e-2, 10**8))
+    wanted = {i: 5e-3 * (1 + math.cos(math.pi * i / 10**8)) for i in (0, 6, 7, 8, 10**8 - 1, 3)}
+    found = {i: rates(i) for i in wanted}
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+
+
+def test_a_run_of_many_steps_is_not_laid_out(tmp_path):
+    given = config(tmp_path)
+    with zoo.Run(given) as run:
+        object.__setattr__(run.config, "steps", 2**50)
+        hooks = Hooks(run, described := training(schedule=optax.constant_schedule(1.0)), [])
+        recorder.Recorder(run, described, hooks)
+
+
+def test_epochs_without_steps_are_refused(tmp_path):
+    with (
+        zoo.Run(config(tmp_path, epochs=2.0)) as run,
+        pytest.raises(ValueError, match=r"epochs=2\.0: .*run\.steps_of\(plan\)"),
+    ):
+        zoo.fit(run, training())
 
 
 def test_checkpoints_follow_cadence_and_end(tmp_path):

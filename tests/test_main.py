@@ -1,4 +1,6 @@
 import importlib.metadata
+import os
+import signal
 import subprocess
 import sys
 
@@ -8,9 +10,11 @@ import pytest
 import zoo
 from zoo import __main__ as main
 from zoo import mlp
+from zoo.planning import command as planning
 from zoo.publishing import shelf as the_shelf
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import WEIGHTS
+from zoo.runs.command_line import _ELSEWHERE, _flags, parse
 
 
 @pytest.fixture
@@ -65,6 +69,107 @@ def test_command_line_errors_have_no_traceback():
     assert done.returncode == 1
     assert "error" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["zoo", "plan", "--help"], ["recipes.mlp", "--help"]])
+def test_a_reader_that_leaves_ends_a_command_quietly(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()  # as `| head` does
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("platform", ["nothing", "rocm"])  # JAX has an error of its own for each
+def test_a_platform_without_devices_is_named(platform):
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "describe", "lm-python", "--mesh", "data=-1"],
+        env=os.environ | {"JAX_PLATFORMS": platform},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2].startswith(f"error: JAX_PLATFORMS='{platform}': JAX finds")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["zoo", "report"], ["recipes.mlp", "--help"]])
+def test_ctrl_c_within_an_import_ends_a_command(command, tmp_path):
+    """As where an import swallows a KeyboardInterrupt, which extensions of C++ do."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "equinox":
+            sys.meta_path.remove(self)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
+
+
+def test_ctrl_c_within_an_import_is_left_to_other_programs():
+    code = "import signal, zoo; print(signal.getsignal(signal.SIGINT))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "default_int_handler" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--lr", "--optimizer.learning-rate"),
+        ("--batch", "--data.batch-size"),
+        ("--max_steps=4", "--steps"),
+        ("--num-train-epochs", "--epochs"),
+        ("--output-dir", "--run-dir"),
+        ("--n-layer", "--model.num-layers"),
+        ("--block-size", "--data.seq-len"),
+        ("--model.hidden-dim", "--model.d-model"),
+    ],
+)
+def test_flags_of_other_programs_are_translated(given, meant, capsys):
+    from recipes import lm
+
+    with pytest.raises(SystemExit):
+        parse(lm.Config, "python -m recipes.lm", [given, "3"])
+    name = given.partition("=")[0].replace("_", "-")
+    assert f"{name}: did you mean {meant}?" in capsys.readouterr().err.splitlines()
+
+
+def test_flags_are_translated_to_those_that_there_are():
+    from recipes import generate, lm
+
+    recipes = {flag for module in (lm, generate) for flag in _flags(module.Config)}
+    known = recipes | {*_flags(planning.Config)}
+    for given, meant in _ELSEWHERE.items():
+        assert any(f".{flag}".endswith(f".{meant}") for flag in known), meant
+        assert given not in known
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--compilation-cache", "--work-dir"])
+def test_empty_paths_are_refused(flag, capsys):
+    """As of a variable that is not set: a run would be scattered over the working directory."""
+    from recipes import lm
+
+    with pytest.raises(SystemExit):
+        parse(lm.Config, "python -m recipes.lm", [flag, ""])
+    assert flag.strip("-") in capsys.readouterr().err.replace("_", "-")
 
 
 @pytest.mark.parametrize("command", ["plan", "describe"])

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -764,10 +765,24 @@ def test_out_of_memory_messages_are_parsed():
 # Targets, chips and sizes.
 
 
-@pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:16", "h200:2x2", "cpu:0", "", "8"])
+@pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:16", "h200:2x2", "cpu:0", "", "8", "24:1"])
 def test_unknown_targets_list_known_ones(text):
-    with pytest.raises(ValueError, match=r"v5e:4x4.*h200:8 or cpu:8.*v4, v5e, v5p, v6e, a100"):
+    with pytest.raises(
+        ValueError, match=r"v5e:4x4.*h200:8 or cpu:8.*24GiB:1.*v4, v5e, v5p, v6e, a10,"
+    ):
         targets.parse(text)
+
+
+def test_gpus_are_named_by_card_or_by_memory():
+    """The sizes are those of `nvidia-smi`, in MiB."""
+    sizes = {"rtx3090": 24_576, "rtx4090": 24_564, "rtx5090": 32_607, "l4": 23_034, "l40s": 46_068,
+             "a10": 23_028, "a100-40": 40_960, "a100-80": 81_920, "h100": 81_559, "h200": 143_771,
+             "b200": 183_359, "mi300x": 196_608, "24GiB": 24_576, "a100": 81_920}  # fmt: skip
+    found = {name: targets.parse(f"{name}:1") for name in sizes}
+    assert {name: x.chip.memory / 2**20 for name, x in found.items()} == sizes
+    assert {x.chip.kind for x in found.values()} == {"gpu"}
+    assert (found["24GiB"].chip.name, found["24GiB"].chip.flops) == ("24GiB", None)
+    assert targets.parse("2x24gib:4").num_devices == 8
 
 
 def test_targets_of_several_slices():
@@ -798,7 +813,12 @@ def test_missing_tpu_compiler_is_named(monkeypatch):
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GB200", "NVIDIA GB200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("Some GPU", "Some GPU"),
@@ -856,6 +876,18 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
     for text in ("8 × cpu (fsdp=8)", "256 tokens", "temporaries", "fits", "all-gather", "compiled"):
         assert text in output
         assert text in path.read_text().replace("Compiled", "compiled")
+
+
+def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch):
+    monkeypatch.setitem(published.SIZES, "small", small_config())
+    config = command.Config(model="small", target="24GiB:1", seq_len=32, method="lora")
+    command.main(config)
+    memory, _, rest = capsys.readouterr().out.partition("compute per step")
+    [total] = [line for line in memory.splitlines() if " of " in line]
+    assert re.search(r"^  all  .* of 24\.00 GiB, 0%: fits", total)
+    assert "peak" not in memory
+    assert "no bound on the speed" in rest
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in rest
 
 
 def test_command_refuses_indivisible_batches(monkeypatch):
@@ -974,6 +1006,39 @@ def test_slices_of_tpus_say_where_they_are():
     found = topology.of_devices(target.chip, target.shape, target.devices())
     assert found.slices == (0, 0, 0, 0, 1, 1, 1, 1)
     assert set(found.places) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+QUOTED = Path(__file__).parents[1] / "docs" / "tutorials" / "plan.md"
+GIB = r"\*?\*?([\d.]+) GiB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        (rf"^  all +{GIB}  of 31.25 GiB, 52%: fits$", {"target": "v6e:4x4", "mesh": "fsdp=16"}),
+        (rf"lora, stored \(bf16\) .* {GIB}\*\* \|$", {"target": "v6e:1x1"}),
+        (rf"lora, `--base int8` .* {GIB}\*\* \|$", {"target": "v6e:1x1", "base": "int8"}),
+        (rf"lora, `--base int4` .* {GIB}\*\* \|$", {"target": "v5e:1x1", "base": "int4"}),
+        (rf"`--optimizer adafactor` .* {GIB}\*\* \|$",
+         {"model": "qwen3-1.7b", "target": "v6e:1x1", "optimizer": "adafactor"}),
+    ],
+    ids=["8b", "lora", "int8", "int4", "adafactor"],
+)  # fmt: skip
+def test_quoted_plans_are_those_of_today(line, options):
+    """Within 2% of the documentation's, compiled as training compiles them."""
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    [quoted] = re.findall(line, QUOTED.read_text(), re.MULTILINE)
+    given = {"model": "llama3-8b", "method": "lora", "seq_len": 1024, "batch_size": 1}
+    if "mesh" in options:
+        given |= {"method": "full", "seq_len": 4096, "batch_size": None}
+    elif "optimizer" in options:
+        given |= {"method": "full"}
+    config = command.Config(**given | options)
+    target = targets.parse(config.target)
+    model = command.skeleton_of(config, command.locate(config.model))
+    estimate = make_estimate(command.make_job(config, model, target), target)
+    assert estimate.memory.total / 2**30 == pytest.approx(float(quoted), rel=0.02)
 
 
 def test_tpu_targets_are_exact():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zoo
@@ -76,6 +77,28 @@ def begin(config):
 def test_out_of_range_fields_are_named(field, value, tmp_path):
     with pytest.raises(ValueError, match=f"{field}={value}: must"):
         config(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"run_dir": ""}, "run_dir='': a run has a folder of its own"),
+        ({"epochs": 0.0}, r"epochs=0\.0: must be positive"),
+        ({"epochs": 2.0, "steps": 7}, r"epochs=2\.0 and steps=7: give one of them"),
+    ],
+)
+def test_fields_that_do_not_go_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RecipeConfig(**fields)
+
+
+def test_epochs_are_the_steps_of_the_data(tmp_path, capsys):
+    plan = zoo.ArrayPlan({"x": np.zeros(10)}, 4, seed=0)  # three batches
+    with Run(config(tmp_path, epochs=2.5)) as run:
+        assert run.steps_of(plan) == run.steps_of(plan) == run.config.steps == 8
+        stored = json.loads((run.folder / "config.json").read_text())
+        assert (stored["epochs"], stored["steps"]) == (None, 8)
+    assert "2.5 epochs of 3 batches: 8 steps" in capsys.readouterr().out
 
 
 def test_whole_configuration_is_stored(tmp_path):

@@ -126,8 +126,23 @@ def test_project_keeps_its_own_modules(installed, tmp_path):
         (tmp_path / name).write_text(text)
     version, where = run(python, "main.py", cwd=tmp_path).split()[-2:]
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
-    assert (Path(where) == ROOT / "zoo") == (kind == "editable")
+    assert (Path(where).resolve() == ROOT / "zoo") == (kind == "editable")
+    where = str(Path(where).resolve())
     assert f"zoo {version} in {where}" in run(python, "-m", "zoo", "report", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_folders_named_zoo_hide_nothing(installed, tmp_path):
+    """Python's path finder takes such a folder for an empty package, if it finds no other."""
+    _, python = installed
+    for name in ("parent", "empty", "other/zoo"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "parent" / "zoo").symlink_to(ROOT, target_is_directory=True)  # a checkout
+    code = "import zoo; print(len(zoo.published()), zoo.fit.__module__)"
+    for folder in (tmp_path / "parent", tmp_path / "empty", tmp_path / "other", ROOT, Path("/")):
+        count, module = run(python, "-c", code, cwd=folder).split()
+        assert int(count) >= 3, folder
+        assert module == "zoo.runs.loop", folder
 
 
 @pytest.mark.slow

@@ -9,6 +9,10 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zoo.base import interrupts
+
+interrupts.leave_at_once()
+
 if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo import bert as bert
     from zoo import mlp as mlp

@@ -23,7 +23,7 @@ from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
-from zoo.runs.command_line import cli_errors
+from zoo.runs.command_line import cli_errors, parse
 from zoo.tasks.evaluation import built_in, classifiers
 from zoo.tasks.evaluation import command as evaluating
 from zoo.wrappers import lora
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> None:
     """Run the command that the arguments begin with; without any, list the models."""
     name, *rest = arguments or ["list"]
     if name in COMMANDS:  # parsed alone: of several commands tyro's hints name others, or none
-        tyro.cli(COMMANDS[name], prog=f"python -m zoo {name}", args=rest)
+        parse(COMMANDS[name], f"python -m zoo {name}", rest)
         return
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,

@@ -14,13 +14,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, check_positive, require
 from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.parameters import Operand
 from zoo.nn.precision import matmul
-from zoo.sharding import constrain, num_parts
+from zoo.sharding import is_sharding, partition_spec, spec_in_use
+from zoo.sharding.rules import mesh_axes
+from zoo.sharding.specs import between, num_shards
 
 Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
 MLPKind = Literal["swiglu", "geglu", Activation]
@@ -80,49 +83,61 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        return look_up(self.weight, ids, dict(self.axes)["rows"])
+        return look_up(self.weight, ids, (dict(self.axes)["rows"], "embed"))
 
 
 def look_up(
-    weight: Float[Array, "rows embed"] | Operand, ids: Int[Array, "..."], axis: str | None = None
+    weight: Float[Array, "rows embed"] | Operand,
+    ids: Int[Array, "..."],
+    axes: tuple[str | None, str | None] = (None, None),
 ) -> Float[Array, "... embed"]:
     """The rows of a table with these ids; an id beyond the last row takes that row.
 
-    `axis` names the logical axis of the rows, along which a mesh may split the table.
+    `axes` names the logical axes of the table, along which a mesh may split it.
     """
     if isinstance(weight, Operand):
         return weight.rows(ids)
-    split = axis if axis is not None and num_parts(axis) > 1 else None
-    return _look_up(weight, ids, _Parts(num_parts("batch"), num_parts("inner_seq"), split))
+    return _look_up(weight, ids, _parts(axes) if is_sharding() else None)
 
 
 class _Parts(NamedTuple):
-    """How the mesh cuts tokens, and the axis of a table's rows if it splits that.
+    """How a mesh cuts [batch, seq] tokens, and [rows, embed] of a table's gradient.
 
-    They are of the forward pass: JAX traces a gradient outside of what surrounded it, as a `vmap`
+    It is of the forward pass: JAX traces a gradient outside of what surrounded it, as a `vmap`
     over members that takes a mesh axis.
     """
 
-    rows: int
-    length: int
-    axis: str | None
+    tokens: PartitionSpec
+    table: PartitionSpec
+    sizes: tuple[int, int, int]
+    """Into how many parts: batch, seq, embed."""
+
+
+def _parts(axes: tuple[str | None, str | None]) -> _Parts:
+    mesh = jax.sharding.get_abstract_mesh()
+    stored = partition_spec(axes, mesh)
+    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `gather` takes first
+    taken = frozenset(mesh_axes([table[1]]))
+    tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
+    batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))
+    return _Parts(tokens, table, (batch, seq, embed))
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
 # to convert the table for that: decoding would do so for every token.
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
-def _look_up(weight: Array, ids: Array, parts: _Parts) -> Array:
+def _look_up(weight: Array, ids: Array, parts: _Parts | None) -> Array:
     return weight.at[ids].get(mode="clip")
 
 
 def _look_up_forward(
-    weight: Array, ids: Array, parts: _Parts, *, needed: tuple[bool, bool]
+    weight: Array, ids: Array, parts: _Parts | None, *, needed: tuple[bool, bool]
 ) -> tuple[Array, tuple[Array, Array] | None]:
     return _look_up(weight, ids, parts), (weight, ids) if needed[0] else None
 
 
 def _look_up_backward(
-    parts: _Parts, residuals: tuple[Array, Array] | None, g: Array
+    parts: _Parts | None, residuals: tuple[Array, Array] | None, g: Array
 ) -> tuple[Array | None, None]:
     if residuals is None:
         return None, None
@@ -132,21 +147,23 @@ def _look_up_backward(
         rows = jnp.zeros(weight.shape, jnp.float32)
         return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype)
 
-    cuts = parts.rows, parts.length
-    if cuts == (1, 1) or ids.ndim != 2 or any(np.array(ids.shape) % cuts):
+    if parts is None or ids.ndim != 2 or any(np.array(g.shape) % parts.sizes):
         return add_up(ids, g), None
-    # Each device adds up the rows of its own tokens, and what devices add up is in the dtype of the
-    # weight. Left to XLA, the sums would be of fp32, or all devices would get all tokens' vectors.
-    by_part = jax.vmap(jax.vmap(add_up))(_cut(ids, cuts), _cut(g, cuts))
-    by_part = constrain(by_part, "batch", "inner_seq", parts.axis, None)
+    # Devices exchange the tokens' vectors, and each adds up all tokens in its columns of the table:
+    # no device has a gradient of the whole table, as in adding up the rows of its own tokens. Over
+    # axes that store no columns, what devices add up is in the dtype of the weight.
+    g, ids = _cut(g, parts, parts.table[1]), _cut(ids, parts)
+    by_part = jax.vmap(jax.vmap(add_up))(ids, g)
+    spec = PartitionSpec(*parts.tokens, *parts.table)
+    by_part = jax.lax.with_sharding_constraint(by_part, spec)
     return jax.lax.reduce(by_part, jnp.zeros((), by_part.dtype), jax.lax.add, (0, 1)), None
 
 
-def _cut(x: Array, cuts: tuple[int, int]) -> Array:
-    """The first two axes of x in that many parts each, which are the new first two axes."""
-    (rows, length), (m, n) = x.shape[:2], cuts
+def _cut(x: Array, parts: _Parts, *last: Any) -> Array:
+    """The first two axes of x in parts, which are the new first two; `last` cuts the last one."""
+    (rows, length), (m, n, _) = x.shape[:2], parts.sizes
     x = x.reshape(m, rows // m, n, length // n, *x.shape[2:]).swapaxes(1, 2)
-    return constrain(x, "batch", "inner_seq", *(None,) * (x.ndim - 2))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts.tokens, None, None, *last))
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward, by_need=True)

@@ -11,7 +11,7 @@ import jax
 
 from zoo.nn.precision import Precision
 
-GB, GiB, TERA = 1e9, 2.0**30, 1e12
+GB, GiB, MiB, TERA = 1e9, 2.0**30, 2.0**20, 1e12
 
 # Published dense peaks in TFLOP/s for each jax device, by the first of these patterns that
 # `device_kind` holds as a word: (bf16, fp16, fp32), None where there is none. Sources: NVIDIA's
@@ -23,11 +23,15 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None]] = {
     "H100 PCIe": (756, 756, 51),
     "GH200|H200|H100": (989, 989, 67),
     "A100": (312, 312, 19.5),
+    "A10": (125, 125, 31.2),
     "L40S": (362, 362, 91.6),
     "L4": (121, 121, 30.3),
     "V100": (None, 125, 15.7),
     "T4": (None, 65, 8.1),
+    "RTX 3090": (71, 71, 35.6),
     "RTX 4090": (165.2, 165.2, 82.6),
+    "RTX 5090": (209.5, 209.5, 104.8),
+    "MI300X": (1307.4, 1307.4, 163.4),
     "TPU v2": (22.5, None, None),
     "TPU v3": (61.5, None, None),
     "TPU v4$": (275, None, None),
@@ -96,36 +100,63 @@ def _peak(device_kind: str) -> float | None:
     return published_peak(device_kind, "bf16")
 
 
-# Sources; of the FLOP/s beside `published_peak`. TPUs: the tables of specifications on the pages
-# "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the Cloud TPU documentation
-# (docs.cloud.google.com/tpu/docs/v4, and so on): "HBM capacity per chip", "HBM bandwidth per chip",
-# and half of "Bidirectional inter-chip interconnect (ICI) bandwidth (per chip)" (400 GBps of v5e,
-# 1200 of v5p, 800 of v6e; of v4 the former "Interchip Interconnect BW", 2400 Gbps, one way). GPUs:
-# NVIDIA's data sheets of the A100 80GB, H100 and H200 (SXM): memory, and half of NVLink's 600 or
-# 900 GB/s, which are both ways. To other slices: "Data center network bandwidth" of the same pages,
-# 6.4 Tbps for the 256 chips of a v5e pod, 25.6 for v6e's, 50 Gbps per chip of v5p (v4: none); of
-# the DGX A100 200 Gb/s per GPU, of the DGX H100 and H200 400. Of int8: "Peak compute per chip
-# (Int8)" of the same pages (v4: "275 teraflops (bf16 or int8)"), and the data sheets' "INT8 Tensor
-# Core" without sparsity.
+# Sources; of the FLOP/s beside `published_peak`. The memory of TPUs is what libtpu 0.0.42.1 has
+# available for a program, by its own error; that of GPUs the total of `nvidia-smi` (MI300X: AMD's
+# data sheet). The rest of TPUs: the tables of specifications on the pages "TPU v4", "TPU v5e", "TPU
+# v5p" and "TPU v6e" of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v4, and so on):
+# "HBM bandwidth per chip", and half of "Bidirectional inter-chip interconnect (ICI) bandwidth (per
+# chip)" (400 GBps of v5e, 1200 of v5p, 800 of v6e; of v4 the former "Interchip Interconnect BW",
+# 2400 Gbps, one way). Of GPUs: the vendors' data sheets and, for GeForce, NVIDIA's whitepapers of
+# the architectures; half of NVLink's 600, 900 or 1800 GB/s, which are both ways, or of PCI
+# Express's 64 or 128. To other slices: "Data center network bandwidth" of the same pages, 6.4 Tbps
+# for the 256 chips of a v5e pod, 25.6 for v6e's, 50 Gbps per chip of v5p (v4: none); of the DGX
+# A100 200 Gb/s per GPU, of the DGX H100, H200 and B200 400. Of int8: "Peak compute per chip (Int8)"
+# of the same pages (v4: "275 teraflops (bf16 or int8)"), and the data sheets' "INT8 Tensor Core"
+# without sparsity.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", _peak("TPU v4"), 32 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$", 6,
+        Chip("v4", _peak("TPU v4"), 30.75 * GiB, 1228 * GB, 300 * GB, "tpu", "TPU v4$", 6,
              int8=275 * TERA),
-        Chip("v5e", _peak("TPU v5e"), 16 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)", 4,
+        Chip("v5e", _peak("TPU v5e"), 15.75 * GiB, 819 * GB, 200 * GB, "tpu", "TPU v5 ?(lite|e)", 4,
              3.125 * GB, 393 * TERA),
-        Chip("v5p", _peak("TPU v5p"), 95 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$", 6,
+        Chip("v5p", _peak("TPU v5p"), 95.74 * GiB, 2765 * GB, 600 * GB, "tpu", "TPU v5p?$", 6,
              6.25 * GB, 918 * TERA),
-        Chip("v6e", _peak("TPU v6e"), 32 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)", 4,
-             12.5 * GB, 1836 * TERA),
-        Chip("a100", _peak("A100"), 80 * GB, 2039 * GB, 600 * GB / 2, "gpu", "A100.*80GB",
+        Chip("v6e", _peak("TPU v6e"), 31.25 * GiB, 1638 * GB, 400 * GB, "tpu", "TPU v6 ?(lite|e)",
+             4, 12.5 * GB, 1836 * TERA),
+        Chip("a10", _peak("A10"), 23_028 * MiB, 600 * GB, 32 * GB, "gpu", r"\bA10$",
+             int8=250 * TERA),
+        Chip("a100-40", _peak("A100"), 40_960 * MiB, 1555 * GB, 300 * GB, "gpu", "A100.*40GB",
              network=25 * GB, int8=624 * TERA),
-        Chip("h100", _peak("H100"), 80 * GB, 3350 * GB, 900 * GB / 2, "gpu", "H100(?! PCIe)",
+        Chip("a100-80", _peak("A100"), 81_920 * MiB, 2039 * GB, 300 * GB, "gpu", "A100.*80GB",
+             network=25 * GB, int8=624 * TERA),
+        Chip("l4", _peak("L4"), 23_034 * MiB, 300 * GB, 32 * GB, "gpu", r"\bL4$",
+             int8=242 * TERA),
+        Chip("l40s", _peak("L40S"), 46_068 * MiB, 864 * GB, 32 * GB, "gpu", "L40S",
+             int8=733 * TERA),
+        Chip("h100", _peak("H100"), 81_559 * MiB, 3350 * GB, 450 * GB, "gpu", "H100(?! PCIe)",
              network=50 * GB, int8=1979 * TERA),
-        Chip("h200", _peak("H200"), 141 * GB, 4800 * GB, 900 * GB / 2, "gpu", "H200",
+        Chip("h200", _peak("H200"), 143_771 * MiB, 4800 * GB, 450 * GB, "gpu", "H200",
              network=50 * GB, int8=1979 * TERA),
+        Chip("b200", _peak("B200"), 183_359 * MiB, 8000 * GB, 900 * GB, "gpu", r"\bB200",
+             network=50 * GB, int8=4500 * TERA),
+        Chip("rtx3090", _peak("RTX 3090"), 24_576 * MiB, 936 * GB, 32 * GB, "gpu", "RTX 3090",
+             int8=284 * TERA),
+        Chip("rtx4090", _peak("RTX 4090"), 24_564 * MiB, 1008 * GB, 32 * GB, "gpu", "RTX 4090",
+             int8=660.6 * TERA),
+        Chip("rtx5090", _peak("RTX 5090"), 32_607 * MiB, 1792 * GB, 64 * GB, "gpu", "RTX 5090",
+             int8=838 * TERA),
+        Chip("mi300x", _peak("MI300X"), 192 * GiB, 5300 * GB, 448 * GB, "gpu", "MI300X",
+             network=50 * GB, int8=2614.9 * TERA),
     )
 }  # fmt: skip
+
+
+def by_name(name: str) -> Chip | None:
+    """A chip by its name in a target, or a GPU by its memory alone, as 24gib; else None."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)gib", name):
+        return Chip(name.replace("gib", "GiB"), None, float(match[1]) * GiB, None, None, "gpu")
+    return CHIPS.get({"a100": "a100-80"}.get(name, name))
 
 
 def cpu(devices: int) -> Chip:

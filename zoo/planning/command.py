@@ -50,9 +50,9 @@ class Config:
     mixtral-8x7b), a name on the shelf, a model's folder, or an id on the Hugging Face hub, of which
     no weights are fetched."""
     target: str
-    """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs or
-    virtual CPU devices, such as h200:8, h100:8, a100:8 or cpu:8. Several slices or machines: as
-    2xv5e:4x4."""
+    """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs, by
+    name or by memory, or of virtual CPU devices, such as rtx4090:1, h200:8, 24GiB:1 or cpu:8.
+    Several slices or machines: as 2xv5e:4x4."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
     in memory."""

@@ -64,7 +64,8 @@ class Memory:
     limit: float
     """The device's memory."""
     peak: float | None = None
-    """The most that is in use at once, where the compiler says so; parts of `total` take turns."""
+    """The most that is in use at once, by the compiler's own account, which for CPUs lacks the
+    temporaries: whether it fits is by `total`."""
     is_refused: bool = False
     """The compiler gave up."""
 

@@ -100,8 +100,6 @@ def _memory(memory: Memory) -> Rows:
     verdict = f"{share}: {'fits' if memory.fits else 'does not fit'}"
     verdict += ", and the compiler gave up" if memory.is_refused else ""
     rows.append(("all", gigabytes(memory.total), f"{has}, {verdict}"))
-    if memory.peak is not None:
-        rows.append(("at the peak", gigabytes(memory.peak), "as parts of it take turns"))
     return rows
 
 
@@ -189,7 +187,11 @@ def caveats(estimate: Estimate) -> list[str]:
     if not estimate.target.is_exact:
         found.append(
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
-            "as many virtual CPU devices, which fuses and keeps other arrays than a GPU's."
+            "as many virtual CPU devices, which fuses less and keeps more arrays than a GPU's."
+        )
+    if chip.kind == "gpu" and not estimate.target.present:
+        found.append(
+            "JAX takes 75% of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."
         )
     if chip.kind == "tpu" and not estimate.target.present and (warning := compiler.mismatch()):
         found.append(f"Warning: {warning}.")
@@ -198,8 +200,8 @@ def caveats(estimate: Estimate) -> list[str]:
             "With less effort (--quick) the compiler overlaps less: the bound by instruction is "
             "that of a slower program."
         )
-    if chip.kind == "cpu":
-        found.append("No peak to quote for a CPU, so no bound on the speed.")
+    if chip.flops is None:
+        found.append(f"No peak to quote for {chip.name}, so no bound on the speed.")
     return found
 
 

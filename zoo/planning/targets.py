@@ -1,4 +1,4 @@
-"""The target of a plan as devices to compile for: `v5e:4x4`, `2xv5e:4x4`, `h200:8` or `cpu:8`."""
+"""The target of a plan: `v5e:4x4`, `2xv5e:4x4`, `h200:8`, `24GiB:1` or `cpu:8`."""
 
 import contextlib
 import math
@@ -116,23 +116,24 @@ def parse(text: str) -> Target:
     Raises:
         ValueError: another text, with the targets that there are.
     """
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9]*):(\d+(?:x\d+)*)", text.strip().lower())
-    slices, name, sizes = match.groups() if match else (None, text, "")
-    shape = tuple(int(size) for size in sizes.split("x")) if sizes else ()
-    known = name in CHIPS or name == "cpu"
-    kind = CHIPS[name].kind if name in CHIPS else "cpu"
-    num_slices = int(slices or 1)
-    if not known or not shape or 0 in (num_slices, *shape) or (len(shape) > 1) != (kind == "tpu"):
+    given = text.strip().lower()
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*|[\d.]+gib):(\d+(?:x\d+)*)", given)
+    slices, name, sizes = match.groups() if match else (None, "", "")
+    shape, num_slices = tuple(map(int, sizes.split("x"))) if sizes else (), int(slices or 1)
+    chip = chips.by_name(name)
+    if name == "cpu" and num_slices * math.prod(shape):
+        chip = chips.cpu(num_slices * math.prod(shape))
+    if chip is None or 0 in (num_slices, *shape) or (len(shape) > 1) != (chip.kind == "tpu"):
         names = ", ".join((*CHIPS, "cpu"))
         raise ValueError(
             f"target={text!r}: write the shape of a TPU slice, such as v5e:4x4 or v5p:4x4x4, or "
-            f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8; several slices or "
-            f"machines as 2xv5e:4x4; chips: {names}"
+            f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8, with a GPU's name "
+            f"or memory (24GiB:1); several slices or machines as 2xv5e:4x4; chips: {names}"
         )
-    chip = chips.cpu(num_slices * math.prod(shape)) if kind == "cpu" else CHIPS[name]
+    kind = chip.kind
     if kind == "gpu" and num_slices == 1 and shape[0] % _GPUS == 0:
         num_slices, shape = shape[0] // _GPUS, (_GPUS,)
-    return Target(text.strip().lower(), chip, shape, num_slices=num_slices)
+    return Target(given, chip, shape, num_slices=num_slices)
 
 
 _GPUS = 8  # of a machine: the largest that NVLink's switch joins in a DGX or an HGX

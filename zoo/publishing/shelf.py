@@ -31,7 +31,7 @@ def published() -> dict[str, Card]:
 
 def _shelf() -> Path:
     """The models' folder: in an installation inside the package, in a checkout beside it."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).resolve().parents[1]  # an editable installation has a link
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
 

@@ -1,21 +1,120 @@
 """The command line of a recipe: from flags to a configuration, and errors as messages."""
 
 import contextlib
+import dataclasses
 import os
+import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
 
+import jax
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from zoo.base import configuration, interrupts
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
 from zoo.runs.processes import RunError
 
 T = TypeVar("T")
+
+# Names that flags have in other programs, by ours; near names, and ends of ours, tyro finds itself.
+_NAMES = {
+    "learning-rate": "lr",
+    "weight-decay": "wd",
+    "warmup-steps": "warmup",
+    "batch-size": "batch bs per-device-train-batch-size",
+    "accumulate": "gradient-accumulation-steps grad-accum",
+    "clip-norm": "max-grad-norm grad-clip",
+    "steps": "max-steps max-iters iterations",
+    "epochs": "num-epochs num-train-epochs",
+    "seq-len": "block-size context-length max-length max-seq-length",
+    "d-model": "hidden-dim n-embd",
+    "num-layers": "n-layer",
+    "num-heads": "n-head",
+    "precision": "dtype",
+    "run-dir": "output-dir out-dir output",
+    "log-every": "logging-steps",
+    "eval-every": "eval-steps",
+    "checkpoint-every": "save-steps",
+    "keep-checkpoints": "save-total-limit",
+    "model": "model-name-or-path",
+    "data.files": "train-file dataset",
+    "mesh": "gpus devices",
+    "track": "report-to",
+    "max-new-tokens": "max-tokens",
+    "target": "gpu",
+}
+_ELSEWHERE = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Paths: an empty text, as of a variable that is not set, is none."""
+
+    def path(given: list[str]) -> Path:
+        if not given[0]:
+            raise ValueError("'' is no path; '.' is the working directory")
+        return Path(given[0])
+
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=path,
+        is_instance=lambda x: isinstance(x, Path),
+        str_from_instance=lambda x: [str(x)],
+    )
+
+
+def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> Any:
+    """`tyro.cli`, whose errors also name our flags for those of other programs."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return tyro.cli(function, prog=prog, args=arguments, registry=_REGISTRY)
+    except SystemExit as error:
+        for line in _meant(function, arguments) if error.code else ():
+            print(line, file=sys.stderr)
+        raise
+
+
+def _meant(function: Any, arguments: Sequence[str]) -> list[str]:
+    flags, lines = _flags(function), []
+    for argument in arguments:
+        given = argument.partition("=")[0].replace("_", "-")
+        wanted = _ELSEWHERE.get(given.lstrip("-").rpartition(".")[2])
+        found = [flag for flag in flags if f".{flag}".endswith(f".{wanted}")]
+        if given.startswith("--") and given[2:] not in flags and found:
+            lines.append(f"{given}: did you mean --{min(found, key=len)}?")
+    return lines
+
+
+def _flags(cls: Any) -> list[str]:
+    """The names of the flags of configurations, or of a function's arguments."""
+    if typing.get_args(cls):
+        return [flag for each in typing.get_args(cls) for flag in _flags(each)]
+    if not dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls) if callable(cls) else {}
+        return [f for name, x in hints.items() for f in (_flags(x) or [name.replace("_", "-")])]
+    found = []
+    for name, annotation in configuration.annotations(cls).items():
+        inner = _flags(annotation) if _holds_dataclass(annotation) else []
+        flag = name.replace("_", "-")
+        found += [f"{flag}.{rest}" for rest in inner] or [flag]
+    return found
+
+
+def _holds_dataclass(annotation: Any) -> bool:
+    return any(map(dataclasses.is_dataclass, (annotation, *typing.get_args(annotation))))
 
 
 def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: str) -> None:
@@ -27,8 +126,7 @@ def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: 
     if spec and spec.name == f"zoo.{module}":  # the wheel has the recipes there
         module = spec.name
     with cli_errors():
-        choices: Any = config_class
-        config: T = tyro.cli(choices, prog=f"python -m {module}")
+        config: T = parse(config_class, f"python -m {module}")
     left = "stopped"
     if isinstance(config, Config):
         left = "left at once; the same command resumes from the last checkpoint"
@@ -40,18 +138,56 @@ def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: 
 def cli_errors(left: str = "stopped") -> Iterator[None]:
     """Within, an error that the user can mend is shown as its message alone, and ends the program.
 
-    ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`.
+    ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
+    of the output that has left, as `head` does, by silence.
     """
+    interrupts.as_usual()
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # and not at Python's end
     except (ValueError, OSError, ImportError, RunError, CheckpointError, PublishError) as error:
-        if os.environ.get("ZOO_TRACEBACK"):
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        _show(error)
+    except (AssertionError, RuntimeError) as error:
+        if _has_devices():
             raise
-        notes = getattr(error, "__notes__", [])
-        notes = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]  # of tracebacks
-        lines = [f"error: {error}", *notes]
-        print("\n".join(lines) + "\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
-        raise SystemExit(1) from None
+        asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}"
+        _show(
+            ValueError(
+                f"{asked}: JAX finds no such device here; unset it, set it to cpu, or install "
+                "JAX for that platform, such as jax[cuda13]"
+            ),
+            error,
+        )
     except KeyboardInterrupt:
         print(left, file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _show(error: Exception, cause: Exception | None = None) -> None:
+    if os.environ.get("ZOO_TRACEBACK"):
+        raise cause or error
+    notes = getattr(error, "__notes__", [])
+    notes = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]  # of tracebacks
+    lines = [f"error: {error}", *notes]
+    print("\n".join(lines) + "\n(ZOO_TRACEBACK=1 shows where)", file=sys.stderr)
+    raise SystemExit(1) from None
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads standard output, or standard error, any more."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _has_devices() -> bool:
+    try:
+        return bool(jax.devices())
+    except (AssertionError, RuntimeError):
+        return False

@@ -24,6 +24,8 @@ class Config:
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
+    epochs: float | None = added(None, may_differ=True)
+    """Passes over the training data, in the place of steps."""
     mesh: str = may_differ("")
     """Devices by axis, such as fsdp=4,tensor=2; also data, expert and context. data=-1 takes all
     there are; empty is one."""
@@ -100,6 +102,11 @@ class Config:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
+        require(self.epochs is None or self.epochs > 0, f"epochs={self.epochs}: must be positive")
+        require(
+            self.epochs is None or self.steps == getattr(type(self), "steps", self.steps),
+            f"epochs={self.epochs} and steps={self.steps}: give one of them",
+        )
         require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
         if self.average is not None:
             require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")

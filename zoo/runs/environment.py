@@ -16,7 +16,7 @@ from zoo.runs.config import Config as RunConfig
 from zoo.runs.remote.folder import CACHE
 from zoo.runs.remote.summary import summary
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).resolve().parents[1]
 # Variables by their beginnings; none of these holds a password or a token.
 VARIABLES = ("JAX_", "XLA_", "ZOO_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_", "OMP_")
 

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
+from zoo.base.configuration import require
 from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
@@ -83,6 +84,11 @@ def fit(
             once `config.plan` is printed.
     """
     config = run.config
+    require(
+        config.epochs is None,
+        f"epochs={config.epochs}: how many steps they are, run.steps_of(plan) says; call it before "
+        "the optimizer's schedule is made",
+    )
     training = bases.as_begun(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
@@ -17,6 +18,24 @@ from zoo.runs.processes import RunError
 from zoo.runs.run import Run
 from zoo.training.description import Training
 from zoo.training.state import TrainState
+
+
+class _Rates:
+    """A schedule by the number of updates, some thousand at once: eager operations would be
+    compiled one by one, in the loop, and all of a long run take memory."""
+
+    _MANY = 4096
+
+    def __init__(self, schedule: optax.Schedule):
+        first = np.arange(self._MANY, dtype=np.float32)
+        self._compute = jax.jit(lambda start: jax.vmap(schedule)(start + first))
+        self._start, self._values = 0, np.asarray(self._compute(np.float32(0)))
+
+    def __call__(self, updates: int) -> float:
+        start = updates - updates % self._MANY
+        if start != self._start:
+            self._start, self._values = start, np.asarray(self._compute(np.float32(start)))
+        return float(self._values[updates - start])
 
 
 class Recorder:
@@ -35,10 +54,7 @@ class Recorder:
             peak=peak_flops(run.mesh.devices.flat[0], run.precision),
             devices=run.mesh.size,
         )
-        # All of them at once: eager operations would be compiled one by one, in the loop.
-        self._learning_rates = training.schedule and np.asarray(
-            jax.jit(jax.vmap(training.schedule))(np.arange(run.config.steps, dtype=np.float32))
-        )
+        self._rates = None if training.schedule is None else _Rates(training.schedule)
         self.bar = monitor.ProgressBar(run.config.steps, start=self._start, note=lambda: run.status)
         hooks.loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
@@ -114,9 +130,9 @@ class Recorder:
             "mfu": self._throughput.mfu,
         }
         values |= {name: speed for name, speed in speeds.items() if speed is not None}
-        if self._learning_rates is not None:
+        if self._rates is not None:
             updates = step - int(values["skipped"])  # a skipped step does not advance the schedule
-            values["learning_rate"] = float(self._learning_rates[max(updates - 1, 0)])
+            values["learning_rate"] = self._rates(max(updates - 1, 0))
         self._write(step, **values)
         self.bar.update(step, **values)
 

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base import addresses, checksums, files
-from zoo.data.plans import check_batch_size, check_row_lengths
+from zoo.data.plans import Plan, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.planning import targets
 from zoo.runs import processes
@@ -172,6 +173,20 @@ class Run(Generic[ConfigT]):
         if self._remote is not None:
             self._remote.copy()
 
+    def steps_of(self, plan: Plan) -> int:
+        """The optimizer steps in all: where the configuration has epochs, those of this plan.
+
+        From then on they are the configuration's `steps`, in config.json too.
+        """
+        if self.config.epochs is not None:
+            epochs, batches = self.config.epochs, plan.batches_per_epoch
+            steps = math.ceil(epochs * batches)
+            self.say(f"{epochs:g} epochs of {batches:,} batches: {steps:,} steps")
+            self.config = dataclasses.replace(self.config, epochs=None, steps=steps)
+            if self.is_main:
+                self._write_config()
+        return self.config.steps
+
     def settle(self) -> None:
         """Wait for the save under way, and for the copies at the address."""
         self.checkpointer.wait()
@@ -247,7 +262,11 @@ class Run(Generic[ConfigT]):
                     + "\n".join(differing)
                     + "\nGive the same flags to resume it, or another --run-dir to start anew."
                 )
+        self._write_config()
+
+    def _write_config(self) -> None:
         text = json.dumps(as_json(self.config), indent=2) + "\n"
+        path = self.folder / "config.json"
         files.replace(path, lambda temporary: temporary.write_text(text))
 
 

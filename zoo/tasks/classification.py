@@ -85,7 +85,8 @@ def training(
 
     The model takes a batch of the plan as `losses.classification` does.
     """
-    rule = optimizers.make_optimizer(optimizer, run.config.steps)
+    steps = run.steps_of(data.train)
+    rule = optimizers.make_optimizer(optimizer, steps)
     loss_fn: LossFunction = losses.classification
     make = make_one = optimizers.initialise(optimizer, make_model)
     alone = num_members == 1
@@ -100,7 +101,7 @@ def training(
         make_model=make,
         loss_fn=loss_fn,
         optimizer=rule,
-        schedule=optimizers.make_schedule(optimizer, run.config.steps),
+        schedule=optimizers.make_schedule(optimizer, steps),
         clips=alone,
         data=data.train,
         fingerprint=data.fingerprint,

@@ -92,6 +92,10 @@ def read_text(
         default = dataclasses.replace(text.Config(), tokenizer=source.tokenizer)
     if is_mixture(source.files):
         require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
+        require(
+            config.epochs is None,
+            f"epochs={config.epochs}: each source of a mixture has its own; give steps",
+        )
         mixed = read_mixture(
             source,
             steps=config.steps,
@@ -163,11 +167,12 @@ def training(
     make_model: Callable[..., PyTree],
 ) -> Training:
     """The training of a language model on the next token, with its held-out bits per byte."""
+    steps = run.steps_of(data.train)
     return Training(
         make_model=optimizers.initialise(optimizer, make_model),
         loss_fn=losses.next_token,
-        optimizer=optimizers.make_optimizer(optimizer, run.config.steps),
-        schedule=optimizers.make_schedule(optimizer, run.config.steps),
+        optimizer=optimizers.make_optimizer(optimizer, steps),
+        schedule=optimizers.make_schedule(optimizer, steps),
         data=data.train,
         fingerprint=data.fingerprint,
         evaluate=evaluator(run, data),

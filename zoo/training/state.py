@@ -17,7 +17,6 @@ from zoo.nn.balancing import is_load_bias
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.precision import LossScale
 from zoo.nn.quantized import is_quantized
-from zoo.nn.stateful import is_state
 from zoo.sharding.axes import check_model, is_parameter, keystr
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 

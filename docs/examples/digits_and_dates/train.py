@@ -65,7 +65,8 @@ class Dates(RunConfig):
 def digits(run: zoo.Run[Digits]) -> zoo.Training:
     """The convolutional network: SGD with Nesterov's momentum, and L2 in the gradient."""
     config = run.config
-    schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
+    given = data.digits(config.batch_size, config.seed)
+    schedule = optax.cosine_decay_schedule(config.learning_rate, run.steps_of(given.train))
     optimizer = optax.chain(
         optax.clip_by_global_norm(2.0),
         optax.add_decayed_weights(5e-4),
@@ -75,15 +76,16 @@ def digits(run: zoo.Run[Digits]) -> zoo.Training:
     def make_model(key: Array) -> tuple[nets.ConvNet, eqx.nn.State]:
         return eqx.nn.make_with_state(nets.ConvNet)(config.width, key)
 
-    given = data.digits(config.batch_size, config.seed)
     return training(make_model, losses.digits, optimizer, schedule, given)
 
 
 def dates(run: zoo.Run[Dates]) -> zoo.Training:
     """The encoder-decoder: AdamW after a clip of each element."""
     config = run.config
+    given = data.dates(config.batch_size, config.seed)
+    steps = run.steps_of(given.train)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, max(config.steps // 10, 1), config.steps
+        0.0, config.learning_rate, max(steps // 10, 1), steps
     )
     optimizer = optax.chain(optax.clip(0.1), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
@@ -91,7 +93,6 @@ def dates(run: zoo.Run[Dates]) -> zoo.Training:
         sizes = {"num_heads": 4, "size": config.size, "num_layers": config.num_layers}
         return nets.EncoderDecoder(data.NUM_TOKENS, data.SOURCE_LENGTH, **sizes, key=key)
 
-    given = data.dates(config.batch_size, config.seed)
     return training(make_model, losses.dates, optimizer, schedule, given)
 
 

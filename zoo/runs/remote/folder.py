@@ -39,6 +39,7 @@ def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
     Raises:
         ValueError: an address that can't be written, or a working folder of a local run.
     """
+    require(str(run_dir) != "", "run_dir='': a run has a folder of its own; name one")
     place = addresses.location(run_dir, "run_dir")
     if work_dir is not None:
         files.local_path(work_dir, "work_dir")

@@ -39,15 +39,15 @@ def training(
     The reference of DPO is the base under the adapters; without adapters it is the base, whose
     log-probabilities are made once, at the run's first start.
     """
-    config = run.config
+    steps, config = run.steps_of(data.train), run.config
     if config.objective == "dpo" and config.method != "lora":
         data = _with_reference(run, base, data)
     loss_fn = loss_of(config)
     return Training(
         make_model=optimizers.initialise(config.optimizer, make_model),
         loss_fn=loss_fn,
-        optimizer=optimizers.make_optimizer(config.optimizer, config.steps),
-        schedule=optimizers.make_schedule(config.optimizer, config.steps),
+        optimizer=optimizers.make_optimizer(config.optimizer, steps),
+        schedule=optimizers.make_schedule(config.optimizer, steps),
         data=data.train,
         fingerprint=data.fingerprint,
         evaluate=data.held_out,
