@@ -5,6 +5,7 @@ from zoo.tasks.evaluation.harness import ZooLM
 lm_eval.simple_evaluate(model=ZooLM("lm-python"), tasks=["lambada_openai"])
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.base import configuration
 from zoo.data.chats import ChatTemplate
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+from zoo.data.tokenizer import FILE_NAME, Ids, Tokenizer, load_tokenizer
 from zoo.nn.precision import DTypeName
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
@@ -32,6 +33,9 @@ try:
     from lm_eval.api.registry import register_model
 except ImportError as error:
     raise ImportError("lm-eval's tasks need an extra: pip install 'zoo[lm-eval]'") from error
+with contextlib.suppress(ImportError):  # older releases import PyTorch there
+    # First, as lm-eval registers its own models only where there is none yet.
+    import lm_eval.models  # noqa: F401
 
 MAX_NEW_TOKENS = 256  # of a task that does not say, as in lm-eval
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -207,11 +211,12 @@ class _Named:
     """A tokenizer for which the name of a special token in a text is that token."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self.vocab_size, self.separator_id = tokenizer.vocab_size, tokenizer.separator_id
         self.encode_batch = getattr(tokenizer, "encode_special", tokenizer.encode_batch)
+        self.decode, self.save = tokenizer.decode, tokenizer.save
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
 
 
 def generation(given: Mapping[str, Any]) -> dict[str, Any]:
