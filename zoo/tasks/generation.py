@@ -16,14 +16,19 @@ from zoo.publishing.token_ids import tokenizer_eos_ids
 logger = logging.getLogger(__name__)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, *, as_stored: bool = False) -> list[int]:
     """The tokens of a text to continue, after the one that the tokenizer's texts begin with.
+
+    With `as_stored` that one comes only where the tokenizer's own post-processor puts it, as models
+    in Hugging Face's format have it: GPT-2's does not. An empty text always has it.
 
     Raises:
         ValueError: there is no token at all.
     """
-    begin = begin_id(tokenizer)
-    ids = [*([] if begin is None else [begin]), *tokenizer.encode(text).tolist()]
+    begin, ids = begin_id(tokenizer), tokenizer.encode(text).tolist()
+    has_begin = not (ids and as_stored) or getattr(tokenizer, "adds_begin", True)
+    if begin is not None and has_begin:
+        ids = [begin, *ids]
     if not ids:
         raise ValueError(
             "the prompt is empty, and this model's tokenizer has no token that texts begin with: "
