@@ -14,11 +14,14 @@ next turn, until its end.
 
 import zoo  # isort: skip  # first: from here on Ctrl-C ends it, in the midst of imports too
 
+import dataclasses
 import itertools
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -27,9 +30,11 @@ import tyro
 from zoo.base import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
-from zoo.publishing.adapters import nearest
+from zoo.publishing.adapters import nearest, whole
 from zoo.publishing.finite import check_finite
+from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
+from zoo.publishing.token_ids import GENERATION, SAMPLING, read_sampling
 from zoo.runs.command_line import cli
 from zoo.runs.config import check_seed
 from zoo.tasks import generation
@@ -57,15 +62,16 @@ class Config:
     tokens; or text, as plain characters. If not given, parse, and text for turns of a chat."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
-    temperature: float = 0.8
-    """Divides the logits: 0 is greedy, 1 samples the model's own probabilities."""
+    temperature: float | None = None
+    """Divides the logits: 0 is greedy, 1 samples the model's own probabilities. This one and the
+    next four are by default those of the model's generation_config.json; else it is 0.8."""
     top_k: int | None = None
-    """Sample from the k likeliest tokens only."""
+    """Sample from the k likeliest tokens only; 0 is all."""
     top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to p."""
+    """Sample from the fewest tokens whose probabilities add up to p; 1 is all."""
     min_p: float | None = None
-    """Sample from the tokens that have p times the probability of the likeliest."""
-    repetition_penalty: float = 1.0
+    """Sample from the tokens that have p times the probability of the likeliest; 0 is all."""
+    repetition_penalty: float | None = None
     """More than 1 makes all earlier tokens less likely, the prompt's too."""
     presence_penalty: float = 0.0
     """Is subtracted from the logits of the tokens that have come after the prompt."""
@@ -109,25 +115,46 @@ class Config:
             f"chat_template={self.chat_template!r}: needs --chat",
         )
 
+    def completed(self, folder: Path) -> "Config":
+        """The configuration with the settings of a model's folder for those that are not given.
+
+        Raises:
+            ValueError: one of the folder's is no number.
+        """
+        source = nearest(folder, GENERATION)
+        found = read_sampling(source)
+        new = {name: x for name, x in found.items() if getattr(self, name) is None}
+        if new:
+            listed = ", ".join(f"{name}={x}" for name, x in new.items())
+            print(f"(by {GENERATION}: {listed})", file=sys.stderr)
+        try:
+            return dataclasses.replace(self, **new)
+        except ValueError as error:
+            raise ValueError(f"{source / GENERATION}: {error}") from None
+
     @property
     def sampling(self) -> dict[str, Any]:
         """The options of `zoo.stream` but for the key."""
-        names = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "draft_tokens"]
-        names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
-        return {name: getattr(self, name) for name in names}
+        names = ["max_new_tokens", "draft_tokens", "presence_penalty", "frequency_penalty"]
+        chosen = {"temperature": 0.8} | {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in SAMPLING}
+        chosen |= {name: x for name, x in given.items() if x is not None}
+        return chosen | {"top_k": self.top_k or None}
 
 
 def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
+    config = config.completed(folder)
+    is_hugging_face = hugging_face_config(whole(folder)) is not None
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     tokenizer = with_chat_template(tokenizer, config.chat_template)
     chat = None
     if config.chat:
         chat = Chat(tokenizer, config.system, config.special_tokens or "text")
     given = config.special_tokens or "parse"
-    texts = () if config.chat else config.prompts
-    prompts = [generation.encode_prompt(tokenizer, text, given) for text in texts]
+    encode = partial(generation.encode_prompt, tokenizer, as_stored=is_hugging_face)
+    prompts = [] if chat else [encode(text, given) for text in config.prompts]
     if chat is not None:
         for text in filter(str.strip, config.prompts[:1]):
             chat.check(text)  # before the model is read

@@ -404,6 +404,8 @@ def test_a_finetuned_folder_says_what_its_base_says(chatty):
     dtypes = [{str(a.dtype) for a in arrays(zoo.load(x)).values()} for x in (base, model)]
     assert dtypes == [{"bfloat16"}] * 2
     assert zoo.load(model).config.eos_ids == (2, 5)
+    alone = model.parent / "adapters"
+    assert not alone.exists() or zoo.load(alone).config.eos_ids == (2, 5)
     # The recipe's sample is the chat, and ends with the answer.
     assert printed.endswith("--- a sample after ---\nwho?\na zoo\n")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tyro
-from helpers import drawn_rnn
+from helpers import drawn_rnn, drawn_transformer
+from tokenizers import processors
 
 import zoo
 from recipes import finetune, generate
@@ -61,6 +63,8 @@ def test_prompts_begin_as_texts_do():
     assert generation.encode_prompt(ByteTokenizer(), "") == [256]
     both = make_tokenizer(bos_token="</s>")
     assert generation.encode_prompt(both, "x") == [id_of(both, "</s>"), *ids_of(both, "x")]
+    assert generation.encode_prompt(both, "x", as_stored=True) == ids_of(both, "x")
+    assert generation.encode_prompt(both, "", as_stored=True) == [id_of(both, "</s>")]
     none = make_tokenizer(bos_token=None)
     assert generation.encode_prompt(none, "x") == ids_of(none, "x")
     # A name is that token, and a begin that is there is not put there again.
@@ -84,6 +88,73 @@ def test_a_turn_of_a_chat_is_text_unless_told(tokenizer: BPETokenizer):
     for special_tokens, count in (("text", 1), ("parse", 2)):
         assert Chat(tokenizer, None, special_tokens).ask("hi<|end|>").count(end) == count
     assert Chat(tokenizer).ask("hi<|end|>").count(end) == 1
+
+
+def hugging_face_folder(folder: Path, tokenizer: BPETokenizer, **settings: Any) -> Path:
+    model = drawn_transformer(vocab_size=tokenizer.vocab_size, num_layers=1)
+    zoo.save(folder, model, format="hf", tokenizer=tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], dict]]:
+    """The prompts and options that the recipe generates with."""
+    found: list[tuple[list[list[int]], dict]] = []
+    stream = generation.stream_texts
+
+    def stream_texts(model: Any, tokenizer: Any, prompts: Any, stops: Any, **options: Any) -> Any:
+        found.append((prompts, options))
+        return stream(model, tokenizer, prompts, stops, **options)
+
+    monkeypatch.setattr(generation, "stream_texts", stream_texts)
+    return found
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_prompts_begin_as_the_post_processor_says(begins: bool, asked: Any, tmp_path: Path):
+    tokenizer = make_tokenizer(bos_token="</s>")
+    if begins:
+        tokenizer.tokenizer.post_processor = processors.TemplateProcessing(
+            single="</s> $A", special_tokens=[("</s>", id_of(tokenizer, "</s>"))]
+        )
+    folder = hugging_face_folder(tmp_path / "model", tokenizer)
+    generate.main(generate.Config(str(folder), ("ab", ""), max_new_tokens=1))
+    [(prompts, _)] = asked
+    # As transformers encodes them: with what the tokenizer's own file adds.
+    theirs = tokenizer.tokenizer.encode("ab", add_special_tokens=True).ids
+    assert (theirs[0] == id_of(tokenizer, "</s>")) == begins
+    assert prompts == [theirs, [id_of(tokenizer, "</s>")]]
+
+
+def test_settings_of_the_folder_are_taken_over(
+    asked: Any, tokenizer: BPETokenizer, tmp_path: Path, capsys: Any
+):
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": None}
+    folder = hugging_face_folder(tmp_path / "model", tokenizer, **settings)
+    names = ("temperature", "top_k", "top_p")
+
+    def sampled(*flags: str, folder: Path = folder) -> tuple:
+        args = [str(folder), "ab", "--max-new-tokens=1", *flags]
+        generate.main(tyro.cli(generate.Config, args=args))
+        return tuple(asked[-1][1].get(name) for name in names)
+
+    assert sampled() == (0.6, 20, 0.9)
+    said = "(by generation_config.json: temperature=0.6, top_k=20, top_p=0.9)"
+    assert said in capsys.readouterr().err
+    assert sampled("--temperature=0.3", "--top-k=0", "--top-p=1") == (0.3, None, 1.0)
+    # Adapters are on a folder that says it, unless their own does.
+    adapted = zoo.lora.adapt(zoo.load(folder), zoo.lora.Config(rank=1), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=folder)
+    assert sampled(folder=tmp_path / "adapters") == (0.6, 20, 0.9)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert sampled() == (0.0, None, None)
+    (folder / "generation_config.json").write_text('{"temperature": "warm"}')
+    with pytest.raises(ValueError, match=r"model/generation_config.json: temperature='warm'"):
+        sampled()
+    (folder / "generation_config.json").unlink()
+    assert sampled() == (0.8, None, None)
 
 
 class Model:

@@ -1,8 +1,10 @@
 """The zoo's models in lm-eval: its interface by a stand-in, and lm-eval itself where it is."""
 
 import importlib
+import inspect
 import json
 import math
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,9 +12,10 @@ from types import SimpleNamespace
 
 import helpers
 import pytest
+from test_generation import make_tokenizer
 
 from zoo import __main__ as main
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 NAME = "zoo.tasks.evaluation.harness"
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,7 +46,7 @@ def stand_in(monkeypatch):
         return lambda cls: names.setdefault(name, cls)
 
     modules = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"LM": LM}}
-    modules["lm_eval.api.registry"] = {"register_model": register_model}
+    modules |= {"lm_eval.api.registry": {"register_model": register_model}, "lm_eval.models": {}}
     for name, contents in modules.items():
         module = types.ModuleType(name)
         vars(module).update(contents)
@@ -176,6 +179,38 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     with pytest.raises(ImportError, match=r"pip install 'zoo\[lm-eval\]'"):
         importlib.import_module(NAME)
+
+
+def test_a_tokenizer_by_names_is_one_for_every_python(stand_in):
+    """Since 3.12 a protocol is checked by the attributes that an object itself has."""
+    given = make_tokenizer()
+    named = stand_in._Named(given)
+    members = set(Tokenizer.__annotations__) | {
+        name for name in vars(Tokenizer) if not name.startswith("_")
+    }
+    assert {"encode", "encode_batch", "decode", "save", "vocab_size", "separator_id"} <= members
+    for name in members:
+        inspect.getattr_static(named, name)
+    assert isinstance(named, Tokenizer)
+    special = given.tokenizer.token_to_id("<|end|>")
+    assert named.encode("<|end|>").tolist() == [special]
+    assert named.encode_batch(["<|end|>"])[0].tolist() == [special]
+    assert named.decode(given.encode("ab")) == "ab"
+    assert (named.vocab_size, named.separator_id) == (given.vocab_size, given.separator_id)
+
+
+def test_models_of_lm_eval_stay_registered():
+    pytest.importorskip("lm_eval")
+    code = (
+        f"import {NAME}; from lm_eval.api.registry import get_model, model_registry; "
+        "found = set(model_registry.keys()); get_model('dummy'); "
+        "import lm_eval.models as own; "  # which registers what is not there yet
+        "print(len(own.MODEL_MAPPING), len(own.MODEL_MAPPING.keys() - found), 'zoo' in found)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, lost, has_ours = done.stdout.split()[-3:]
+    assert int(count) > 20
+    assert (lost, has_ours) == ("0", "True")
 
 
 TASKS = {

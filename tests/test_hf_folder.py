@@ -93,7 +93,6 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("mixtral", {"num_local_experts": None}, "num_local_experts=None: must be an integer"),
         ("llama2", {"attention_sinks": 4}, "unknown fields, which may .* attention_sinks=4"),
         ("llama2", {"quantization_config": {}}, "quant_method=None are not read"),
-        ("llama2", {"auto_map": {"AutoModel": "code.Model"}}, "unknown fields.*auto_map"),
         ("llama2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported, only silu"),
         ("llama2", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("llama2", {"hidden_size": ...}, "has no field hidden_size"),
@@ -113,7 +112,20 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "'linear' need 'factor'"),
         ("llama2", {"rope_parameters": {"beta": 1.0}}, "unknown rotary parameters.*beta"),
         ("llama2", {"partial_rotary_factor": 0.5}, "unknown fields.*partial_rotary_factor=0.5"),
-        ("llama2", {"rope_parameters": "linear"}, "config.json: .*'str' object"),
+        ("mistral", {"attention_bias": True}, "unknown fields.*attention_bias=True"),
+        (
+            "llama2",
+            {"rope_parameters": {"attention_factor": 2.0}},
+            "parameters.*'attention_factor'",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            "rope_scaling and rope_parameters contradict each other, .*=2.0",
+        ),
+        ("llama3", {"rope_theta": 7.0}, "rope_theta and .* contradict each other, 7.0 and 500.0"),
+        ("gemma3", {"rope_local_base_freq": 7.0}, "rope_local_base_freq and .* contradict"),
+        ("llama2", {"rope_parameters": "linear"}, "rope_parameters='linear': must be"),
         ("gemma3", {"_sliding_window_pattern": 0}, "sliding_window_pattern=0: must be positive"),
         ("gemma3", {"_sliding_window_pattern": "6"}, "sliding_window_pattern='6': must be an int"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "config.json: "),
@@ -135,6 +147,56 @@ def test_unsupported_configurations_are_refused(name: str, changes: dict, messag
     with pytest.raises(PublishError, match=message) as error:
         zoo.load(folder)
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama2", {"auto_map": {"AutoModel": "code.Model"}, "is_encoder_decoder": False}),
+        ("llama2", {"partial_rotary_factor": 1.0, "pruned_heads": {}, "sliding_window": None}),
+        ("llama2", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                    "factor": 1.0, "partial_rotary_factor": 1.0, "beta_fast": None}}),
+        ("llama2", {"attention_bias": None, "mlp_bias": None, "do_sample": True, "top_p": 0.9}),
+        ("mistral", {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}),
+        ("qwen2", {"partial_rotary_factor": 1.0, "attn_logit_softcapping": None}),
+        ("qwen3_moe", {"mlp_only_layers": None}),
+        ("gpt2", {"is_decoder": False, "add_cross_attention": None}),
+        ("llama_linear", {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4}}),
+        ("gemma3", {"rope_theta": 1000.0, "rope_local_base_freq": 100.0}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_values_without_effect_are_harmless(name: str, changes: dict, copy: Any):
+    folder = copy(name)
+    want = zoo.load(folder).config
+    edit(folder, **changes)
+    assert zoo.load(folder).config == want
+
+
+def test_unknown_fields_are_allowed_by_name(copy: Any, tmp_path: Path):
+    folder = copy("llama2")
+    want = zoo.load(folder)
+    edit(folder, attention_sinks=4, other=2)
+    assert "zoo.load(..., ignore=('attention_sinks', 'other'))" in refusal(folder)
+    model = zoo.load(folder, ignore=("attention_sinks", "other"))
+    assert eqx.tree_equal(model, want)
+    zoo.save(tmp_path / "again", model, format="hf", like=folder)
+    assert eqx.tree_equal(zoo.load(tmp_path / "again"), want)
+    # By name alone, and no field that the model follows.
+    assert "unknown fields, which may change the maths: other=2" in refusal(
+        folder, ignore=("attention_sinks",)
+    )
+    assert "ignore=['mlp_bias']" in refusal(folder, ignore=("mlp_bias", "attention_sinks", "other"))
+    zoo.save(tmp_path / "own", model)
+    assert "not in Hugging Face's format" in refusal(tmp_path / "own", ignore=("other",))
+
+
+def test_unknown_model_types_are_told_what_to_do(copy: Any):
+    folder = copy("llama2")
+    edit(folder, model_type="mamba")
+    assert "write its Family as CONTRIBUTING.md says" in refusal(folder)
+    edit(folder, model_type="gemma3", text_config={"model_type": "gemma3_text"})
+    assert "its language model is a gemma3_text, which opens once it is saved" in refusal(folder)
 
 
 LLAMA_3_2_1B = """{"architectures": ["LlamaForCausalLM"], "attention_bias": false,
@@ -317,6 +379,22 @@ def test_invalid_shard_indexes_are_refused(change: Any, message: str, copy: Any)
     path.write_text(json.dumps(index))
     with pytest.raises(PublishError, match=message):
         zoo.load(folder)
+
+
+def test_two_sets_of_weights_are_refused(copy: Any):
+    folder = copy("llama2")
+    names = list(tensors(folder))
+    write = lambda file: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, file)})
+    )
+    want = zoo.load(folder)
+    write("model.safetensors")  # which is what is opened without it
+    assert eqx.tree_equal(zoo.load(folder), want)
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    write("model-00001-of-00001.safetensors")
+    assert "both model.safetensors, which transformers opens, and model.saf" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    assert eqx.tree_equal(zoo.load(folder), want)
 
 
 def test_missing_shards_are_named(copy: Any):
@@ -705,6 +783,20 @@ def test_snapshots_hold_all_tokenizer_files():
     assert names <= set(hub.FILES)
 
 
+def test_files_of_other_programs_go_out_as_they_came(copy: Any, tmp_path: Path):
+    names = "tokenizer.model vocab.json merges.txt preprocessor_config.json processor_config.json "
+    names += "special_tokens_map.json added_tokens.json chat_template.jinja"
+    folder = copy("llama2")
+    tokenizer.BPETokenizer.train(["ab ab"], 258).save(folder)
+    contents = {name: f'{{"{name}": 1}}'.encode() for name in names.split()}
+    assert contents.keys() <= set(hub.FILES)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    model, opened = zoo.load(folder), tokenizer.load_tokenizer(folder)
+    zoo.save(tmp_path / "out", model, format="hf", tokenizer=opened, like=folder)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in contents} == contents
+
+
 # Token ids
 
 
@@ -731,8 +823,6 @@ def test_the_ids_that_end_a_text_are_read(config: dict, generation: Any, ids: An
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token_id": [3, 53]}', "the id 53: those of vocab_size=53"),
-        ('{"eos_token_id": -1}', "the id -1"),
         ('{"eos_token_id": "</s>"}', "eos_token_id="),
         ('{"eos_token_id": [true]}', "eos_token_id="),
         ("[", "is damaged"),
@@ -744,6 +834,37 @@ def test_damaged_ids_are_refused(content: str, message: str, copy: Any):
     text = refusal(folder)
     assert message in text
     assert "generation_config.json" in text
+
+
+@pytest.mark.parametrize("ids", [53, [3, 53], -1])
+def test_ends_that_are_never_drawn_are_kept(ids: Any, copy: Any, caplog: Any, tmp_path: Path):
+    folder = copy("llama2")
+    edit(folder, eos_token_id=ids)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    model = zoo.load(folder)
+    assert model.config.eos_ids == ((3,) if isinstance(ids, list) else ())
+    [warning] = caplog.messages
+    assert "has ids beyond vocab_size=53" in warning
+    zoo.save(tmp_path / "again", model, format="hf", like=folder)
+    values, generation = contents(tmp_path / "again")
+    assert values["eos_token_id"] == generation["eos_token_id"] == ids
+    assert zoo.load(tmp_path / "again").config == model.config
+
+
+def test_ids_that_are_lost_without_like_are_named(copy: Any, caplog: Any, tmp_path: Path):
+    folder = copy("llama2")
+    edit(folder, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    model = zoo.load(folder, overrides={"dropout": 0.1})
+    zoo.save(tmp_path / "plain", model, format="hf")
+    [warning] = caplog.messages
+    assert "without its bos_token_id=1, pad_token_id=0, temperature=0.6: zoo.save" in warning
+    assert f"like={str(folder)!r}" in warning
+    caplog.clear()
+    zoo.save(tmp_path / "like", model, format="hf", like=folder)
+    zoo.save(tmp_path / "own", model)
+    zoo.save(tmp_path / "other", drawn_transformer(num_layers=1), format="hf")
+    assert not caplog.messages
 
 
 class Ends:

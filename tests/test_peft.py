@@ -19,7 +19,7 @@ from zoo import lora, sharding
 from zoo.base import checksums
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.nn import parameters
-from zoo.publishing import adapters, models
+from zoo.publishing import adapters, models, token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.linears import with_paths
 from zoo.sharding.axes import keystr
@@ -356,6 +356,66 @@ def test_adapters_without_a_checksum_open(saved):
         (folder / "b" / "checksums.json").unlink()
         assert adapters.base_in(folder / "b").sample == {}
     assert_same(zoo.load_adapters(folder / "b", base), adapted)
+
+
+def logits(model) -> np.ndarray:
+    return np.asarray(model(jnp.arange(24, dtype=jnp.int32)[None]))
+
+
+def test_adapters_know_how_their_base_was_quantised(saved, caplog):
+    folder, base, _ = saved
+    quantised = zoo.load(folder / "base", quantize="int4")
+    adapted, format = drawn(quantised, lora.Config(rank=2)), "zoo"
+    if (folder / "a" / CONFIG).exists():
+        format = "peft"
+    zoo.save_adapters(folder / "q", adapted, base=folder / "base", format=format)
+    same = zoo.load(folder / "q", quantize="int4")
+    assert not caplog.messages
+    np.testing.assert_allclose(logits(same), logits(adapted), atol=1e-5)
+    for load in (zoo.load, lambda folder: zoo.load_adapters(folder, base)):
+        other = load(folder / "q")
+        assert np.abs(logits(other) - logits(adapted)).max() > 0.1
+        assert len(caplog.messages) == 1
+        assert "int4, int8 and now is not quantised" in caplog.messages[0]
+        assert "load it with quantize='int4'" in caplog.messages[0]
+        caplog.clear()
+    zoo.load(folder / "a", quantize="int8")
+    assert "was not quantised and now is int8: load it with quantize=None" in caplog.text
+    # A folder that does not say, as older ones: by some values.
+    caplog.clear()
+    if format == "zoo":
+        edit_description(folder / "q", quantized=None)
+        zoo.load(folder / "q", quantize="int4")
+        assert not caplog.messages
+        zoo.load(folder / "q")
+        assert "% away: give the model that they were trained on" in caplog.text
+
+
+def edit_description(folder: Path, **changes) -> None:
+    """Change what a folder in the zoo's format says of its adapters' base."""
+    values = json.loads((folder / "config.json").read_text())
+    values["base"] |= changes
+    (folder / "config.json").write_text(json.dumps(values))
+    checksums.write(folder)
+
+
+def test_adapters_carry_the_ends_of_texts(saved):
+    folder, base, adapted = saved
+    assert (base.config.eos_ids, zoo.load(folder / "base").config.eos_ids) == ((), (256,))
+    format = "peft" if (folder / "a" / CONFIG).exists() else "zoo"
+    ended = token_ids.with_more_ends(adapted, (256, 7))
+    zoo.save_adapters(folder / "e", ended, base=folder / "base", format=format)
+    opened = zoo.load(folder / "e")
+    assert opened.config.eos_ids == (256, 7)
+    assert_same(opened, adapted)
+    assert models.skeleton(folder / "e").config.eos_ids == (256, 7)
+    if format == "zoo":
+        edit_description(folder / "e", eos_ids=[7, 257])
+        with pytest.raises(PublishError, match=r"eos_ids has the id 257: those of vocab_size=257"):
+            zoo.load(folder / "e")
+        edit_description(folder / "e", eos_ids="7")
+        with pytest.raises(PublishError, match=r"base\.eos_ids=\('7',\)"):
+            zoo.load(folder / "e")
 
 
 def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):

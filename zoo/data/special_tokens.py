@@ -29,7 +29,8 @@ class SpecialTokens(NamedTuple):
     """Ids of a tokenizer's special tokens; None where it has no such token.
 
     `begin_id` is the id that its texts begin with: `bos_id` where the tokenizer itself puts it in
-    front, as Llama's does, or where it is the end of the document before too, as GPT-2's is.
+    front (`adds_begin`), as Llama's does, or where it is the end of the document before too, as
+    GPT-2's is.
     """
 
     separator_id: int
@@ -38,6 +39,7 @@ class SpecialTokens(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int | None
     special_ids: frozenset[int]
+    adds_begin: bool
 
 
 def named_tokens(
@@ -85,7 +87,8 @@ def find_special_tokens(
     if bos is None and eos is None:  # BERT's
         bos, eos = first, last
     end = separator if eos is None else eos
-    begins = bos in (end, first) or tokenizer.encode("").ids[:1] == [bos]
+    adds_begin = tokenizer.encode("").ids[:1] == [bos]
+    begins = bos in (end, first) or adds_begin
     pad = id_of.get("pad_token")
     listed = _listed_ends(files, max(vocabulary.values()))
     return SpecialTokens(
@@ -95,6 +98,7 @@ def find_special_tokens(
         eos_ids=tuple(dict.fromkeys([end, *listed])),
         pad_id=pad,
         special_ids=frozenset([*added, *listed, *(id for id in id_of.values() if id is not None)]),
+        adds_begin=adds_begin,
     )
 
 

@@ -39,6 +39,18 @@ BESIDE = (
     "added_tokens.json",
     CHAT_TEMPLATE_NAME,
     "additional_chat_templates/*.jinja",  # further templates, by name
+    # The same vocabulary for other programs, such as converters.
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    # Processors, of models that read other things than text too.
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 # Pre-tokens for source code, which merges never cross. In turn: a line break with the blank lines
 # and the indentation around it; a dotted name with up to two marks before it ("(self.name"); other
@@ -121,6 +133,7 @@ class ByteTokenizer:
     eos_ids = (256,)
     pad_id = None
     special_ids = frozenset([256])
+    adds_begin = True
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
@@ -168,7 +181,7 @@ class BPETokenizer:
             self.tokens |= {"bos_token": separator, "eos_token": separator}
         found = special_tokens.find_special_tokens(tokenizer, self.tokens, self.files)
         self.separator_id, self.bos_id, self.begin_id = found[:3]
-        self.eos_ids, self.pad_id, self.special_ids = found[3:]
+        self.eos_ids, self.pad_id, self.special_ids, self.adds_begin = found[3:]
         special_tokens.mark(tokenizer, self.special_ids)
         self.tokenizer = tokenizer
         self.config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

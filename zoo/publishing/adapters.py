@@ -22,7 +22,7 @@ from zoo.base import checksums, configuration
 from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
 from zoo.nn.quantized import dequantize
-from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing
+from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing, token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import family_name, skeleton_of
 from zoo.publishing.folder import (
@@ -60,8 +60,9 @@ def save_adapters(
 
     PEFT opens `format="peft"` too. `base` names the model that they adapt: a folder, a name on the
     shelf or a hub id. If it is on this machine, the checksum of its weights is stored, by which
-    `zoo.load` refuses another model in its place; so is the commit of a hub id. `tokenizer` is as
-    for `zoo.save`. All processes call it, and the first writes.
+    `zoo.load` refuses another model in its place; so is the commit of a hub id. The kinds of the
+    model's quantised matrices and the ids that end its texts are stored too. `tokenizer` is as for
+    `zoo.save`. All processes call it, and the first writes.
 
     Raises PublishError if the folder has other files, or PEFT's format has no such adapters,
     ValueError if the model has none, or for another format.
@@ -77,7 +78,11 @@ def save_adapters(
         )
     sample = bases.sample_of(model)
     with replacing(folder) as new:
-        origin: dict[str, Any] = {"sample": sample}
+        origin: dict[str, Any] = {
+            "sample": sample,
+            "quantized": bases.quantized_kinds(model),
+            "eos_ids": getattr(getattr(model, "config", None), "eos_ids", ()),
+        }
         if new is not None and base_folder is not None:
             origin["weights"] = weights_checksum(base_folder)
         if format == "peft":
@@ -138,7 +143,8 @@ def load_adapters(
 
     A model does not know its files. So a few of its values are compared with those that the
     adapters were trained on, which tells any other model from it, but not a variant of it, such as
-    one that was fine-tuned from it; `zoo.load` compares the checksum of the files.
+    one that was fine-tuned from it; `zoo.load` compares the checksum of the files. The same model
+    quantised otherwise than in training is a warning.
 
     Raises PublishError, which names the file, field or tensor at fault.
     """
@@ -149,15 +155,24 @@ def load_adapters(
     adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))
     if mesh is not None:  # the seeds of dropout, which are new
         adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, mesh))
-    base_in(folder).check_values(adapted, folder)
-    return adapted
+    origin = base_in(folder)
+    origin.check_values(adapted, folder)
+    return _with_ends(adapted, origin, folder)
 
 
 def adapters_skeleton(folder: Path, base: PyTree, *, dtype: DTypeLike | None) -> PyTree:
     """The skeleton of the model that `load_adapters` would return, given that of the base."""
     opened = _open(folder, base)
     adapted = eqx.filter_eval_shape(lora.adapt, base, opened.config, key=jax.random.key(0))
-    return eqx.combine(opened.dtypes(opened.adapters, dtype), adapted)
+    adapted = eqx.combine(opened.dtypes(opened.adapters, dtype), adapted)
+    return _with_ends(adapted, base_in(folder), folder)
+
+
+def _with_ends(adapted: PyTree, origin: bases.Base, folder: Path) -> PyTree:
+    try:
+        return token_ids.with_more_ends(adapted, origin.eos_ids)
+    except ValueError as error:
+        raise PublishError(f"{folder}: {error}") from None
 
 
 class _Opened(NamedTuple):

@@ -1,5 +1,7 @@
 """The model that adapters are for: its name, and how another one of its shape is told from it."""
 
+import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from jaxtyping import PyTree
 
 from zoo.base.configuration import check_value, require
 from zoo.nn.parameters import is_derived
+from zoo.nn.quantized import is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.shelf import find, find_here
 from zoo.sharding.axes import keystr
@@ -21,6 +24,8 @@ from zoo.wrappers import lora
 
 _NUM_VALUES = 64
 _FAR = 0.5  # casts and quantisation move values by less, and other models' are 1.4 away
+_NEAR = 0.02  # casts move values by 0.004, 4 bits by 0.1
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,20 +40,44 @@ class Base:
     """Of the files of its weights; None if they were not on this machine."""
     sample: Mapping[str, list[float]] = field(default_factory=dict)
     """Some values of one of its matrices, by the matrix's path."""
+    quantized: tuple[str, ...] | None = None
+    """The kinds of its quantised matrices; None if they are not known."""
+    eos_ids: tuple[int, ...] = ()
+    """The ids that end the texts of the model with its adapters."""
 
     def folder(self) -> Path:
         """The folder of the model; a hub id is looked for in the revision that was adapted."""
         return find(self.name, revision=self.revision)
 
     def check_values(self, adapted: PyTree, where: Path) -> None:
-        """Raise a PublishError if a model with adapters is far from the one that they are for."""
+        """Raise a PublishError if a model with adapters is far from the one that they are for.
+
+        One that is near, as by another quantisation, is a warning.
+        """
+        far, kinds = "", quantized_kinds(adapted)
         for path, node in _trained(adapted).items():
             wanted = np.array(self.sample.get(path, []), np.float32)
-            if len(wanted) > 0 and all(_are_far(wanted, x) for x in _values(node)):
+            distance = min(_distance(wanted, x) for x in _values(node)) if len(wanted) else 0.0
+            if distance > _FAR:
                 raise PublishError(
                     f"{where} holds adapters of {self.name!r}, and the model is another one of the "
                     f"same shape: its {path} has other values"
                 )
+            if distance > _NEAR:
+                far = f"its {path} is {distance:.0%} away: give the model that they were trained on"
+        if self.quantized is not None and kinds != self.quantized:
+            kind = next(
+                (x for x in self.quantized if x != "int8"), next(iter(self.quantized), None)
+            )
+            far = (
+                f"which was {', '.join(self.quantized) or 'not quantised'} and now is "
+                f"{', '.join(kinds) or 'not quantised'}: load it with quantize={kind!r}"
+            )
+        if far:
+            logger.warning(
+                f"{where} holds adapters that were trained over other values than these of "
+                f"{self.name!r}, {far}"
+            )
 
 
 def locate(name: Path | str) -> tuple[str, Path | None, str | None]:
@@ -64,6 +93,12 @@ def sample_of(adapted: PyTree) -> dict[str, list[float]]:
     """A sample of what the trained adapters of a model are on; all processes call it."""
     path, node = next(iter(_trained(adapted).items()))
     return {path: _values(node)[0].tolist()}
+
+
+def quantized_kinds(model: PyTree) -> tuple[str, ...]:
+    """The kinds of a model's quantised matrices, each once."""
+    leaves = jax.tree.leaves(model, is_leaf=is_quantized)
+    return tuple(sorted({x.kind for x in leaves if is_quantized(x)}))
 
 
 def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
@@ -82,10 +117,14 @@ def parse(name: Any, revision: Any, values: Any, where: Path) -> Base:
             check_value(f"base.sample[{path!r}]", numbers, list)
             for number in numbers:
                 check_value(f"base.sample[{path!r}]", number, float)
+        quantized, eos_ids = values.get("quantized"), tuple(values.get("eos_ids", ()))
+        quantized = quantized if quantized is None else tuple(quantized)
+        check_value("base.quantized", quantized, tuple[str, ...] | None)
+        check_value("base.eos_ids", eos_ids, tuple[int, ...])
         check_value("the name of the base", name, str | None)
         is_commit = revision is not None and re.fullmatch(r"\w[\w.-]*", revision)
         require(revision is None or bool(is_commit), f"revision={revision!r}: must be a commit")
-        return Base(name or "", revision, checksum, sample)
+        return Base(name or "", revision, checksum, sample, quantized, eos_ids)
     except (TypeError, ValueError) as error:
         raise PublishError(f"{where}: {error}") from error
 
@@ -112,8 +151,9 @@ def _values(node: lora.Adapted) -> list[np.ndarray]:
         matrix = matrix.weight
 
 
-def _are_far(wanted: np.ndarray, found: np.ndarray) -> bool:
+def _distance(wanted: np.ndarray, found: np.ndarray) -> float:
+    """The distance of some values, as a share of their size."""
     if wanted.shape != found.shape:
-        return True
+        return math.inf
     size = max(np.linalg.norm(wanted), np.linalg.norm(found))
-    return bool(np.linalg.norm(wanted - found) > _FAR * size)
+    return float(np.linalg.norm(wanted - found) / size) if size else 0.0

@@ -8,7 +8,7 @@ format, whose `config.json` has a `model_type`, are read and written by `hf`.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +113,10 @@ def save(
             if format == "hf":
                 # The tokenizer may have brought the settings along.
                 given = generation or token_ids.read_generation(new)
-                if settings := token_ids.describe_generation(config, ids, given):
+                settings = token_ids.describe_generation(config, ids, given)
+                if like is None:
+                    token_ids.warn_of_lost(config, {**ids, **settings})
+                if settings:
                     (new / token_ids.GENERATION).write_text(json.dumps(settings, indent=1) + "\n")
             # The card is in no checksum, so that it may be edited by hand.
             if metrics is not None:
@@ -134,7 +137,7 @@ def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dic
     folder = find(like)
     while hugging_face_config(folder) is None and adapters.are_adapters(folder):
         folder = find(adapters.base_of(folder))
-    found = jax.tree_util.tree_leaves_with_path(skeleton(folder))
+    found = jax.tree_util.tree_leaves_with_path(skeleton(folder, ignore=None))
     stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
     values = hugging_face_config(folder)
     if values is None:
@@ -154,6 +157,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
+    ignore: Collection[str] = (),
 ) -> Any:
     """The model in a folder, given its path, its name on the shelf or its Hugging Face hub id.
 
@@ -170,6 +174,9 @@ def load(
     `overrides` are other values for fields of the model's configuration that its parameters do not
     depend on, as `{"dropout": 0.1, "remat": "full"}`.
 
+    `ignore` names fields of a Hugging Face `config.json` that the zoo does not know, and that would
+    be refused, as they may change the maths.
+
     Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
     your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
     them), or where `allow_import` lists the module that they are in. Raises PublishError, which
@@ -183,8 +190,12 @@ def load(
     if (values is None and not is_peft) or (folder / checksums.NAME).exists():
         verify(folder, by_parts=True)
     if values is not None:
-        model = hf.read_model(folder, values, mesh=mesh, dtype=dtype, quantize=quantize)
-        return reconfigured(model, overrides)
+        model = hf.read_model(
+            folder, values, mesh=mesh, dtype=dtype, quantize=quantize, ignore=ignore
+        )
+        model = reconfigured(model, overrides)
+        token_ids.remember(model.config, folder, values)
+        return model
     if adapters.are_adapters(folder):
         adapters.check_base(folder)
         base = load(
@@ -195,8 +206,11 @@ def load(
             overrides=overrides,
             classes=classes,
             allow_import=allow_import,
+            ignore=ignore,
         )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
+    if ignore:
+        raise PublishError(f"ignore={tuple(ignore)}: {folder} is not in Hugging Face's format")
     skeleton = read_skeleton(folder, classes, allow_import)
     skeleton = reconfigured(skeleton, overrides)
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
@@ -209,9 +223,11 @@ def skeleton(
     quantize: Kind | None = None,
     overrides: Mapping[str, Any] | None = None,
     weights: bool = True,
+    ignore: Collection[str] | None = (),
 ) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
+    `ignore` is as for `load`; None ignores all unknown fields.
     Only `config.json` and the tables of the weights' files are read. Given `weights=False` a hub's
     model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
     Raises PublishError, which names the file, field or tensor at fault.
@@ -224,7 +240,7 @@ def skeleton(
         plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
         return reconfigured(plain, overrides)
     if values is not None:
-        plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize, ignore=ignore)
         return reconfigured(plain, overrides)
     if adapters.are_adapters(folder):
         base = skeleton(
@@ -233,6 +249,7 @@ def skeleton(
             quantize=quantize,
             overrides=overrides,
             weights=weights,
+            ignore=ignore,
         )
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
     plain = reconfigured(read_skeleton(folder), overrides)

@@ -4,6 +4,7 @@ They are no maths, and so no fields of a `Config`, but for the ids that end a te
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from zoo.publishing.parts import with_fields
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
+IDS = ("bos_token_id", EOS, "pad_token_id")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+logger = logging.getLogger(__name__)
 
 
 def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
@@ -25,21 +29,67 @@ def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
     Those are in `generation_config.json`, or else among the `values` of `config.json`. A family
     without such a field keeps its configuration.
 
+    Ids that the vocabulary does not have are left out with a warning: they are never drawn.
+
     Raises:
-        PublishError: a damaged file, or ids that the vocabulary does not have.
+        PublishError: a damaged file.
     """
     if not hasattr(config, "eos_ids"):
         return config
     try:
-        return dataclasses.replace(config, eos_ids=_listed(read_generation(folder), values))
+        ids = _listed(read_generation(folder), values)
     except ValueError as error:
         raise PublishError(f"{folder}: {EOS} of {GENERATION} or {CONFIG}: {error}") from None
+    known = _known(ids, config)
+    if known != ids:
+        logger.warning(
+            f"{folder}: {EOS}={[*ids]} has ids beyond vocab_size={config.vocab_size}, which the "
+            "model never draws: no text ends with them"
+        )
+    return dataclasses.replace(config, eos_ids=known)
+
+
+_opened: dict[Any, tuple[Path, dict[str, Any]]] = {}
+"""By the configuration of a model in Hugging Face's format, its folder, ids and settings."""
+
+
+def remember(config: Any, folder: Path, values: Mapping[str, Any]) -> None:
+    """Keep the ids and settings of an opened folder: the model has only the ends of its texts."""
+    found = read_generation(folder) | {name: values[name] for name in IDS if name in values}
+    about = {name for name in found if name.startswith("_")} | {"transformers_version"}
+    _opened[config] = folder, {name: found[name] for name in found.keys() - about}
+
+
+def warn_of_lost(config: Any, written: Mapping[str, Any]) -> None:
+    """Warn of ids and settings that a model's folder had when it was opened, and now has not."""
+    folder, before = _opened.get(config, (None, {}))
+    lost = [
+        f"{name}={x}"
+        for name, x in sorted(before.items())
+        if x is not None and written.get(name) is None
+    ]
+    if lost:
+        logger.warning(
+            f"the model was opened from {folder}, and is saved without its {', '.join(lost)}: "
+            f"zoo.save(..., like={str(folder)!r}) keeps them"
+        )
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
     """The content of `generation_config.json`; empty if there is no such file."""
     path = folder / GENERATION
     return read_json(path) if path.is_file() else {}
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """The settings of sampling in `generation_config.json`, by the names of `zoo.generate`.
+
+    With `do_sample` false the temperature is 0, as for transformers.
+    """
+    values = read_generation(folder)
+    if values.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return {name: values[name] for name in SAMPLING if values.get(name) is not None}
 
 
 def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -66,9 +116,9 @@ def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
     """The same model, whose texts may end with these ids as well."""
-    if not ids or not hasattr(model.config, "eos_ids"):
+    old = getattr(model, "config", None)
+    if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
         return model
-    old = model.config
     new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
 
     def replaced(x: Any) -> Any:  # modules inside of the model keep the configuration too
@@ -97,7 +147,7 @@ def describe_ids(
         "pad_token_id": getattr(tokenizer, "pad_id", None),
     }
     kept = {name: values[name] for name in ids if name in values}
-    if {*_listed(generation, values)} != {*ends}:
+    if {*_known(_listed(generation, values), config)} != {*ends}:
         kept.pop(EOS, None)
     return ids | kept
 
@@ -112,7 +162,7 @@ def describe_generation(
     if not hasattr(config, "eos_ids"):
         return dict(generation)
     found = {name: x for name, x in ids.items() if x is not None} | dict(generation)
-    if config.eos_ids and {*_listed(found)} != {*config.eos_ids}:
+    if config.eos_ids and {*_known(_listed(found), config)} != {*config.eos_ids}:
         found[EOS] = _as_field(config.eos_ids)
     return found
 
@@ -123,6 +173,12 @@ def _listed(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     ids = tuple(given) if isinstance(given, list | tuple) else (given,)
     check_value(EOS, ids, tuple[int, ...])
     return ids
+
+
+def _known(ids: tuple[int, ...], config: Any) -> tuple[int, ...]:
+    """The ids that the model's vocabulary has."""
+    size = getattr(config, "vocab_size", None)
+    return ids if size is None else tuple(id for id in ids if 0 <= id < size)
 
 
 def _as_field(ids: tuple[int, ...]) -> int | list[int] | None:

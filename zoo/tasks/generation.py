@@ -16,15 +16,25 @@ from zoo.publishing.token_ids import tokenizer_eos_ids
 logger = logging.getLogger(__name__)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: Reading = "parse") -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str,
+    special_tokens: Reading = "parse",
+    *,
+    as_stored: bool = False,
+) -> list[int]:
     """The tokens of a text to continue, after the one that the tokenizer's texts begin with.
 
-    `special_tokens` is the reading of their names in the text.
+    `special_tokens` is the reading of their names in the text. With `as_stored` texts begin with
+    that token only where the tokenizer's own post-processor puts it, as models in Hugging Face's
+    format have it: GPT-2's does not. An empty text always has it.
 
     Raises:
         ValueError: there is no token at all.
     """
-    ids = begun(tokenizer, reading(tokenizer, special_tokens).encode(text).tolist())
+    ids = reading(tokenizer, special_tokens).encode(text).tolist()
+    if not (ids and as_stored) or getattr(tokenizer, "adds_begin", True):
+        ids = begun(tokenizer, ids)
     if not ids:
         raise ValueError(
             "the prompt is empty, and this model's tokenizer has no token that texts begin with: "

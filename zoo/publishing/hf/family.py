@@ -27,17 +27,40 @@ def words(text: str) -> frozenset[str]:
 IGNORED = words(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
-    attention_dropout attention_probs_dropout_prob bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout decoder_start_token_id dtype embd_pdrop
-    eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
-    hidden_dropout_prob id2label initializer_range keys_to_ignore_at_inference label2id
-    max_length model_type num_labels output_attentions output_hidden_states output_past
-    output_router_logits pad_token_id prefix problem_type resid_pdrop return_dict
-    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
-    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
-    unsloth_fixed unsloth_version use_cache use_return_dict
+    attention_dropout attention_probs_dropout_prob auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
+    initializer_range keys_to_ignore_at_inference label2id length_penalty max_length min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id prefix problem_type remove_invalid_values repetition_penalty resid_pdrop
+    return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_return_dict
     """
 )
+# Fields of other families, or of none, with the value that switches them off, as null does.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "embedding_multiplier": 1,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "logits_scaling": 1,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "residual_multiplier": 1,
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
 _ABSENT = object()
 
 
@@ -60,11 +83,23 @@ class Fields:
         """An error that names the file."""
         return PublishError(f"{self._where}: {reason}")
 
-    def finish(self, ignored: Collection[str]) -> None:
-        """Refuse the fields that no rule took."""
-        if left := sorted(self._left.keys() - IGNORED - set(ignored)):
-            fields = ", ".join(f"{name}={self._left[name]!r}" for name in left)
-            raise self.refusal(f"unknown fields, which may change the maths: {fields}")
+    def finish(self, ignored: Collection[str], allowed: Collection[str] | None = ()) -> None:
+        """Refuse the fields that no rule took, but for those `allowed`; None allows all."""
+        left = {
+            name: x
+            for name, x in self._left.items()
+            if name not in IGNORED | set(ignored) and x not in (None, _NEUTRAL.get(name))
+        }
+        if surplus := sorted(set(allowed or ()) - self._left.keys()):
+            raise self.refusal(
+                f"ignore={surplus}: no unknown fields of the file; it has {sorted(left) or 'none'}"
+            )
+        if allowed is not None and (unknown := sorted(left.keys() - set(allowed))):
+            fields = ", ".join(f"{name}={left[name]!r}" for name in unknown)
+            raise self.refusal(
+                f"unknown fields, which may change the maths: {fields}. If they do not, open it by "
+                f"zoo.load(..., ignore={tuple(unknown)}), or remove them from the file"
+            )
 
 
 class Rule(abc.ABC):
@@ -98,17 +133,16 @@ class Same(Rule):
 class Fixed(Rule):
     """A field with one supported value, which is Hugging Face's default too.
 
-    A field that transformers does not know itself is not `written`; null may mean the same.
+    A field that transformers does not know itself is not `written`; null switches off as False.
     """
 
     theirs: str
     value: Any
     written: bool = True
-    nullable: bool = False
 
     def read(self, fields: Fields) -> dict[str, Any]:
         found = fields.take(self.theirs, self.value)
-        if found != self.value and not (found is None and self.nullable):
+        if found != self.value and not (found is None and not self.value):
             raise fields.refusal(f"{self.theirs}={found!r} is not supported, only {self.value!r}")
         return {}
 
@@ -166,8 +200,10 @@ class Family:
     adapt: Callable[[Any, Collection[str]], Any] = field(default=lambda config, names: config)
     """The configuration, given the names of the tensors in the file."""
 
-    def read(self, values: Mapping[str, Any], where: str) -> Any:
-        """The `Config` of the content of a `config.json`.
+    def read(
+        self, values: Mapping[str, Any], where: str, allowed: Collection[str] | None = ()
+    ) -> Any:
+        """The `Config` of the content of a `config.json`; `allowed` as for `Fields.finish`.
 
         Raises:
             PublishError: a field is missing, unknown or not supported.
@@ -176,7 +212,7 @@ class Family:
         try:
             for rule in self.rules:
                 found |= rule.read(fields)
-            fields.finish(self.ignored)
+            fields.finish(self.ignored, allowed)
             config = configuration.from_json(self.config, configuration.nested(found))
             check_counts(config)
             return self.canonical(config)

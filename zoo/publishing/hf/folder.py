@@ -1,6 +1,6 @@
 """Models of the zoo read from and written to folders in Hugging Face's format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ def read_model(
     mesh: Mesh | None,
     dtype: DTypeLike | None,
     quantize: Kind | None = None,
+    ignore: Collection[str] = (),
 ) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
-    skeleton, weights, found = _open(folder, values, dtype, quantize)
+    skeleton, weights, found = _open(folder, values, dtype, quantize, ignore)
 
     with weights.reader() as read:
 
@@ -59,10 +60,15 @@ def read_model(
 
 
 def read_skeleton(
-    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+    folder: Path,
+    values: dict,
+    *,
+    dtype: DTypeLike | None,
+    quantize: Kind | None = None,
+    ignore: Collection[str] | None = (),
 ) -> PyTree:
-    """The skeleton of the model that `read_model` would return."""
-    return _open(folder, values, dtype, quantize)[0]
+    """The skeleton of the model that `read_model` would return; None ignores all unknown fields."""
+    return _open(folder, values, dtype, quantize, ignore)[0]
 
 
 def _typed(
@@ -93,22 +99,38 @@ def announced_skeleton(
     return quantized_skeleton(typed, quantize)
 
 
-def _family(folder: Path, values: dict) -> tuple[Family, Any]:
+def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
     """The family of a folder's model, and its configuration."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}")
+        inner = values.get("text_config")
+        inside = inner.get("model_type") if isinstance(inner, dict) else None
+        remedy = (
+            "if its maths is one of theirs under another name, write that one as its model_type; "
+            "else build it of zoo.transformer's parts, or write its Family as CONTRIBUTING.md says"
+        )
+        if inside in MODEL_TYPES:
+            remedy = (
+                f"its language model is a {inside}, which opens once it is saved alone: by "
+                "transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+            )
+        raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}. {remedy}")
     family = MODEL_TYPES[kind]
-    return family, family.read({x: values[x] for x in values if x != quantization.FIELD}, where)
+    given = {x: values[x] for x in values if x != quantization.FIELD}
+    return family, family.read(given, where, ignore)
 
 
 def _open(
-    folder: Path, values: dict, dtype: DTypeLike | None, quantize: Kind | None
+    folder: Path,
+    values: dict,
+    dtype: DTypeLike | None,
+    quantize: Kind | None,
+    ignore: Collection[str] | None,
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
-    family, config = _family(folder, values)
+    family, config = _family(folder, values, ignore)
     method = quantization.read_method(values, f"{folder / 'config.json'}", quantize)
     weights = Weights(folder)
     config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)

@@ -32,7 +32,7 @@ def _rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, 
 
 
 TENSORS = partial(llama.dense, names=NORMS)
-CAUSAL = Fixed("use_bidirectional_attention", False, nullable=True)
+CAUSAL = Fixed("use_bidirectional_attention", False)
 GEMMA2 = llama.decoder(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",

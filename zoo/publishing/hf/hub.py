@@ -20,6 +20,16 @@ FILES = [
     "chat_template.jinja",
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ]
 
 

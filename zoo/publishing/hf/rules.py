@@ -2,6 +2,7 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,17 @@ _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
+_FACTORS = ("attention_factor", "factor", "partial_rotary_factor")  # of no effect if they are 1
 _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
 
 
 def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int) -> RopeScaling:
     """The zoo's `RopeScaling` from a dictionary of rotary parameters."""
-    given = dict(given or {})
+    given = {name: x for name, x in (given or {}).items() if x is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
     given.pop("rope_theta", None)
-    if given.get("partial_rotary_factor") in (None, 1.0):
-        given.pop("partial_rotary_factor", None)
     if kind not in _SCALINGS:
         raise fields.refusal(
             f"rotary positions of type {kind!r} are not supported, only default, linear and llama3"
@@ -38,12 +38,28 @@ def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int
         found: dict[str, Any] = {name: float(given.pop(name)) for name in _SCALINGS[kind]}
     except KeyError as error:
         raise fields.refusal(f"rotary positions of type {kind!r} need {error}") from None
-    if given:
+    if any(name not in _FACTORS or x != 1 for name, x in given.items()):
         raise fields.refusal(f"unknown rotary parameters, which may change the maths: {given}")
     length = found.pop(_LENGTH, None)
     if length is not None:
         found["original_max_seq_len"] = int(length) if length.is_integer() else length
     return RopeScaling(**found)
+
+
+def _take_theta(fields: Fields, name: str, default: float, *given: Mapping[str, Any]) -> Any:
+    """The base of the wavelengths, of the field `name` and of rotary parameters, which agree."""
+    theta = fields.take(name, default)
+    found = [theta] if name in fields.values else []
+    found += [parameters.get("rope_theta", theta) for parameters in given]
+    return _agreed(fields, f"{name} and rope_theta of the rotary parameters", found)
+
+
+def _agreed(fields: Fields, names: str, values: Sequence[Any]) -> Any:
+    """The one value; versions of transformers differ in which of several they read."""
+    if any(value != values[0] for value in values):
+        listed = " and ".join(dict.fromkeys(map(repr, values)))
+        raise fields.refusal(f"{names} contradict each other, {listed}: remove the wrong one")
+    return values[0]
 
 
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
@@ -74,21 +90,23 @@ class Rotary(Rule):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         length = fields.take("max_position_embeddings", self.max_seq_len)
-        theta = fields.take("rope_theta", self.theta)
-        old = fields.take("rope_scaling", None)
-        new = fields.take("rope_parameters", None) or {}
+        old, new = (fields.take(name, None) or {} for name in ("rope_scaling", "rope_parameters"))
+        configuration.check_value("rope_scaling", old, dict)
+        configuration.check_value("rope_parameters", new, dict)
         found = {"max_seq_len": length}
         if self.local is not None:
-            base = fields.take("rope_local_base_freq", self.local)
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
                 raise fields.refusal("scaled rotary positions in windowed layers are not supported")
-            found["positions.local_theta"] = local.get("rope_theta", base)
+            base = _take_theta(fields, "rope_local_base_freq", self.local, local)
+            found["positions.local_theta"] = base
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
                 raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
             new = new.get("full_attention") or {}
-        found["positions.theta"] = (old or {}).get("rope_theta", new.get("rope_theta", theta))
-        found["positions.scaling"] = _take_scaling(fields, old or new, length)
+        given = (old or new, new or old)
+        found["positions.theta"] = _take_theta(fields, "rope_theta", self.theta, *given)
+        scalings = [_take_scaling(fields, parameters, length) for parameters in given]
+        found["positions.scaling"] = _agreed(fields, "rope_scaling and rope_parameters", scalings)
         return found
 
     def write(self, config: Any) -> dict[str, Any]:

@@ -122,6 +122,11 @@ def _read_index(folder: Path) -> dict[str, str]:
             )
         if not file.endswith(".safetensors"):
             raise PublishError(f"{path}: {name} lies in {file!r}, which is no safetensors file")
+    if (folder / WEIGHTS).is_file() and {*index.values()} != {WEIGHTS}:
+        raise PublishError(
+            f"{folder} has both {WEIGHTS}, which transformers opens, and {INDEX}, which names "
+            "other files: remove the one that is not the model"
+        )
     return index
 
 

@@ -5,6 +5,7 @@ from zoo.tasks.evaluation.harness import ZooLM
 lm_eval.simple_evaluate(model=ZooLM("lm-python"), tasks=["lambada_openai"])
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -33,6 +34,9 @@ try:
     from lm_eval.api.registry import register_model
 except ImportError as error:
     raise ImportError("lm-eval's tasks need an extra: pip install 'zoo[lm-eval]'") from error
+with contextlib.suppress(ImportError):  # older releases import PyTorch there
+    # First, as lm-eval registers its own models only where there is none yet.
+    import lm_eval.models  # noqa: F401
 
 MAX_NEW_TOKENS = 256  # of a task that does not say, as in lm-eval
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

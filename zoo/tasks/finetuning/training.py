@@ -91,7 +91,7 @@ def save(
     if lora.has_adapters(model):
         adapters.save_adapters(
             run.folder / "adapters",
-            model,
+            token_ids.with_more_ends(model, _turn_ends(run, base, chats)),
             base=run.config.model,
             format=run.config.adapter_format,
             tokenizer=base.tokenizer,
@@ -113,8 +113,7 @@ def saver(run: Run[Config], base: Base, *, chats: bool | None = None) -> Save:
 
     A model of `chats` (by default, of that format) ends its texts with the end of a turn as well.
     """
-    chats = run.config.data.format == "chats" if chats is None else chats
-    more = answer_ends(run.config, base, chats=True) if chats else ()
+    more = _turn_ends(run, base, chats)
     return lambda folder, model, metrics: models.save(
         folder,
         token_ids.with_more_ends(base.as_stored(merge(run, model)), more),
@@ -123,6 +122,12 @@ def saver(run: Run[Config], base: Base, *, chats: bool | None = None) -> Save:
         metrics=metrics,
         like=base.folder,
     )
+
+
+def _turn_ends(run: Run[Config], base: Base, chats: bool | None) -> tuple[int, ...]:
+    """The ends that the run adds to the model's own: of chats, the end of a turn."""
+    chats = run.config.data.format == "chats" if chats is None else chats
+    return answer_ends(run.config, base, chats=True) if chats else ()
 
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
