@@ -214,6 +214,7 @@ class Run(Generic[ConfigT]):
         self._written_once.append(target)
         if self.is_main and not target.exists():
             partial = target.with_name(f"{name}.tmp")
+            files.remove(partial)  # of a start that was killed in it
             make(partial)
             checksums.write(partial)
             files.sync_all(partial)
