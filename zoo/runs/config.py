@@ -53,7 +53,10 @@ class Config:
     eval_every: int = may_differ(100)
     """Steps between evaluations on the held-out part."""
     eval_batches: int = may_differ(16)
-    """Batches per evaluation during training; the last one takes the whole held-out part."""
+    """Batches per evaluation during training."""
+    final_eval_batches: int | None = added(None, may_differ=True)
+    """Batches of the last evaluation, and of a pretrained model's before the first step; if not
+    given, the whole held-out part."""
     checkpoint_every: int = may_differ(100)
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
@@ -100,6 +103,10 @@ class Config:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
+        require(
+            self.final_eval_batches is None or self.final_eval_batches >= 1,
+            f"final_eval_batches={self.final_eval_batches}: must be at least 1, or left out",
+        )
         require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
         if self.average is not None:
             require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")
