@@ -335,6 +335,10 @@ def test_stored_batches_of_other_data_or_teachers_are_refused(stored: StoredTopK
         StoredTopK(stored.folder, Rows(), 3, about)
     with pytest.raises(ValueError, match=r"has files, and no about.json"):
         StoredTopK(stored.folder.parent, Rows(), 3, about)
+    killed = stored.folder.parent / "killed"  # as it wrote its first file
+    killed.mkdir()
+    (killed / "about.json.tmp").write_text("{")
+    assert StoredTopK(killed, Rows(), 3, about).num_batches == 0
 
 
 # --- The recipe ---------------------------------------------------------------------------------

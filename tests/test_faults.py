@@ -66,7 +66,7 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
 
 
 # For hundreds: `python -m benchmarks.soak`.
-KILLS = [(name, mesh, 2) for name in CASES for mesh in MESHES]
+KILLS = [(name, mesh, 3) for name in CASES for mesh in MESHES]
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def begin(config):
         ("log_every", 0),
         ("eval_every", -1),
         ("eval_batches", 0),
+        ("final_eval_batches", 0),
         ("checkpoint_every", 0),
         ("keep_checkpoints", 0),
         ("clip_norm", 0.0),
@@ -357,6 +358,11 @@ def test_once_keeps_the_first_result(tmp_path):
         assert run.once("thing", make("first")) == tmp_path / "run" / "thing"
     with Run(config(tmp_path)) as run:
         assert (run.once("thing", make("second")) / "file").read_text() == "first"
+        (tmp_path / "run" / "other.tmp").mkdir()  # of a start that was killed in it
+        (tmp_path / "run" / "other.tmp" / "torn").write_text("half")
+        other = run.once("other", make("third"))
+        assert (other / "file").read_text() == "third"
+        assert not (other / "torn").exists()
 
 
 def test_once_begins_anew_after_a_kill(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import lives, restores, runs
+from benchmarks.soak import boundaries, lives, restores, runs
 from benchmarks.soak.damage import KINDS, hurt, same
 from zoo.base import checksums
 
@@ -23,6 +23,42 @@ def test_repeatedly_killed_runs_match_straight_runs(world, place):
     outcomes = lives.live(place, random.Random(0), world=world, kills=6)
     assert len(outcomes) >= 3
     assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> boundaries.Kinds:
+    return boundaries.Kinds(tmp_path_factory.mktemp("kinds"))
+
+
+def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence[str]) -> None:
+    """One life, killed at each of the boundaries in turn."""
+    left = [*chosen]
+    outcomes = boundaries.live(kinds, kind, lambda *_: (left.pop(0), 1) if left else None)
+    assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
+    assert [outcome.kind for outcome in outcomes] == [*chosen]
+
+
+def test_runs_killed_at_boundaries_match_straight_runs(kinds):
+    """Within each moment of the kind that has the most; with the slow tests at all boundaries."""
+    _, passed = kinds.straight("DPO")
+    within = [name for name in dict.fromkeys(passed) if name.startswith("within ")]
+    assert {"within the reference's pass", "within the evaluation at step 0"} < {*within}
+    assert_same_after_kills(kinds, "DPO", [*within, "the end"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", boundaries.KINDS)
+def test_runs_killed_at_all_boundaries_match_straight_runs(kind, kinds):
+    _, passed = kinds.straight(kind)
+    assert len(passed) > 60
+    assert_same_after_kills(kinds, kind, [*dict.fromkeys(passed)])
+
+
+@pytest.mark.slow
+def test_every_moment_is_passed_by_some_kind(kinds):
+    passed = {name for kind in boundaries.KINDS for name in kinds.straight(kind)[1]}
+    for moment in {*boundaries.MOMENTS} - {"evaluation"}:
+        assert {f"before {moment}", f"after {moment}"} <= passed
 
 
 @pytest.mark.slow

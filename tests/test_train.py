@@ -397,7 +397,7 @@ def test_fp16_overflow_skips_and_halves_scale(monkeypatch: pytest.MonkeyPatch):
 def test_non_finite_gradients_change_nothing(precision: Any):
     state, step = state_and_step(Line, line_loss, precision=precision)
     before = copy(state.model.weight)
-    state, metrics = step(state, line_batch(np.nan))
+    state, metrics = step(state, jax.tree.map(jnp.asarray, line_batch(np.nan)))
     assert np.array_equal(state.model.weight, before)
     assert int(metrics["skipped"]) == int(state.skipped) == 1
     assert np.isnan(float(metrics["loss"]))

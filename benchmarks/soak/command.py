@@ -1,6 +1,6 @@
 """The soak test: random kills and damages, and a table of their outcomes.
 
-    python -m benchmarks.soak --kills 300 --damages 2000
+    python -m benchmarks.soak --kills 300 --boundaries 300 --damages 2000
 
 With `--folder` the same command resumes. Each failure is printed with a command that repeats it
 (though the moment of a kill differs by milliseconds).
@@ -19,12 +19,16 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.report import Table, provenance, save
+from benchmarks.soak import boundaries
 from benchmarks.soak.lives import Outcome, live
 from benchmarks.soak.restores import restore_damaged, resume_damaged
 from benchmarks.soak.runs import Place
 
 CASES: dict[str, Callable[[Place, random.Random], list[Outcome]]] = {
     "lives": live,
+    "boundaries": lambda place, choose: boundaries.live_at_random(
+        boundaries.Kinds(place.folder / "kinds"), choose
+    ),
     "restores": restore_damaged,
     "resumes": resume_damaged,
 }
@@ -36,6 +40,8 @@ class Config:
 
     kills: int = 300
     """Number of kills of a training run, by SIGKILL or SIGTERM; each time the run is resumed."""
+    boundaries: int = 300
+    """Number of kills at boundaries of a run's life, over all kinds of runs."""
     damages: int = 2000
     """Number of damages to checkpoints and, one in 40, to whole runs, which are then resumed."""
     minutes: float | None = None
@@ -103,6 +109,7 @@ def _next(config: Config, counted: dict[str, list[list[Outcome]]], minutes: floa
     """The case that is furthest from its goal; "" if all goals are reached."""
     goals = {
         "lives": config.kills,
+        "boundaries": config.boundaries,
         "restores": config.damages - config.damages // 40,
         "resumes": config.damages // 40,
     }
@@ -114,8 +121,12 @@ def _next(config: Config, counted: dict[str, list[list[Outcome]]], minutes: floa
 
 
 def _tables(counted: dict[str, list[list[Outcome]]]) -> list[Table]:
-    outcomes = [outcome for cases in counted.values() for case in cases for outcome in case]
-    tables = []
+    named = {name: [x for case in cases for x in case] for name, cases in counted.items()}
+    at_boundaries = named.pop("boundaries")
+    outcomes = [outcome for several in named.values() for outcome in several]
+    tables = [boundaries.make_table(at_boundaries)] if at_boundaries else []
+    for table in tables:
+        table.print()
     for title in dict.fromkeys(sorted(outcome.table for outcome in outcomes)):
         table = Table(title)
         mine = [outcome for outcome in outcomes if outcome.table == title]

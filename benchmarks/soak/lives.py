@@ -20,6 +20,7 @@ class Outcome:
     kind: str
     result: Literal["right", "refused", "wrong"]
     detail: str = ""
+    seconds: float = 0.0
 
 
 SIGNALS = {

@@ -22,7 +22,17 @@ RAISED = "the exception was a"
 _context = multiprocessing.get_context("forkserver")
 # Including modules that a run imports late.
 _context.set_forkserver_preload(
-    [__name__, "benchmarks.soak.restores", "zoo.runs.planned", "matplotlib.backends.backend_agg"]
+    [
+        __name__,
+        "benchmarks.soak.boundaries",
+        "benchmarks.soak.restores",
+        "recipes.distill",
+        "recipes.finetune",
+        "zoo.runs.planned",
+        "zoo.decoding.sampling",
+        "grain",
+        "matplotlib.backends.backend_agg",
+    ]
 )
 
 

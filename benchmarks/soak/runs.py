@@ -12,7 +12,7 @@ from benchmarks.soak import process
 from zoo.runs.metrics import read_metrics
 
 STEPS = 30
-SPEEDS = {"tokens_per_second", "mfu"}
+SPEEDS = {"tokens_per_second", "examples_per_second", "mfu"}
 MESHES = ("", "fsdp=2,tensor=2")
 # Other meshes add in another order: losses are equal to one part in a thousand.
 OTHER_MESHES = ("", "fsdp=2,tensor=2", "data=2,tensor=2", "fsdp=4", "tensor=2")
@@ -141,7 +141,7 @@ def difference(run: Path, straight: Path, *, metrics: bool = True) -> str:
         pairs = zip(found, wanted, strict=False)
         first = next(((a, b) for a, b in pairs if a != b), (len(found), len(wanted)))
         return f"metrics.jsonl is {first[0]} instead of {first[1]}"
-    if (found := _files(run / "run" / "model")) != (wanted := _files(straight / "run" / "model")):
+    if (found := files(run / "run" / "model")) != (wanted := files(straight / "run" / "model")):
         unlike = {name for name, _ in found.items() ^ wanted.items()}
         return f"the models differ in {sorted(unlike)}"
     left = [path.name for path in (run / "run").rglob("*") if path.name.endswith(".tmp")]
@@ -177,6 +177,7 @@ def _state(run: Path) -> dict[str, np.ndarray]:
         return checkpointer.restore(folder / "arrays", restore_args=as_numpy)
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of each file of a folder, by name; none if there is no folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}

@@ -61,7 +61,7 @@ def _dataset(
 ) -> Iterable[tuple[int, Batch]]:
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
-    held = _held_rows(plan.batch_size, mesh)
+    held = held_rows(plan.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
         parts = {rows: plan.batch(k, slice(*rows)) for rows in held}
@@ -82,8 +82,8 @@ def _dataset(
     return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
 
 
-def _held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
-    """The rows of the global batch that this process's devices hold."""
+def held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
+    """The rows of the global batch that this process's devices hold, as (start, stop)."""
     if mesh is None:
         return [(0, batch_size)]
     sharding = batch_sharding(mesh, 1)

@@ -35,7 +35,8 @@ class StoredTopK:
         self.about = {**about, "top_k": top_k}
         path = folder / ABOUT
         if not path.exists():
-            if folder.is_dir() and any(folder.iterdir()):
+            found = folder.iterdir() if folder.is_dir() else ()
+            if any(file.suffix != ".tmp" for file in found):  # which a killed start leaves
                 raise ValueError(
                     f"stored='{folder}' has files, and no {ABOUT}: name another folder"
                 )

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-
 from zoo.base.configuration import check_ids, check_value
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json
@@ -116,19 +114,11 @@ def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
     """The same model, whose texts may end with these ids as well."""
-    old = getattr(model, "config", None)
+    old: Any = getattr(model, "config", None)
     if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
         return model
     new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
-
-    def replaced(x: Any) -> Any:  # modules inside of the model keep the configuration too
-        if isinstance(x, eqx.Module):
-            return with_fields(type(x), {name: replaced(field) for name, field in vars(x).items()})
-        if type(x) in (tuple, list):
-            return type(x)(map(replaced, x))
-        return new if type(x) is type(old) and x == old else x
-
-    return replaced(model)
+    return with_fields(type(model), {**vars(model), "config": new})
 
 
 def describe_ids(

@@ -24,7 +24,7 @@ class Config:
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = may_differ()
     """Optimizer steps in all; more than before continues a finished run."""
-    epochs: float | None = added(None, may_differ=True)
+    epochs: float | None = may_differ(None)
     """Passes over the training data, in the place of steps."""
     mesh: str = may_differ("")
     """Devices by axis, such as fsdp=4,tensor=2; also data, expert and context. data=-1 takes all
@@ -55,7 +55,10 @@ class Config:
     eval_every: int = may_differ(100)
     """Steps between evaluations on the held-out part."""
     eval_batches: int = may_differ(16)
-    """Batches per evaluation during training; the last one takes the whole held-out part."""
+    """Batches per evaluation during training."""
+    final_eval_batches: int | None = may_differ(None)
+    """Batches of the last evaluation, and of a pretrained model's before the first step; if not
+    given, the whole held-out part."""
     checkpoint_every: int = may_differ(100)
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
@@ -106,6 +109,10 @@ class Config:
         require(
             self.epochs is None or self.steps == getattr(type(self), "steps", self.steps),
             f"epochs={self.epochs} and steps={self.steps}: give one of them",
+        )
+        require(
+            self.final_eval_batches is None or self.final_eval_batches >= 1,
+            f"final_eval_batches={self.final_eval_batches}: must be at least 1, or left out",
         )
         require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
         if self.average is not None:

@@ -40,7 +40,7 @@ class Journal:
                 found["known"] = [*_open(path, fingerprint).items()]
             except ResultsError as error:  # which the other processes wait for
                 found["error"] = str(error)
-        found = _from_first(found)
+        found = from_first(found)
         if "error" in found:
             raise ResultsError(found["error"])
         self.known = dict(found["known"])
@@ -109,7 +109,7 @@ def _check_fingerprint(path: Path, content: Mapping[str, Any], wanted: Mapping[s
         )
 
 
-def _from_first(content: dict[str, Any]) -> dict[str, Any]:
+def from_first(content: dict[str, Any]) -> dict[str, Any]:
     """The content of process 0, in every process."""
     if jax.process_count() == 1:
         return content

@@ -34,7 +34,7 @@ from zoo.runs.callbacks.flags import with_flags
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
-from zoo.runs.metrics import read_metrics
+from zoo.runs.metrics import kept_records
 from zoo.runs.recorder import Recorder
 from zoo.runs.run import Run, versions
 from zoo.runs.signals import Stopped
@@ -286,10 +286,10 @@ def _finished(
 
 
 def _count_evaluations(run: Run[Config], step: int) -> int:
-    """The lines of evaluations of a step in metrics.jsonl: process 0 tells the others."""
-    found, path = 0, run.folder / "metrics.jsonl"
-    if run.is_main and path.exists():
-        lines = read_metrics(path)
+    """The lines of evaluations of a step that metrics.jsonl keeps: process 0 tells the others."""
+    found = 0
+    if run.is_main:
+        lines = kept_records(run.folder / "metrics.jsonl", step)
         found = sum(line["step"] == step and "grad_norm" not in line for line in lines)
     return int(multihost_utils.broadcast_one_to_all(np.int32(found)))
 

@@ -48,6 +48,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
+def kept_records(path: Path, resume_step: int) -> list[dict[str, Any]]:
+    """The records that a run keeps which resumes at a step: none at 0, where it begins anew."""
+    records = read_metrics(path) if resume_step and path.exists() else []
+    return [record for record in records if record["step"] <= resume_step]
+
+
 class MetricsLog:
     """metrics.jsonl: an append-only file, one JSON object per line, flushed line by line.
 
@@ -58,8 +64,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, resume_step: int = 0):
-        records = read_metrics(path) if resume_step and path.exists() else []
-        kept = "".join(_to_line(record) for record in records if record["step"] <= resume_step)
+        kept = "".join(_to_line(record) for record in kept_records(path, resume_step))
         files.replace(path, lambda temporary: temporary.write_text(kept))
         self._file = path.open("a")
 

@@ -25,7 +25,6 @@ from zoo.sharding.placement import on_host
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
-from zoo.training.step import make_eval_step
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15
@@ -105,7 +104,7 @@ def training(
         clips=alone,
         data=data.train,
         fingerprint=data.fingerprint,
-        evaluate=Judge(run, data.held_out),
+        evaluate=Judge(run, data.held_out, data.classes),
         classes=data.classes,
     )
 
@@ -125,18 +124,15 @@ def train(
 
 
 def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTree, dict[str, Any]]:
-    """Train a classifier, or an ensemble of more than one; judge and draw it.
+    """Train a classifier, or an ensemble of more than one; judge it.
 
-    The run's folder gets `confusion.png` and `calibration.png`, and `best/`, by `save`, if the
-    flags ask for it. Returns the model to be saved and its metrics.
+    The run's folder gets `best/`, by `save`, if the flags ask for it. Returns the model to be saved
+    and its metrics.
     """
     trained = loop.fit(run, training, save=save)
     # The last evaluation, of the average if there is one, was of all that is held out.
-    result, predictions = trained.model_metrics, training.evaluate.predictions
-    run.say(report(predictions, result))
-    if run.is_main:
-        plot_confusion(run.folder / "confusion.png", predictions, training.classes)
-        plot_calibration(run.folder / "calibration.png", predictions)
+    result = trained.model_metrics
+    run.say(training.evaluate.report)
     run.say(
         "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
         f"in {run.address}"
@@ -153,42 +149,50 @@ def saver(tokenizer: Tokenizer | None = None) -> Save:
 
 
 class Judge:
-    """The metrics `judge` gives a model on a plan's first epoch, or part of it."""
+    """The metrics `judge` gives a model on a plan's first epoch, or part of it.
 
-    predictions: Predictions
-    """Of the last evaluation."""
+    A whole evaluation, the last of which is of the average if there is one, is drawn in the run's
+    folder, as `confusion.png` and `calibration.png`.
+    """
 
-    def __init__(self, run: Run[Config], plan: Plan):
-        self._predict = predictor(run, plan)
+    report: str
+    """The last whole evaluation in words."""
+
+    def __init__(self, run: Run[Config], plan: Plan, classes: Sequence[str]):
+        self._run, self._plan, self._classes = run, plan, classes
+        self._evaluation = evaluation.Evaluation(run, _probabilities)
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
-        self.predictions = self._predict(model, whole)
-        return judge(self.predictions)
+        if not whole:
+            return judge(self._predict(model, whole))
+        result, self.report = self._evaluation.once(model, self._plan, lambda: self._draw(model))
+        return result
 
+    def _draw(self, model: PyTree) -> tuple[dict[str, float], str]:
+        predictions = self._predict(model, True)
+        if self._run.is_main:
+            plot_confusion(self._run.folder / "confusion.png", predictions, self._classes)
+            plot_calibration(self._run.folder / "calibration.png", predictions)
+        result = judge(predictions)
+        return result, report(predictions, result)
 
-def predictor(run: Run[Config], plan: Plan) -> Callable[[PyTree, bool], Predictions]:
-    """A function `(model, whole) -> Predictions` on a plan's first epoch, or part of it."""
-
-    @losses.OF_LABELS
-    def probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
-        logits = losses.class_logits(model, batch, None)
-        zero = jnp.zeros(())
-        members = logits.reshape(-1, *logits.shape[-2:])
-        return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32))}
-
-    step = make_eval_step(probabilities, mesh=run.mesh, rules=run.rules, precision=run.precision)
-
-    def predict(model: PyTree, whole: bool) -> Predictions:
+    def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
-        for k, results in evaluation.results(run, step, model, plan, whole):
-            host = plan.batch(k)
+        for k, results in self._evaluation.results(model, self._plan, whole):
+            host = self._plan.batch(k)
             real = host["weights"] > 0
             found.append(on_host(results["probabilities"])[:, real])
             labels.append(host["labels"][real])
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 
-    return predict
+
+@losses.OF_LABELS
+def _probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
+    logits = losses.class_logits(model, batch, None)
+    zero = jnp.zeros(())
+    members = logits.reshape(-1, *logits.shape[-2:])
+    return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32))}
 
 
 # --- Judging ----------------------------------------------------------------------------------

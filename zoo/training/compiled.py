@@ -69,11 +69,19 @@ class CompiledStep:
             ValueError: rows that the mesh or the microbatches do not divide.
         """
         for batch in batches:
-            batch = self._place(jax.tree.map(_zeros, batch))
-            signature = _signature(*jax.tree.flatten((state, batch)))
-            if signature not in self._compiled:
-                self._compiled[signature] = self.lower(state, batch)
-            self._check_sums(state, batch)
+            self._ensure(state, batch)
+            self._check_sums(state, self._place(jax.tree.map(_zeros, batch)))
+
+    def text(self, state: PyTree, batch: PyTree) -> str:
+        """The program for a batch like this as text, as it is before the backend compiles it."""
+        return self._ensure(state, batch).lowered.as_text()
+
+    def _ensure(self, state: PyTree, batch: PyTree) -> "Program":
+        batch = self._place(jax.tree.map(_zeros, batch))
+        signature = _signature(*jax.tree.flatten((state, batch)))
+        if signature not in self._compiled:
+            self._compiled[signature] = self.lower(state, batch)
+        return self._compiled[signature]
 
     def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
@@ -235,9 +243,14 @@ class Program:
         self.traced: jax.stages.Traced = jitted.trace(*self._arguments(leaves))
 
     @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The program in StableHLO."""
+        return self.traced.lower()
+
+    @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The program, compiled at the first use."""
-        return self.traced.lower().compile()
+        return self.lowered.compile()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The step's outputs, for the leaves of a state and a batch."""

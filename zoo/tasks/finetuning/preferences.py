@@ -23,7 +23,6 @@ from zoo.tasks.finetuning.config import Config
 from zoo.training import optimizers, preferences
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
-from zoo.training.step import make_eval_step
 
 REFERENCE = "reference"  # a folder of the run
 
@@ -121,11 +120,9 @@ def reference_log_probabilities(
     Raises:
         RunError: one is not finite.
     """
-    step_fn = make_eval_step(
-        preferences.reference_values, mesh=run.mesh, rules=run.rules, precision=run.precision
-    )
+    steps = evaluation.Evaluation(run, preferences.reference_values)
     found = np.full((plan.num_pairs, 2), np.nan, np.float32)
-    for k, metrics in evaluation.results(run, step_fn, model, plan, True):
+    for k, metrics in steps.results(model, plan, True, bounded=False):
         pairs, values = plan.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
         if not np.isfinite(values[pairs >= 0]).all():
             wrong = pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0]

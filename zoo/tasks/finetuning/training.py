@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from math import nan
 from typing import Any, TypeVar
 
 from jaxtyping import PyTree
@@ -52,7 +53,8 @@ def train(run: Run[Config], base: Base, data: text.Text) -> None:
     after, steps = trained.model_metrics, int(trained.state.step)
     model = save(run, base, trained.model, {**after, "steps": steps}, chats=chats)
     del trained, more  # and the optimizer's state, whose room the model of before takes
-    before = read_metrics(run.folder / "metrics.jsonl")[0]
+    records = read_metrics(run.folder / "metrics.jsonl")
+    before = next((x for x in records if x["step"] == 0), {})  # none where the file was lost
     run.say(_compare(before, after))
     published = base.load()
     for when, shown in (("before", published), ("after", model)):
@@ -158,5 +160,5 @@ def _compare(before: Mapping[str, Any], after: Mapping[str, float]) -> str:
     lines = [f"{'held out':{width}}{'before':>16}{'after':>16}"]
     return "\n".join(
         lines
-        + [f"{name:{width}}{before[name]:16.4f}{value:16.4f}" for name, value in after.items()]
+        + [f"{name:{width}}{before.get(name, nan):16.4f}{x:16.4f}" for name, x in after.items()]
     )

@@ -1,0 +1,372 @@
+"""Runs of every kind, killed at the boundaries of their lives, and compared at the end.
+
+A boundary lies before, within or after a moment: a call of one of `MOMENTS`. Within one are the
+files that it opens, renames and removes, the batches that it evaluates, and half of a line.
+"""
+
+import functools
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+import zoo
+from benchmarks.report import Table
+from benchmarks.soak import process, runs
+from benchmarks.soak.lives import LifeError, Outcome
+from zoo import transformer
+from zoo.data.tokenizer import ByteTokenizer
+from zoo.runs.command_line import cli_errors
+from zoo.runs.metrics import read_metrics
+from zoo.training.compiled import CompiledStep
+
+STEPS = 4
+COMMON = (
+    f"--steps={STEPS}",
+    "--log-every=1",
+    "--eval-every=2",
+    "--eval-batches=1",
+    "--checkpoint-every=2",
+    "--sample-tokens=2",
+    "--compilation-cache=None",
+    "--optimizer.name=adamw",
+    "--data.batch-size=8",
+)
+TEXT = ("--data.files={place}/corpus/*.txt", "--data.cache={run}/cache", "--data.seq-len=32")
+PAIRS = ("--data.files={place}/pairs.jsonl", "--data.format=preferences", "--data.buckets", "32")
+BASE = ("--model={place}/base",)
+STUDENT = (
+    "--teacher={place}/base",
+    "--no-compare",
+    "--model.num-layers=1",
+    "--model.d-model=16",
+    "--model.dropout=0.1",
+)
+NEW = (
+    "--data.tokenizer=bytes",
+    "--model.num-layers=1",
+    "--model.d-model=32",
+    "--model.num-heads=2",
+    "--model.dropout=0.1",
+)
+KINDS: dict[str, tuple[str, ...]] = {
+    "training": ("lm", *TEXT, *NEW, "--keep-best=eval_loss", "--sample-every=3"),
+    "fine-tuning": ("finetune", *TEXT, *BASE, "--method=full", "--average=0.5"),
+    "adapters": ("finetune", *TEXT, *BASE, "--method=lora", "--lora.rank=2"),
+    "adapters on int4": ("finetune", *TEXT, *BASE, "--method=lora", "--base=int4"),
+    "DPO": ("finetune", *PAIRS, *BASE, "--method=full"),
+    "DPO of adapters": ("finetune", *PAIRS, *BASE, "--method=lora", "--lora.rank=2"),
+    "distillation": ("distill", *TEXT, *STUDENT),
+    "distillation from disk": ("distill", *TEXT, *STUDENT, "--top-k=4"),
+    "classification": (
+        "finetune",
+        "--data.files={place}/labelled.jsonl",
+        "--data.cache={run}/cache",
+        "--data.rows=bucketed",
+        "--data.buckets",
+        "32",
+        "--label=label",
+        "--keep-best=eval_loss",
+        "--method=full",
+        *BASE,
+    ),
+}
+
+# The functions of a moment, by the modules that call them.
+MOMENTS = {
+    "opening the folder": ("zoo.runs.run:Run.__enter__",),
+    "keeping a folder of the run": ("zoo.runs.run:Run.once",),
+    "reading the data": (
+        "zoo.tasks.language:read_text",
+        "zoo.tasks.finetuning:read_text",
+        "zoo.tasks.distillation:read_text",
+    ),
+    "loading the base": ("zoo.publishing.models:load",),
+    "the reference's pass": ("zoo.tasks.finetuning.preferences:reference_log_probabilities",),
+    "the teacher's pass": ("zoo.tasks.distillation.training:write_top_k",),
+    "compiling the step": ("zoo.runs.loop:_compile",),
+    "evaluation": ("zoo.runs.recorder:Recorder.evaluation",),
+    "a line of metrics": ("zoo.runs.metrics:MetricsLog.write",),
+    "handing over a checkpoint": ("zoo.runs.recorder:Recorder.save",),
+    "writing a checkpoint": ("zoo.runs.checkpoint:Checkpointer._finish",),
+    "keeping the best": ("zoo.runs.callbacks.best:BestCheckpoint.on_evaluation",),
+    "saving the adapters": ("zoo.publishing.adapters:save_adapters",),
+    "saving the model": (
+        "zoo.publishing.models:save",
+        "zoo.tasks.language:save_model",
+        "zoo.tasks.classification:save_model",
+    ),
+    "sampling": ("zoo.decoding.sampling:generate",),
+}
+TRACEBACK = "it ended in a traceback"
+Target = tuple[str, int] | None  # a boundary, and which one of its occurrences in a process
+
+
+class Kinds:
+    """A folder with what the runs of all kinds read, and an undisturbed run of each kind."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        if not (self.folder / "base").exists():
+            _write_data(self.folder)
+
+    def start(self, kind: str, run: Path, target: Target) -> BaseProcess:
+        """Start a process of a run in `run/run`, which dies at the target."""
+        run.mkdir(parents=True, exist_ok=True)
+        recipe, *flags = KINDS[kind]
+        given = [flag.format(place=self.folder, run=run) for flag in (*COMMON, *flags)]
+        given.insert(0, f"--run-dir={run / 'run'}")
+        arguments = (recipe, given, self.folder / "programs", target, run / "boundaries.json")
+        return process.start(run / "log", run_recipe, *arguments)
+
+    def straight(self, kind: str) -> tuple[Path, list[str]]:
+        """An undisturbed run, and the boundaries of its life in their order."""
+        run = self.folder / f"straight {kind}"
+        if not (run / "ended").exists():
+            shutil.rmtree(run, ignore_errors=True)
+            if (code := process.finish(self.start(kind, run, None))) != 0:
+                raise RuntimeError(
+                    f"{kind}: an undisturbed run ended with {code}:\n{runs.log(run)}"
+                )
+            (run / "ended").touch()
+        return run, json.loads((run / "boundaries.json").read_text())
+
+
+def live(kinds: Kinds, kind: str, choose_next: Callable[[list[str], str], Target]) -> list[Outcome]:
+    """A life that is killed where `choose_next` says, until it ends by itself; an outcome per kill.
+
+    `choose_next` is given all boundaries, and that of the last kill.
+    """
+    straight, boundaries = kinds.straight(kind)
+    run, killed, began = kinds.folder / f"life of {kind}", [], time.monotonic()
+    shutil.rmtree(run, ignore_errors=True)
+    detail, code = "", -signal.SIGKILL
+    try:
+        while code == -signal.SIGKILL:
+            target = choose_next(boundaries, killed[-1] if killed else "")
+            code = process.finish(kinds.start(kind, run, target))
+            if "Traceback" in (text := runs.log(run)):
+                raise LifeError(f"{TRACEBACK}:\n{text[-3000:]}")
+            if code == -signal.SIGKILL:
+                killed.append(target[0] if target else "")
+        if code != 0 or (detail := difference(run, straight)):
+            raise LifeError(detail or f"it ended with {code}")
+    except (LifeError, process.HangError) as error:
+        detail = f"{error}; killed: {killed}; the last process said:\n{runs.log(run)[-3000:]}"
+    seconds = (time.monotonic() - began) / max(len(killed), 1)
+    result: Any = "wrong" if detail else "right"
+    return [Outcome(kind, name, result, detail, seconds) for name in killed or ["not at all"]]
+
+
+def live_at_random(kinds: Kinds, choose: random.Random) -> list[Outcome]:
+    """A life of a random kind, killed at random boundaries, in the order in which they are passed.
+
+    A quarter of the targets are later occurrences, which a resumed run may not have: it ends then.
+    """
+
+    def choose_next(boundaries: list[str], last: str) -> Target:
+        names = list(dict.fromkeys(boundaries))
+        ahead = names[names.index(last) + 1 if last else 0 :][:8]
+        if not ahead:
+            return None
+        name = choose.choice(ahead)
+        later = choose.random() < 0.25
+        return name, choose.randint(1, boundaries.count(name)) if later else 1
+
+    return live(kinds, choose.choice(sorted(KINDS)), choose_next)
+
+
+def make_table(outcomes: Sequence[Outcome]) -> Table:
+    """Kills by boundary and kind; how many of them ended unequal, or in a traceback."""
+    table = Table("killed at the boundaries of their lives")
+    for name in [*sorted({outcome.kind for outcome in outcomes}), "all"]:
+        mine = [outcome for outcome in outcomes if name in (outcome.kind, "all")]
+        wrong = [outcome for outcome in mine if outcome.result == "wrong"]
+        raised = sum(TRACEBACK in outcome.detail for outcome in wrong)
+        kills = {kind: sum(outcome.table == kind for outcome in mine) for kind in KINDS}
+        ends = {"all": len(mine), "unequal": len(wrong) - raised, "traceback": raised}
+        table.rows.append({"boundary": name, **kills, **ends})
+    for kind in KINDS:
+        seconds = [outcome.seconds for outcome in outcomes if outcome.table == kind]
+        if seconds:
+            mean = sum(seconds) / len(seconds)
+            table.notes.append(f"{kind}: {mean:.1f} s per kill, its resumption included")
+    table.failures += sorted({": ".join(x.detail.splitlines()[:2]) for x in outcomes if x.detail})
+    return table
+
+
+def difference(run: Path, straight: Path) -> str:
+    """The difference of a finished run from an undisturbed one; "" if they are equal to the bit.
+
+    Compares the numbers of metrics.jsonl, the published model, the adapters and the best model, and
+    what the end printed; and looks for remains of interrupted writes.
+    """
+    if (found := _metrics(run)) != (wanted := _metrics(straight)) or not wanted:
+        return f"metrics.jsonl has {found} instead of {wanted}"
+    for name in ("model", "adapters", "best"):
+        found_files = runs.files(run / "run" / name)
+        wanted_files = runs.files(straight / "run" / name)
+        if unlike := {file for file, _ in found_files.items() ^ wanted_files.items()}:
+            return f"{name}/ differs in {sorted(unlike)}"
+    if (found_end := printed_end(run)) != (wanted_end := printed_end(straight)):
+        return f"the end printed {found_end!r} instead of {wanted_end!r}"
+    names = {path.name for path in (run / "run").rglob("*")}
+    left = [
+        name for name in names if name.endswith(".tmp") or name.startswith((".model.", ".best."))
+    ]
+    return f"left behind: {left}" if left else ""
+
+
+def printed_end(run: Path) -> str:
+    """What the last process printed after its last evaluation."""
+    text = runs.log(run).replace(str(run), "RUN")
+    return re.split(r"(?m)^(?:step \d+: |.* has finished \d+ steps).*\n", text)[-1]
+
+
+def _metrics(run: Path) -> list[dict]:
+    lines = read_metrics(run / "run" / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in runs.SPEEDS} for line in lines]
+
+
+def _write_data(folder: Path) -> None:
+    (folder / "corpus").mkdir(parents=True, exist_ok=True)
+    words = ("def", "return", "self", "for", "in", "if", "None", "import", "class", "lambda")
+    choose = random.Random(0)
+    for i in range(24):
+        text = " ".join(choose.choices(words, k=choose.choice((3, 9, 16))))
+        (folder / "corpus" / f"{i:02}.txt").write_text(text)
+    pairs = [{"prompt": f"{i} ", "chosen": f"is {i}", "rejected": "no"} for i in range(24)]
+    rows = [{"text": f"{words[i % 10]} {i}", "label": "ab"[i % 2]} for i in range(48)]
+    for name, lines in (("pairs", pairs), ("labelled", rows)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    config = transformer.Config(
+        vocab_size=320, d_model=32, num_layers=1, num_heads=2, dropout=0.1, mlp="gelu"
+    )
+    code = process.finish(process.start(folder / "log", _write_base, folder / "base", config))
+    if code != 0:
+        raise RuntimeError((folder / "log").read_text())
+
+
+def _write_base(folder: Path, config: transformer.Config) -> None:
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(folder, model, tokenizer=ByteTokenizer())
+
+
+# --- Within a process of a run ------------------------------------------------------------------
+
+
+def run_recipe(
+    recipe: str, flags: Sequence[str], programs: Path, target: Target, record: Path
+) -> None:
+    """Run a recipe to the target, and die there; or to its end, and record its boundaries."""
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    module = importlib.import_module(f"recipes.{recipe}")
+    sys.argv = [f"recipes.{recipe}", *flags]
+    life = Life(target)
+    life.watch(programs)
+    with cli_errors():
+        try:
+            module.main(tyro.cli(module.Config, args=flags))
+        except Exception as error:
+            print(process.RAISED, type(error).__name__, flush=True)
+            raise
+    life.pass_("the end")
+    if target is None:
+        record.write_text(json.dumps(life.passed))
+
+
+class Life:
+    """The boundaries that a process passes, the target among them, at which it dies."""
+
+    def __init__(self, target: Target):
+        self.passed: list[str] = []
+        self._target, self._left = target or ("", 0)
+        self._inside = threading.local()
+        self._lock = threading.Lock()
+
+    def pass_(self, boundary: str) -> None:
+        """Pass a boundary, or die there."""
+        with self._lock:
+            self.passed.append(boundary)
+            self._left -= boundary == self._target
+            if boundary == self._target and self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self, programs: Path) -> None:
+        """Watch the moments, and what happens within them."""
+        for name, places in MOMENTS.items():
+            wrapped: dict[Any, Any] = {}  # a function that several modules call is one
+            for place in places:
+                module, _, path = place.partition(":")
+                *owners, attribute = path.split(".")
+                owner = functools.reduce(getattr, owners, importlib.import_module(module))
+                function = getattr(owner, attribute)
+                wrapped.setdefault(function, self._watched(name, function))
+                setattr(owner, attribute, wrapped[function])
+        CompiledStep.__call__ = self._batch(CompiledStep.__call__)  # type: ignore[method-assign]
+
+        def audit(event: str, arguments: tuple) -> None:
+            changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir") or (
+                event == "open"
+                and isinstance(arguments[1], str)
+                and set(arguments[1]) & set("wax+")
+            )
+            if changes and str(programs) not in str(arguments[0]):
+                self._within()
+
+        sys.addaudithook(audit)
+
+    def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            moment = name if name != "evaluation" else _which_evaluation(*arguments)
+            stack = self._inside.__dict__.setdefault("stack", [])
+            self.pass_(f"before {moment}")
+            stack.append(moment)
+            if name == "a line of metrics":
+                self._half_a_line(*arguments)
+            result = function(*arguments, **named)
+            stack.pop()
+            self.pass_(f"after {moment}")
+            return result
+
+        return watched
+
+    def _half_a_line(self, log: Any, *_: Any) -> None:
+        if self._target == "within a line of metrics" and self._left == 1:
+            log._file.write('{"step": 1, "lo')
+            log._file.flush()
+        self._within()
+
+    def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._within()
+            return function(*arguments)
+
+        return call
+
+    def _within(self) -> None:
+        if stack := getattr(self._inside, "stack", None):
+            self.pass_(f"within {stack[-1]}")
+
+
+def _which_evaluation(recorder: Any, step: int, state: Any, whole: bool) -> str:
+    if step == 0:
+        return "the evaluation at step 0"
+    return "the last evaluation" if whole else "an evaluation during training"
