@@ -198,7 +198,7 @@ class Evaluation:
             for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
                 if shard.replica_id == 0:
                     digest.update(f"{shard.index} ".encode())
-                    digest.update(np.asarray(shard.data).ravel().view(np.uint8))
+                    digest.update(np.asarray(shard.data).ravel().view(np.uint8).data)
         for k in range(stop):
             for rows in held_rows(plan.batch_size, run.mesh):
                 for name, x in sorted(plan.batch(k, slice(*rows)).items()):

@@ -77,7 +77,7 @@ def read_parquet(
                 raise ValueError(
                     f"{piece.path} has no field {missing.pop()!r}: its fields are {names}"
                 )
-            check_columns(names, columns or (), piece.path)
+            check_columns(names, names if columns is None else columns, piece.path)
             for group in range(file.num_row_groups):
                 metadata = file.metadata.row_group(group)
                 if not piece.begin <= _begin(metadata) < piece.end:
