@@ -100,7 +100,7 @@ class Manifest:
     duplicates: int = 0
     empty: int = 0
     first_empty: str | None = None
-    files: str | None = None
+    files: str | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
