@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 # Each module's tests; those behind a bar run only for what has survived the ones before it.
 TESTS = {
+    "data/mixtures/leaks": "tests/test_mixtures.py | tests/test_mixed_text.py",
     "data/mixtures/plan": "tests/test_mixtures.py | tests/test_mixed_text.py",
     "data/mixtures/schedule": "tests/test_mixtures.py",
     "data/mixtures/spec": "tests/test_mixtures.py",

@@ -100,7 +100,7 @@ class Manifest:
     duplicates: int = 0
     empty: int = 0
     first_empty: str | None = None
-    files: str | None = None
+    files: str | None = dataclasses.field(default=None, compare=False)
     special_tokens: int = 0
     """Special tokens in the text, or names of them, as `options` has them read."""
 
