@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.training import preferences as preferences
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
+    from zoo.training.first_step import LossWarning as LossWarning
     from zoo.training.mixed_products import PrecisionWarning as PrecisionWarning
     from zoo.training.state import TrainState as TrainState
     from zoo.training.state import init_state as init_state
