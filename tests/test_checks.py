@@ -345,7 +345,7 @@ OF_THE_ZOO: dict[str, Any] = {
     "next token": (losses.next_token, drawn_transformer, token_batch),
     "experts": (
         losses.balanced_next_token(0.5, 0.5),
-        lambda: drawn_transformer(num_experts=4, experts_per_token=2, d_ff=12),
+        lambda: drawn_transformer(d_ff=12, **{"experts.num_experts": 4, "experts.per_token": 2}),
         token_batch,
     ),
     "classification": (

@@ -372,7 +372,7 @@ def distil(shared, tmp_path):
         ({"rnn": rnn.Config(vocab_size=9)}, "student='transformer' takes nothing from --rnn"),
         (
             {"model": small_config(**{"experts.num_experts": 2})},
-            "model.num_experts=2: a student has no experts",
+            "model.experts.num_experts=2: a student has no experts",
         ),
         (
             {"optimizer": optimizers.Config(parametrization="mup", base_width=64)},

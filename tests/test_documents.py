@@ -153,7 +153,7 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
 # --- CSV and labels
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.JSON.gz", "a.zip", "a.arrow", "a.txt.bz2"])
+@pytest.mark.parametrize("name", ["a.zip", "a.arrow", "a.txt.bz2"])
 def test_what_is_no_text_is_not_read_as_text(tmp_path, name):
     write(tmp_path / name, '[{"text": "x"}]')
     write(tmp_path / "b.txt", "x")

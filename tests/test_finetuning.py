@@ -560,7 +560,7 @@ MISTAKES = {
         ["--data.rows=bucketed", "--data.buckets", "64", "4096"],
         "data.buckets=4096: {shared}/base has 2048 positions",
     ),
-    "field": (["--model={shared}/rnn", "--kernel=xla"], "of a rnn, kernel='xla': dropout"),
+    "field": (["--model={shared}/rnn", "--kernel=xla"], "of a rnn, kernel='xla': remat"),
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),

@@ -171,7 +171,7 @@ def fit_shift(config, checksum="a-base", load=Shifted):
         "trainable": lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
         "pretrained": Pretrained(eqx.filter_eval_shape(Shifted), load, checksum),
     }
-    return fit(config, **options)[0]
+    return fit(config, **options).state
 
 
 def on_device(load, mesh):
@@ -237,12 +237,14 @@ def test_runs_whose_checkpoints_hold_the_base_resume(tmp_path, monkeypatch):
     """Earlier versions kept all of a state, in fp32, and no checksum."""
     mesh = zoo.make_mesh("")
     in_fp32 = lambda: on_device(lambda: cast(Shifted(), jnp.float32), mesh)
-    whole = lambda training, folder: fit(
-        config(folder, steps=training),
-        make_model=lambda key, model: model,
-        trainable=lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
-        pretrained=in_fp32(),
-    )[0]
+    whole = lambda training, folder: (
+        fit(
+            config(folder, steps=training),
+            make_model=lambda key, model: model,
+            trainable=lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
+            pretrained=in_fp32(),
+        ).state
+    )
     unbroken = whole(6, tmp_path / "whole")
     whole(3, tmp_path / "parts")
     resumed = fit_shift(config(tmp_path / "parts", steps=6), load=lambda: on_device(Shifted, mesh))
@@ -440,7 +442,7 @@ def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
         with zoo.Run(config(tmp_path, steps=steps, log_every=1, on_nonfinite="skip")) as run:
             optimizer = optax.inject_hyperparams(optax.sgd)(schedule)
             options = {"loss_fn": poisoned, "optimizer": optimizer, "schedule": schedule}
-            return zoo.fit(run, training(plan, **options))[0]
+            return zoo.fit(run, training(plan, **options)).state
 
     def updates(step):
         return step - sum(b <= step for b in bad)
@@ -729,12 +731,12 @@ def test_finished_runs_evaluate_nothing_again_unless_it_has_changed(tmp_path, mo
     seen = count_batches(monkeypatch)
     _, result = fit_judged(run)
     assert len(seen) == whole > 2
-    assert fit_judged(run)[1] == result
+    assert fit_judged(run).metrics == result
     assert len(seen) == whole
 
     # Fewer batches of them, other ones of as many, one other number of the model, another loss.
     bounded, other = config(tmp_path, steps=4, final_eval_batches=2), make_plan(110)
-    assert fit_judged(bounded)[1] != result
+    assert fit_judged(bounded).metrics != result
     assert len(seen) == whole + 2
     model = Bigram(jax.random.key(7))
     changed = eqx.tree_at(lambda x: x.head, model, replace_fn=lambda x: x.at[0, 0].add(1e-3))
@@ -757,9 +759,9 @@ def test_damaged_records_of_evaluations_are_made_again(tmp_path, monkeypatch):
     record = run.run_dir / zoo.runs.evaluation.RECORD
     record.write_text(record.read_text()[:-9])
     seen = count_batches(monkeypatch)
-    assert fit_judged(run)[1] == result
+    assert fit_judged(run).metrics == result
     assert len(seen) == HELD_OUT.batches_per_epoch
-    assert fit_judged(run)[1] == result
+    assert fit_judged(run).metrics == result
     assert len(seen) == HELD_OUT.batches_per_epoch
 
 

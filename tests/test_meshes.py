@@ -11,6 +11,7 @@ import pytest
 from helpers import small_config
 
 from zoo import sharding, transformer
+from zoo.base import configuration
 from zoo.planning import chips, command, meshes, published, schedule, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job
@@ -23,12 +24,12 @@ SIZES = small_config(num_heads=4, **{"attention.num_kv_heads": 2})
 
 
 def by_hand(rows=8, seq_len=128, flops=1e9, parameters=10_000, target=TARGET, **sizes):
-    config = dataclasses.replace(SIZES, **sizes)
+    config = configuration.replaced(SIZES, sizes)
     return candidates(config, parameters, flops, rows, seq_len, target)
 
 
 def skeleton(**sizes):
-    config = dataclasses.replace(SIZES, **sizes)
+    config = configuration.replaced(SIZES, sizes)
     make = functools.partial(transformer.Transformer, config)
     return eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
 

@@ -401,7 +401,7 @@ def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
 def test_balance_without_experts_is_refused():
     batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
     loss = losses.balanced_next_token(0.1)
-    with pytest.raises(ValueError, match="set num_experts"):
+    with pytest.raises(ValueError, match=r"set experts\.num_experts"):
         loss(model, batch, None)
 
 

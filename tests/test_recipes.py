@@ -356,7 +356,7 @@ def test_beams_are_printed_with_scores(model_folder, capsys):
     [
         (["nowhere"], "'nowhere' is neither a folder nor on the shelf"),
         (["{folder}", "--stop", "ab", "--num-beams=2"], "stop='ab' is 2 tokens"),
-        (["{folder}", "--top-k=0"], "top_k=0"),
+        (["{folder}", "--top-k=-1"], "top_k=-1"),
     ],
     ids=str,
 )
@@ -425,7 +425,7 @@ def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path
 
 
 def test_a_loss_of_routers_that_are_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"router_z=0.1: .* set model\.num_experts"):
+    with pytest.raises(ValueError, match=r"router_z=0.1: .* set model\.experts\.num_experts"):
         lm.Config(router_z=0.1)
 
 

@@ -258,18 +258,28 @@ RENDERED = {"prompt": ASKED, "completion": "yes<|im_end|>"}
 def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
     """The same rows, rendered by their owner or by the template, train on the same tokens."""
     tokenizer = template.tokenizer
-    by_hand, chats = [RENDERED] * 9, [{"messages": [USER, YES]}] * 9
+    users = [f"hi {i}" for i in range(9)]
+    asked = [ASKED.replace("hi", user) for user in users]
+    turns = [{"role": "user", "content": user} for user in users]
+    by_hand = [{"prompt": prompt, "completion": "yes<|im_end|>"} for prompt in asked]
+    chats = [{"messages": [user, YES]} for user in turns]
     if form == "preferences":
-        by_hand = [{"prompt": ASKED, "chosen": "yes<|im_end|>", "rejected": "no<|im_end|>"}] * 9
-        chats = [{"prompt": [USER], "chosen": [YES], "rejected": [NO]}] * 9
+        ends = {"chosen": "yes<|im_end|>", "rejected": "no<|im_end|>"}
+        by_hand = [{"prompt": prompt, **ends} for prompt in asked]
+        chats = [{"prompt": [user], "chosen": [YES], "rejected": [NO]} for user in turns]
     one, said = started(tmp_path, capsys, tokenizer, by_hand, format=form)
     two, also = started(
         tmp_path, capsys, tokenizer, chats, format="chats" if form == "completions" else form
     )
-    corpora = one.train.corpus, two.train.corpus
-    for i in range(2):
-        assert corpora[0][i].tolist() == corpora[1][i].tolist()
-        assert corpora[0].counted(i).tolist() == corpora[1].counted(i).tolist()
+
+    def rows_of(data):  # whichever of them are held out, by the hash of the text
+        corpora = data.train.corpus, data.held_out.corpus
+        return sorted(
+            (x[i].tolist(), x.counted(i).tolist()) for x in corpora for i in range(len(x))
+        )
+
+    assert len(rows_of(one)) >= 9
+    assert rows_of(one) == rows_of(two)
     rows = 18 if form == "preferences" else 9
     assert f"{4 * rows} special tokens parsed" in said
     assert "9 rows" in said
@@ -286,15 +296,21 @@ def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
 def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):
     ids = write_tokenizer(tmp_path / "t")  # begins texts with <bos>, and ends them with <eot>
     tokenizer = load_tokenizer(tmp_path / "t")
-    with_ends = [{"prompt": "<bos>some", "completion": " text<eot>"}] * 9
-    without = [{"prompt": "some", "completion": " text"}] * 9
-    one, two = (
-        started(tmp_path, capsys, tokenizer, records, format="completions")[0].train.batch(0)
-        for records in (with_ends, without)
-    )
-    for name, array in two.items():
-        np.testing.assert_array_equal(one[name], array)
-    assert (one["targets"] == ids["<eot>"]).any()
+    words = "abcdefghi"
+    with_ends = [{"prompt": f"<bos>{x}", "completion": " text<eot>"} for x in words]
+    without = [{"prompt": x, "completion": " text"} for x in words]
+
+    def rows_of(records):
+        data = started(tmp_path, capsys, tokenizer, records, format="completions")[0]
+        corpora = data.train.corpus, data.held_out.corpus
+        return sorted(
+            (x[i].tolist(), x.counted(i).tolist()) for x in corpora for i in range(len(x))
+        )
+
+    assert len(rows_of(without)) == 9
+    assert rows_of(with_ends) == rows_of(without)
+    data, _ = started(tmp_path, capsys, tokenizer, with_ends, format="completions")
+    assert (data.train.batch(0)["targets"] == ids["<eot>"]).any()
 
 
 def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):

@@ -214,10 +214,11 @@ def _accepted(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: 
 
 def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:
     """Compile the step for each bucket; any other shape is an error from then on."""
-    began = time.monotonic()
-    compiles = []
+    began, compiles = time.monotonic(), []
+    buckets = [*batch_shapes(plan, run.mesh).values()]
+    step_fn.check_sums(state, buckets[0])
     with monitor.CompileCounter() as counter:
-        for shapes in batch_shapes(plan, run.mesh).values():
+        for shapes in buckets:
             before = counter.compiles
             step_fn.compile(state, shapes)
             compiles.append(counter.compiles - before)

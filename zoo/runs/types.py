@@ -1,5 +1,6 @@
 """The types that public signatures name, such as `zoo.types.LossFunction`."""
 
+from zoo.data.checks import Accepted as Accepted
 from zoo.data.corpus import Corpus as Corpus
 from zoo.data.packing import Piece as Piece
 from zoo.data.plans import HostBatch as HostBatch
@@ -21,6 +22,7 @@ from zoo.runs import config
 from zoo.runs.callbacks.best import Mode as Mode
 from zoo.runs.callbacks.best import Save as Save
 from zoo.runs.callbacks.tracker import Status as Status
+from zoo.runs.evaluation import Evaluation as Evaluation
 from zoo.runs.evaluation import Evaluator as Evaluator
 from zoo.runs.loop import Trained as Trained
 from zoo.sharding import rules

@@ -70,7 +70,7 @@ class CompiledStep:
         """
         for batch in batches:
             self._ensure(state, batch)
-            self._check_sums(state, self._place(jax.tree.map(_zeros, batch)))
+            self.check_sums(state, batch)
 
     def text(self, state: PyTree, batch: PyTree) -> str:
         """The program for a batch like this as text, as it is before the backend compiles it."""
@@ -119,7 +119,7 @@ class CompiledStep:
         signature = _signature(leaves, structure)
         if not self._compiled:
             self._compiled[signature] = self.lower(state, batch)
-            self._check_sums(state, batch)
+            self.check_sums(state, batch)
         if signature not in self._compiled:
             raise RecompilationError(self._difference(signature))
         while len(self._under_way) >= IN_FLIGHT:
@@ -135,7 +135,8 @@ class CompiledStep:
         """What the entries of its batches may hold, for `zoo.data.loader.batches`."""
         return {} if self._checks is None else self._checks.accepted(state)
 
-    def _check_sums(self, state: PyTree, batch: PyTree) -> None:
+    def check_sums(self, state: PyTree, batch: PyTree) -> None:
+        """Before the first step, warn of a loss that is no sum over rows; a batch may be shapes."""
         if self._checks is not None:
             parts = sharding.num_batch_parts(self._mesh, self._rules) if self._mesh else 1
             self._checks.sums(state, batch, parts, self._in_use)

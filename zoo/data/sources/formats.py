@@ -43,7 +43,6 @@ FORMATS = {
 """Formats by suffix; every other file is a text."""
 
 _REFUSED = {
-    ".json": "a JSON file is one value, and no lines: jq -c '.[]' FILE.json > FILE.jsonl",
     ".arrow": "write it as Parquet",
     ".feather": "write it as Parquet",
     **dict.fromkeys((".tar", ".tgz", ".zip", ".7z"), "unpack the archive"),

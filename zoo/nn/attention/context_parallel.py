@@ -149,8 +149,9 @@ class _Part(NamedTuple):
             return False
         if transfer == "exchange" and not exchange.divides:
             raise ShardingError(
-                f"attention='exchange': {split_by('inner_seq')} of the mesh does not divide the "
-                f"{exchange.heads} heads of a device; choose 'gather' or 'auto', or change the mesh"
+                f"attention.kernel='exchange': {split_by('inner_seq')} of the mesh does not divide "
+                f"the {exchange.heads} heads of a device; choose 'gather' or 'auto', or change the "
+                "mesh"
             )
         reach = None if self.gathers else self.before + self.after
         is_less = exchange.sends_less(self.number * self.length, self.mask, reach)
