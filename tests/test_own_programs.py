@@ -182,7 +182,7 @@ def show_epochs(folder, monkeypatch):
         steps = run.steps_of(plan())
         given = {"make_model": Net, "loss_fn": loss, "optimizer": optax.adam(1e-2)}
         state, _ = zoo.fit(run, zoo.Training(**given, data=plan(), evaluate=plan(ROWS[:16])))
-    return {"epochs": int(state.step) == steps == round(1.5 * plan().batches_per_epoch)}
+    return {"epochs": int(state.step) == steps == -(-3 * plan().batches_per_epoch // 2)}
 
 
 def show_final_evaluation(folder, monkeypatch):
