@@ -116,7 +116,7 @@ class Config:
         )
 
     def completed(self, folder: Path) -> "Config":
-        """The configuration with the settings of a model's folder for those that are not given.
+        """The configuration, with the settings of a model's folder where none is given.
 
         Raises:
             ValueError: one of the folder's is no number.

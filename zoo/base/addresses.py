@@ -145,7 +145,7 @@ def files_matching(pattern: str, name: str) -> dict[Location, str]:
     the pattern's fixed folder, with forward slashes.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no such file.
         AddressError: the store cannot be read.
     """
     where = location(pattern, name)

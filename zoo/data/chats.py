@@ -33,7 +33,7 @@ class ChatTemplate:
     Templates are Jinja, run in its sandbox, with the functions that Hugging Face's templates use.
     `now` is the time that they may write; None is the time of the call. The name of a special token
     in a message is plain text, which no user can end a turn with, unless `special_tokens` is
-    "parse"; those that the template itself writes are always tokens.
+    "parse"; names that the template itself writes are always tokens.
 
     Raises:
         ImportError: Jinja is not installed.

@@ -32,7 +32,7 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     "observation": "tool",
 }
-"""Roles of chat templates by those that ShareGPT's messages are `from`."""
+"""Roles of chat templates by the names that ShareGPT's `from` has for them."""
 
 
 def of_texts(record: Record, template: None) -> list[list[Part]]:

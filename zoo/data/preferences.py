@@ -192,7 +192,7 @@ class PairPlan(BucketPlan):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of the corpus, those that are left out too."""
+        """Pairs of the corpus, including the ones that are left out."""
         return len(self.corpus) // 2
 
     def pairs(self, k: int) -> Int64[np.ndarray, "batch"]:
@@ -234,7 +234,7 @@ def make_pairs(
     seed: int,
     tokenize: Any,
 ) -> text.Text:
-    """The plans of the pairs to train on and of those held out, by `tokenize` of completions."""
+    """The plans of the pairs to train on and of the held-out ones, by `tokenize`."""
     parts = text.split(config, documents)
     reader = reading(tokenizer, config.reading)
     ends = begin_id(tokenizer), end_id(tokenizer)

@@ -196,7 +196,7 @@ def _is_prefix(part: Any) -> bool:
 
 
 def with_ends_of(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files with a `generation_config.json`: if there is none, of the ends in `config.json`."""
+    """The files with a `generation_config.json`; without one, made of the ends in `config.json`."""
     ends = config.get("eos_token_id")
     if GENERATION_CONFIG_NAME in files or not isinstance(ends, list):
         return dict(files)

@@ -86,7 +86,7 @@ class Source:
     text, as plain characters. If not given, parse for prompts, completions and pairs of texts, and
     text for documents and for the messages of chats."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
-    """Folder that keeps tokenized corpora, and copies of those at addresses."""
+    """Folder that keeps tokenized corpora, and copies of corpora at addresses."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "data.")
@@ -338,7 +338,7 @@ def make_text(
     label: str | None = None,
     tokenize_rows: Callable[..., Corpus] | None = None,
 ) -> Text:
-    """The plans of the documents to train on and of those held out.
+    """The plans of the documents to train on and of the held-out ones.
 
     `tokenize_rows(documents, tokenizer, cache_folder)` makes the corpus of each part where the
     documents are no plain text.

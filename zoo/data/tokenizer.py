@@ -154,7 +154,7 @@ class BPETokenizer:
 
     `config` is the content of a `tokenizer_config.json`, and `files` has those beside it, such as
     chat templates, by name; they are saved too. `separator` is one token that begins documents and
-    ends them, in place of those that `config` names. Truncation and padding are switched off,
+    ends them, in place of the ones that `config` names. Truncation and padding are switched off,
     whatever the file says: no document is cut. Tokens that the files name as special ones are so.
 
     Raises:
@@ -322,8 +322,8 @@ def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
 
-    The special tokens are those that the files beside it name (see `zoo.data.special_tokens`), or
-    the usual ones of its vocabulary; `separator` names one token for begin and end.
+    The special tokens are named by the files beside it (see `zoo.data.special_tokens`), or are the
+    usual ones of its vocabulary; `separator` names one token for begin and end.
 
     Raises:
         FileNotFoundError: there is no such file.

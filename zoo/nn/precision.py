@@ -56,7 +56,7 @@ def compute_dtype(precision: Precision) -> Any:
 
 
 def check_precision(precision: Precision, mesh: Mesh | None) -> None:
-    """Refuse a precision that there is not, or that the devices of a mesh (or JAX's) lack.
+    """Refuse an unknown precision, or one that the devices of a mesh (or JAX's) lack.
 
     Products of int8 came to Cloud TPUs with v4, and to NVIDIA's GPUs with compute capability 7.5
     (Turing). CPUs have the same numbers by way of bf16; and bf16 and fp16 are computed everywhere,

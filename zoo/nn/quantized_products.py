@@ -81,7 +81,7 @@ def _num_groups(codes: Array, scales: Array, form: Form) -> int:
 
 
 def _input_halves(x: Array, codes: Array, scales: Array, form: Form) -> tuple[Array, Array]:
-    """The inputs that meet the low bits, and those that meet the high ones."""
+    """The inputs that meet the low bits, and the inputs that meet the high bits."""
     rows = x.shape[0]
     both = x.reshape(rows, _num_groups(codes, scales, form), 2, -1)
     return both[:, :, 0].reshape(rows, -1), both[:, :, 1].reshape(rows, -1)

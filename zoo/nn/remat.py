@@ -41,7 +41,7 @@ _override: ContextVar[Policy | None] = ContextVar("zoo_remat_override", default=
 
 @contextlib.contextmanager
 def overridden(policy: Policy | None) -> Iterator[None]:
-    """Within, a policy takes the place of those that models ask for; None leaves them as they are.
+    """Within, a policy replaces the ones that models ask for; None leaves them as they are.
 
     So a plan tries policies on a model of any family.
     """

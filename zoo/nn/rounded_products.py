@@ -3,7 +3,7 @@
 The scheme is that of SwitchBack (Wortsman et al. 2023): an activation has one scale per row, a
 weight one per output, and both are rounded anew in each step, so that nothing is stored. The
 product and the gradient of the activation are of int8. The weight's gradient stays in the compute
-dtype: its sum is over all tokens, and one scale for a column of those would lose the small ones.
+dtype: its sum is over all tokens, and one scale for a column of tokens would lose the small ones.
 
 aqtp and qwix have such products too; they would bring Flax with them, keep both operands of a
 frozen matrix, and gather a sharded one before they round it.

@@ -38,7 +38,7 @@ class Products:
 
 
 def padded(rows: int) -> int:
-    """The rows, and those that fill the last tile."""
+    """The rows, and the padding that fills the last tile."""
     largest = next((size for size in _ROWS if size >= rows), _ROWS[-1])
     return rows + -rows % largest
 

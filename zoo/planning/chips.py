@@ -14,7 +14,7 @@ from zoo.nn.precision import Precision
 GB, GiB, MiB, TERA = 1e9, 2.0**30, 2.0**20, 1e12
 
 # Published dense peaks in TFLOP/s for each jax device, by the first of these patterns that
-# `device_kind` holds as a word: (bf16, fp16, fp32), None where there is none. Sources: NVIDIA's
+# `device_kind` holds as a word: (bf16, fp16, fp32), None for no such type. Sources: NVIDIA's
 # data sheets (GeForce: with fp32 accumulation) and the Cloud TPU documentation (halved for v2, v3
 # and 7x, whose chips are two devices each).
 _PEAKS: dict[str, tuple[float | None, float | None, float | None]] = {
@@ -63,7 +63,7 @@ def published_peak(device_kind: str, dtype: Precision) -> float | None:
 
 @dataclass(frozen=True)
 class Chip:
-    """One device of a mesh, by its vendor's numbers; None where there is none to quote."""
+    """One device of a mesh, by its vendor's numbers; None where the vendor quotes no number."""
 
     name: str
     """Its name in a target."""

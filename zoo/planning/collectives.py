@@ -83,7 +83,7 @@ def within(program: Program, visit: Visit, instruction: Instruction) -> dict[str
 def bytes_by_kind(
     found: list[Collective], amount: Callable[[Collective], float] = lambda each: each.bytes
 ) -> dict[Kind, float]:
-    """The bytes that a device sends in a step by each kind of collective that there is.
+    """The bytes that a device sends in a step, by kind of collective.
 
     `amount` gives those of a collective that count, each time; all of them if not given.
     """

@@ -57,7 +57,7 @@ def kernel_bytes(jaxpr: Any) -> float:
 def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
     """FLOPs and bytes of the kernels of a jaxpr by their names, on all devices together.
 
-    The FLOPs are those that they execute, which may be more than `count` has of them.
+    These are the FLOPs that they execute, which may be more than `count` has of them.
 
     Raises:
         ValueError: as `count`.

@@ -29,7 +29,7 @@ def name(equation: Any, scope: str) -> str:
 
 
 def flops(equation: Any, scope: str, count: Callable[[Any], float]) -> float:
-    """FLOPs of a call: its estimate, or those that `count` finds in a step, as often as it runs.
+    """FLOPs of a call: its estimate, or what `count` finds in a step, times the number of runs.
 
     `scope` holds the names around the call.
 
@@ -95,7 +95,7 @@ def _is_open(equation: Any) -> bool:
 
 
 def _grid(equation: Any, scope: str) -> tuple[float, ...]:
-    """The steps along each axis, but for those that are left out.
+    """The steps along each axis, without the ones that are left out.
 
     The axis that is shortened is the one whose size is known only as it runs, or the last one.
     """

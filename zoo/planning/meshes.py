@@ -179,10 +179,10 @@ def search(
     say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Estimate, str]:
-    """Compile the best candidates by hand, and take the fastest of those that fit, with the reason.
+    """Compile the best candidates by hand, and take the fastest that fits, with the reason.
 
     Raises:
-        ValueError: none of them fits, or there is none.
+        ValueError: no mesh divides, or none fits.
     """
     fitting = [each for each in found if each.state < target.chip.memory]
     say(f"{len(found)} meshes divide the model and the batch; the state of {len(fitting)} fits")

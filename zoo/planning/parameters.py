@@ -50,7 +50,7 @@ class Parameters:
 
 
 def count(model: PyTree, trainable: Trainable | None) -> Parameters:
-    """Count the parameters of a skeleton, of which `trainable` chooses those that are trained."""
+    """Count the parameters of a skeleton, of which `trainable` chooses what is trained."""
     chosen = eqx.filter_eval_shape(lambda model: trained_leaves(model, trainable), model)
     trained, frozen = eqx.partition(model, chosen)
     adapted = jax.tree.leaves(trained, is_leaf=is_adapted)

@@ -75,7 +75,7 @@ def named(name: str) -> Config:
     """The configuration of a published size.
 
     Raises:
-        ValueError: a name that is none of them, with those that are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     if name.lower() not in SIZES:
         raise ValueError(f"{name!r} is no published size; there are {', '.join(SIZES)}")

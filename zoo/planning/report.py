@@ -16,7 +16,7 @@ Rows = list[tuple[str, str, str]]
 _WIDE = 240
 
 CONVENTION = (
-    "Bytes of a collective are those that a device sends around a ring: (n-1)/n of the whole for "
+    "Bytes of a collective are what a device sends around a ring: (n-1)/n of the whole for "
     "all-gather and reduce-scatter, twice that for all-reduce; a permute sends its own bytes."
 )
 

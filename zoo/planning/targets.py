@@ -47,7 +47,7 @@ class Target:
         """Devices to compile for: of a TPU its own, else virtual ones of this machine's CPU.
 
         Raises:
-            ValueError: a topology that there is not.
+            ValueError: an unknown topology.
             ImportError: a TPU without its compiler, the package libtpu.
         """
         if self.present:
@@ -114,7 +114,7 @@ def parse(text: str) -> Target:
     """A target from a text: a chip, a colon, and the shape of a slice or a number of devices.
 
     Raises:
-        ValueError: another text, with the targets that there are.
+        ValueError: an unknown target; the message lists the known ones.
     """
     given = text.strip().lower()
     match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*|[\d.]+gib):(\d+(?:x\d+)*)", given)

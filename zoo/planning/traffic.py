@@ -58,7 +58,7 @@ def accessed(
 def _accesses(
     program: Program, computation: Computation, instruction: Instruction, parts: frozenset[str]
 ) -> Iterator[float]:
-    """The bytes that an instruction reads of each operand, and those that it writes."""
+    """The bytes that an instruction reads of each operand, and the bytes that it writes."""
     operands = [computation.instructions[name] for name in instruction.operands]
     if instruction.opcode == "fusion":
         fused = program.computations[instruction.called["calls"][0]]

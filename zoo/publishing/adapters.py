@@ -141,7 +141,7 @@ def load_adapters(
     The folder is one of `save_adapters`, or of PEFT's. `zoo.lora.merge` makes a plain model of the
     result. `mesh` and `dtype` are as for `zoo.load`, and `base` has to be on that mesh.
 
-    A model does not know its files. So a few of its values are compared with those that the
+    A model does not know its files. So a few of its values are compared with the ones that the
     adapters were trained on, which tells any other model from it, but not a variant of it, such as
     one that was fine-tuned from it; `zoo.load` compares the checksum of the files. The same model
     quantised otherwise than in training is a warning.

@@ -95,7 +95,7 @@ def save(
             ids = token_ids.describe_ids(config, tokenizer, values, generation)
             dtype = str(
                 next(iter(dtypes.values()))
-            )  # in the words of version 5 and of those before
+            )  # in the words of version 5 and of earlier ones
             description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
             written = hf.write_model(new, model, family, dtypes)
         else:

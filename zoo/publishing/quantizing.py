@@ -32,7 +32,7 @@ _PART = 2**25  # values that are in fp32 at a time
 
 
 def check_kind(kind: Any) -> None:
-    """Raise a PublishError for a kind that there is not."""
+    """Raise a PublishError for an unknown kind."""
     if kind is not None and kind not in KINDS:
         raise PublishError(f"quantize={kind!r}: choose one of {', '.join(KINDS)}, or None")
 

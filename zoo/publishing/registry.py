@@ -119,7 +119,7 @@ def name_of(target: Any) -> str | None:
 
 
 def needs(names: Iterable[str]) -> dict[str, str]:
-    """Of some names those that have to be registered, with the place of each: `module:Class`."""
+    """The names that have to be registered, with the place of each: `module:Class`."""
     return {name: _location(_registered[name]) for name in sorted(names) if name in _registered}
 
 

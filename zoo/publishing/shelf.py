@@ -57,7 +57,7 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
     `weights=False` downloads none.
 
     Raises:
-        PublishError: there is none.
+        PublishError: no such model.
         AddressError: the store at an address cannot be reached, or refuses.
     """
     if is_remote(name_or_folder):

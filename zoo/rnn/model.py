@@ -80,7 +80,7 @@ class State(eqx.Module):
     """The segment that each row is in; 0 before the first."""
 
     def take(self, rows: Int[Array, "rows"]) -> "State":
-        """The state of those rows, in that order; one may come several times."""
+        """The state of some rows, in that order; one may come several times."""
         return jax.tree.map(lambda x: x[rows], self)
 
 

@@ -58,7 +58,7 @@ _REGISTRY = ConstructorRegistry()
 
 @_REGISTRY.primitive_rule
 def _paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Paths: an empty text, as of a variable that is not set, is none."""
+    """Paths: an empty text, as from a variable that is not set, is refused."""
 
     def path(given: list[str]) -> Path:
         if not given[0]:

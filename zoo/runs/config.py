@@ -123,7 +123,7 @@ class Config:
         )
         require(
             self.average is not None or not (self.keep_best or "").startswith("average/"),
-            f"keep_best={self.keep_best!r}: without --average there is none",
+            f"keep_best={self.keep_best!r}: needs --average",
         )
         # A command line gives paths, and `Path` makes one slash of an address's two.
         object.__setattr__(self, "run_dir", folder.checked(self.run_dir, self.work_dir))
@@ -182,7 +182,7 @@ def differences(found: dict[str, Any], config: Config) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The fields of a run's config.json; None if there is none."""
+    """The fields of a run's config.json; None without the file."""
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):

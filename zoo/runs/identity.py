@@ -66,7 +66,7 @@ def check(run: Run, step: int, meta: Mapping[str, Any], found: Mapping[str, Any]
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], *, schedules: bool) -> list[str]:
-    """A line per value that differs, of those that both have or one has; none of no `old`."""
+    """A line per value that differs or that one side lacks; no line without `old`."""
     paths = [path for path in {**old, **new} if old and old.get(path) != new.get(path)]
     if not schedules:
         paths = [path for path in paths if not any(x in path for x in _SCHEDULES)]

@@ -253,7 +253,7 @@ def _restore_or_init(
             hooks.begin(state, step, meta)
             break
         except DamagedExtras:
-            del state, restored  # the room of those of the step before
+            del state, restored  # makes room for the step before
     run.say(f"resumed {run.address} at step {step}")
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:

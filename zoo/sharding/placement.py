@@ -147,7 +147,7 @@ def placement_table(
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
     Where not all are annotated, it says who named the axes of each, which mesh axes leave it
-    whole, and how to name those that are placed by default. Arguments and errors are those of
+    whole, and how to name the ones that are placed by default. Arguments and errors are those of
     `shardings`.
     """
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")

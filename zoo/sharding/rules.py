@@ -35,7 +35,7 @@ class Axis:
     """A logical axis: the mesh axes that shard it, and its kind.
 
     Raises:
-        ShardingError: a kind that there is not.
+        ShardingError: an unknown kind.
     """
 
     mesh: str | tuple[str, ...] | None

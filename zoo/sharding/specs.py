@@ -151,7 +151,7 @@ def between(stored: PartitionSpec, used: PartitionSpec) -> list[PartitionSpec]:
 
 
 def _gathered(mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    """The mesh axes that a parameter is gathered over: those that only store it, or split rows."""
+    """The mesh axes that a parameter is gathered over: axes that only store it, or split rows."""
     return STORAGE_AXES.union(mesh_axes(partition_spec(["batch"], mesh)))
 
 

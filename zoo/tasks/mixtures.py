@@ -20,7 +20,7 @@ from zoo.training.description import Evaluate
 from zoo.training.loss_values import LossFunction
 from zoo.training.state import TrainState
 
-RECORD = "mixture.json"  # of the run folder: its stages, and those that were changed
+RECORD = "mixture.json"  # of the run folder: its stages, and the changed ones
 
 
 class Epochs(Callback):

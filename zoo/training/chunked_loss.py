@@ -109,7 +109,7 @@ def _total(
 
 
 def _added(sums: PyTree) -> PyTree:
-    """The sums of all chunks and parts, of those of each, [chunks, parts, …]."""
+    """The sums over all chunks and parts, given each one's, [chunks, parts, …]."""
     return jax.tree.map(lambda x: x.sum((0, 1)), sums)
 
 

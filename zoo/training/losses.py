@@ -26,7 +26,7 @@ LOGITS_BYTES = 2**29
 def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
     """A decorator of a loss: its step leaves these entries of a batch in the dtype that they have.
 
-    They are keys of a dict, fields, or indices of a tuple. For a model that is none of the zoo's, a
+    They are keys of a dict, fields, or indices of a tuple. For a model that is not the zoo's, a
     step casts the other floating-point entries to its precision, but for `zoo.nn.precision.KEPT`:
     weights, labels and targets, in the singular too.
     """
@@ -234,7 +234,7 @@ def _check_names(batch: Mapping[str, Array], *names: str) -> None:
 
 
 def check_tokens(batch: Mapping[str, Array]) -> None:
-    """Raise a ValueError for a batch that is none of tokens, with targets and weights."""
+    """Raise a ValueError for a batch without tokens, targets and weights."""
     names = ("tokens", "targets", "weights")
     _check_names(batch, *names)
     shapes = {name: batch[name].shape for name in names}

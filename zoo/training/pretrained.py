@@ -29,7 +29,7 @@ def skeleton_of(pretrained: PyTree) -> PyTree:
 
 
 def check_loaded(loaded: PyTree, skeleton: PyTree) -> None:
-    """Raise a ValueError for arrays other than those that a skeleton says."""
+    """Raise a ValueError for arrays that differ from a skeleton's."""
     have, want = _described(loaded), _described(skeleton)
     if differing := sorted(x for x in have.keys() | want.keys() if have.get(x) != want.get(x)):
         name = differing[0]

@@ -64,7 +64,7 @@ def init_state(
     Raises:
         ShardingError: a parameter that the rules or the mesh cannot shard, a rule for a mesh axis
             that there is not, or a pattern of `axes` that names nothing.
-        TypeError: a model in place of `make_model`, or an optimizer that is none.
+        TypeError: a model in place of `make_model`, or `optimizer` is not an optax transformation.
     """
     names = (rules, axes, strict)
     blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)

@@ -70,7 +70,7 @@ def make_train_step(
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
     it has no gradient, and stays as it is bit for bit. `axes` and `strict` are `init_state`'s.
 
-    For a model that is none of the zoo's, the floating-point entries of the batch are cast to
+    For a model that is not the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
     loss names by `zoo.losses.keeps_dtype`. A PrecisionWarning, once per step, names the lines of
     the loss and the model that compute a product of two dtypes in fp32.
@@ -95,14 +95,14 @@ def make_train_step(
     the loss's own divided by the weight.
 
     Raises:
-        TypeError: a loss function or an optimizer that is none; at the first call, a loss function
-            that returns something else, or no new State.
+        TypeError: `loss_fn` is not a function, or `optimizer` is not an optax transformation; at
+            the first call, a loss function that returns something else, or no new State.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision that the
             devices lack; at a call, rows that do not divide; at the first call, the state of
             another optimizer, a metric whose name is taken or that is no number, a total that is no
             sum, a State of other shapes or dtypes, a batch without an
             entry that the loss names, or "int8" for a model that multiplies nothing in it.
-        ShardingError: a rule for a mesh axis that there is not; at the first call, a pattern of
+        ShardingError: a rule for an unknown mesh axis; at the first call, a pattern of
             `axes` that names nothing.
     """
     settings = _Settings(

@@ -89,7 +89,7 @@ class ExpertsConfig:
     scale: float = 1.0
     """Factor of the weights of a token's experts (DeepSeek-V3)."""
     num_shared: int = 0
-    """Experts that every token goes to, beside those that its router chooses."""
+    """Experts that every token goes to, beside the ones that its router chooses."""
     dispatch: Dispatch = may_differ("auto")
     """How tokens reach experts on other devices: all_reduce, or all_to_all, which sends less where
     there are more devices than experts per token."""
@@ -244,8 +244,8 @@ class Config:
 def num_flops_per_token(config: Config, seq_len: int) -> float:
     """Floating-point operations of training per token: forward and backward, no recomputation.
 
-    Six per weight in a product (of experts, those that a token goes to), and twelve per layer, head
-    feature and visible key for attention, halved where it is causal (Chowdhery et al. 2022,
+    Six per weight in a product (of experts, those of a token), and twelve per layer, head feature
+    and visible key for attention, halved where it is causal (Chowdhery et al. 2022,
     appendix B, counts the whole square).
     """
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size

@@ -47,7 +47,7 @@ class Routed(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """The mesh axes that experts lie on: those that split the tokens too, and the others."""
+    """The mesh axes that experts lie on: the ones that split the tokens too, and the others."""
 
     axes: tuple[str, ...]
     exchanged: tuple[str, ...]

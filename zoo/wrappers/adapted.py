@@ -91,7 +91,7 @@ class Adapted(Operand):
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
     ) -> Float[Array, "..."]:
         """The product `matmul(x, self)` with a single matrix, by way of the rank."""
-        if contract != self.num_inputs:  # over other axes than those that the adapter reads
+        if contract != self.num_inputs:  # over other axes than the adapter reads
             return matmul(x, self.value().astype(x.dtype), contract=contract, dtype=dtype)
         low = matmul(self._dropped(x), self.down.astype(x.dtype), contract=contract)
         added = matmul(low * self.scale, self.up.astype(x.dtype), dtype=dtype)

@@ -127,7 +127,7 @@ def has_adapters(model: PyTree) -> bool:
 
 
 def has_trained_adapters(model: PyTree) -> bool:
-    """Whether a model has adapters that are trained: those that were put on last."""
+    """Whether a model has adapters; only the newest train."""
     leaves = jax.tree.leaves(model, is_leaf=is_adapted)
     return any(is_adapted(x) and not x.frozen for x in leaves)
 

@@ -33,7 +33,7 @@ def without_leaks(
 ) -> dict[str, Parts]:
     """The parts of the sources in memory, which train on no document that another one holds out.
 
-    All sources hold out by the hash of the text, so that there are such documents only where they
+    All sources hold out by the hash of the text, so that such documents exist only where they
     hold out other shares, where a source has so few that one had to change parts, and among
     functions. Only hashes between the sources' limits are compared, a slice after the other.
 

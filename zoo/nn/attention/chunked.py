@@ -180,7 +180,7 @@ class Grid(NamedTuple):
 class Work(NamedTuple):
     """The products of a part: the first position of each chunk of queries, and pairs of chunks.
 
-    Where parts have unequal numbers of pairs, a third entry is 0 for those that do not count.
+    Where parts have unequal numbers of pairs, a third entry is 0 for a pair that does not count.
     """
 
     starts: Int[Array, "*parts chunks"]

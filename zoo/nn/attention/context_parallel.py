@@ -211,7 +211,7 @@ class _Part(NamedTuple):
         return range(1, math.ceil(reach / self.length) + 1)
 
     def _sent(self, x: Array, reach: int, far: int) -> Array:
-        """The tokens within reach of the part `far` behind this one; zeros where there is none."""
+        """The tokens within reach of the part `far` behind this one; zeros beyond the row."""
         size = min(self.length, reach - (abs(far) - 1) * self.length)
         x = x[:, -size:] if far > 0 else x[:, :size]
         ends = [(i, i + far) for i in range(self.number) if 0 <= i + far < self.number]
@@ -226,7 +226,7 @@ class _Part(NamedTuple):
         return jnp.concatenate([first, jax.lax.ppermute(second, self.axes, ends)], axis=1)
 
     def _segments(self, ids: Array | None, batch: int, index: Array | int) -> Segments | None:
-        """The segments of this device's queries and keys, of those of the whole row."""
+        """The segments of this device's queries and keys, given the whole row's."""
         if self.number == 1:
             return None if ids is None else (ids, ids)
         if ids is None:

@@ -46,7 +46,7 @@ _TABLE: dict[str, dict[int, Blocks]] = {}  # by `device_kind`
 def blocks_for(length: int, num_keys: int | None = None) -> Blocks:
     """The blocks for a row on the chip at hand: halved until they add an eighth of it at most.
 
-    `num_keys`, if not as many as the queries, are those that a part of a row sees.
+    `num_keys` is how many keys a part of a row sees, if not as many as it has queries.
     """
     num_keys = length if num_keys is None else num_keys
     by_length = _TABLE.get(device_kind(), _DEFAULT)

@@ -138,7 +138,7 @@ class Callback:
     def on_evaluation(
         self, loop: Loop, step: int, state: TrainState, values: Mapping[str, float]
     ) -> Mapping[str, float] | None:
-        """After an evaluation, with the values of those before in the list; returned ones join."""
+        """After an evaluation, with the values of earlier callbacks; returned ones join."""
 
     def on_checkpoint(self, loop: Loop, step: int, state: TrainState) -> None:
         """A checkpoint of this step is handed over, to be written in the background."""

@@ -90,14 +90,14 @@ class Hooks:
     def on_step(
         self, step: int, state: TrainState, metrics: Mapping[str, Array]
     ) -> Mapping[str, Any]:
-        """The metrics, and those that the callbacks add."""
+        """The metrics, and the ones that the callbacks add."""
         self._last = (step, state)
         return self._joined("on_step", step, state, metrics)
 
     def on_evaluation(
         self, step: int, state: TrainState, values: Mapping[str, float]
     ) -> dict[str, float]:
-        """The values, and those that the callbacks add."""
+        """The values, and the ones that the callbacks add."""
         return dict(self._joined("on_evaluation", step, state, values))
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -174,7 +174,7 @@ class Lease:
 
 
 def newest(store: Store) -> tuple[int, dict[str, Any] | None]:
-    """The highest number and its lease; 0 and None if there is none."""
+    """The highest number and its lease; 0 and None without one."""
     while True:
         number = max(_numbers(store), default=0)
         found = store.read(_name(number)) if number else None

@@ -37,7 +37,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> "Record":
-        """The record of a folder; an empty one if there is none, or a damaged one."""
+        """The record of a folder; an empty one if it is missing or damaged."""
         try:
             return cls(**json.loads((folder / RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -57,7 +57,7 @@ class Mirror:
         index = store.read(INDEX)
         content: dict[str, Any] = json.loads(index) if index else {"id": "", "files": []}
         self.id: str = content["id"]
-        """The id of the run at the address; empty if there is none."""
+        """The id of the run at the address; empty if no run is there."""
         for name in content["files"]:
             inside(folder, name, f"{store.address}/{INDEX}")
         self._listed = set(content["files"])

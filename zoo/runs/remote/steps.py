@@ -37,7 +37,7 @@ class RemoteSteps:
 
     @property
     def good(self) -> set[int]:
-        """The steps that are there, but for those that were found to be damaged."""
+        """The steps at the address, without the ones found to be damaged."""
         return self.committed - self._damaged
 
     def copy(self, step: int, folder: Path, check: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ class RemoteSteps:
             self._remove(old, check)
 
     def fetch(self, folder: Path, *, above: int) -> int | None:
-        """Copy the newest undamaged step above a step into a local folder; None if there is none.
+        """Copy the newest undamaged step above a step into a local folder; None without one.
 
         A damaged one is reported. `<folder>/<step>` is there once it is whole.
         """

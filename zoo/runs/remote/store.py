@@ -25,7 +25,7 @@ class Store:
         self._fs, self._root = self._place.fs, self._place.path.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of an object; None if there is none."""
+        """The bytes of an object; None if it does not exist."""
         with explained(self._place):
             try:
                 return self._fs.cat_file(self._path(name))
@@ -76,7 +76,7 @@ class Store:
             return [name for name in pool.map(copy, names) if name is not None]
 
     def get(self, folder: Path, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Copy objects to files of a local folder; the names of those that are missing.
+        """Copy objects to files of a local folder; the names of the missing ones.
 
         Each file appears whole.
         """
@@ -97,7 +97,7 @@ class Store:
             return [name for name in pool.map(copy, names) if name is not None]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are missing are none to remove."""
+        """Remove objects; a missing one is no error."""
 
         def remove(name: str) -> None:
             with contextlib.suppress(FileNotFoundError):

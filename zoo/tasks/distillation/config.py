@@ -40,8 +40,8 @@ class Config(language.Config):
     """Likeliest tokens per position that the teacher writes to disk before the training, which
     then needs no teacher in memory; if not given, it computes all of its logits in each step."""
     stored: Path | None = may_differ(None)
-    """Folder of those tokens, which other students on the same batches read too; if not given,
-    teacher/ in the run's folder."""
+    """Folder of the teacher's tokens, which other students on the same batches read too; if not
+    given, teacher/ in the run's folder."""
     compare: bool = may_differ(True)
     """Then train the same student alone, in the folder beside, RUN_DIR-alone."""
     data: Data = Data()  # type: ignore[assignment]

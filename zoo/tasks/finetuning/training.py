@@ -136,7 +136,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 
 def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
-    """The same training, of a model that there is, in full or in part."""
+    """The same training, of an existing model, in full or in part."""
     remat = getattr(base.skeleton.config, "remat", None)
     return dataclasses.replace(
         training,
