@@ -38,9 +38,10 @@ def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, 
 
     Each instruction (a fusion, a kernel, a copy) takes its FLOPs at the chip's peak or its bytes at
     the memory's bandwidth, whichever is longer, and a collective its transfer over the links; loops
-    as often as they run. The exceptions are the compiler's own: what it starts and ends with other instructions in between (a collective or a copy between memories, by `-start`
-    and `-done` or as parts of fusions) moves while these run, behind what has the same links and
-    was started earlier; its end waits for what is left.
+    as often as they run. The exceptions are the compiler's own: what it starts and ends with other
+    instructions in between (a collective or a copy between memories, by `-start` and `-done` or as
+    parts of fusions) moves while these run, behind what has the same links and was started earlier;
+    its end waits for what is left.
 
     `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names.
     """

@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `<step>/` of `arrays/` (see `zoo.runs.stored_arrays`), `meta.json` and
 `checksums.json`, which is written last: without it a step is incomplete. It lists every file with
-its size, and the small ones with their SHA-256; the arrays' large files have checksums of their own,
-which each process writes and verifies for its own devices. A folder is written as `<step>.tmp/` and
-then renamed.
+its size, and the small ones with their SHA-256; the arrays' large files have checksums of their
+own, which each process writes and verifies for its own devices. A folder is written as
+`<step>.tmp/` and then renamed.
 """
 
 import contextlib

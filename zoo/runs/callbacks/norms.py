@@ -134,7 +134,8 @@ def _measured(before: PyTree, after: PyTree, stacked: list[int]) -> tuple[list[A
 def layer_names(model: PyTree, trained: PyTree) -> list[tuple[tuple[int, ...], list[str]]]:
     """The shape of the stack and the name of each layer in it, of each trained array.
 
-    The axes that stack a module from outside are not named by its annotations. A layer's index follows the outermost field that is stacked: `blocks.0.attention.wq`.
+    The axes that stack a module from outside are not named by its annotations. A layer's index
+    follows the outermost field that is stacked: `blocks.0.attention.wq`.
     """
     counts: dict[tuple, int] = {}  # of stacked axes: of each array, and the least below each node
     for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, is_parameter)):
