@@ -210,6 +210,7 @@ SHOWN = (show_most, show_patience, show_nonfinite, show_plan, show_distributed, 
 SHOWN += (show_epochs, show_final_evaluation)
 
 
+@pytest.mark.slow
 def test_every_flag_of_a_run_works_in_a_program_of_ones_own(tmp_path, monkeypatch):
     found = {}
     for show in SHOWN:
