@@ -39,7 +39,7 @@ def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence
 
 
 def test_runs_killed_at_boundaries_match_straight_runs(kinds):
-    """Where a run on a pretrained model has more to lose than others; the slow tests do the rest."""
+    """Where a run on a pretrained model has more to lose; the slow tests do the rest."""
     within = ["within the reference's pass", "within the evaluation at step 0"]
     assert {*within} < {*kinds.straight("DPO")[1]}
     assert_same_after_kills(kinds, "DPO", [*within, "the end"])
