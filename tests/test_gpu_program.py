@@ -1,7 +1,7 @@
-"""The program that a GPU's compiler is given: evidence that needs no GPU.
+"""The program that a GPU's compiler is given, which needs no GPU.
 
-The bf16 train step of the 124M decoder is lowered for CUDA, and its StableHLO examined: the dtypes
-of its products, the kernel of its attention, and the largest part of its logits in memory.
+The bf16 train step of a decoder of 124M's widths is lowered for CUDA, and its StableHLO examined:
+the dtypes of its products, the kernel of its attention, and its largest logits in memory.
 """
 
 import contextlib
@@ -9,64 +9,47 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 
 import zoo
-from benchmarks.peers import jax_step
-from benchmarks.peers.transformer import zoo_model
-from benchmarks.peers.transformer.given import Shape
-from benchmarks.report import Table
+from benchmarks.peers import jax_step, zoo_model
+from benchmarks.peers.given import Transformer
 from zoo import losses, transformer
 from zoo.training.state import abstract_state
 
-GPT_124M = Shape(12, 768, 12, 3072, vocab_size=50304, seq_len=1024, batch_size=16, tied=True)
+SHAPE = Transformer(2, 768, 12, 3072, vocab_size=50304, seq_len=1024, batch_size=16, tied=True)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The train step as it is lowered for a GPU, in bf16."""
-
-    shape: Shape = GPT_124M
-    """Sizes of the decoder."""
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
-def measure(options: Options) -> list[Table]:
-    """One row per property of the program, and one failure per wrong property."""
-    shape = options.shape
-    text = lowered(shape)
-    products, kernels = dot_generals(text), custom_calls(text)
-    wide = {operands: n for operands, n in products.items() if "f32" in operands}
-    attention = {name: n for name, n in kernels.items() if "fmha" in name}
-    largest = largest_logits(text, shape)
-    whole = shape.num_tokens * shape.vocab_size
-    table = Table(
-        f"bf16 train step of {shape.num_layers} layers of {shape.d_model}, batch "
-        f"{shape.batch_size} of {shape.seq_len}, vocabulary {shape.vocab_size}, lowered for CUDA"
-    )
-    table.rows += [
-        {"property": "products of (bf16, bf16)", "value": products["bf16, bf16"]},
-        {"property": "products with an fp32 operand", "value": sum(wide.values())},
-        {"property": "cuDNN's flash attention kernels", "value": ", ".join(attention)},
-        {"property": "largest chunk of fp32 logits, MiB", "value": 4 * largest / 2**20},
-        {"property": "all fp32 logits together, MiB", "value": 4 * whole / 2**20},
-    ]
-    if wide:
-        table.failures.append(f"products with fp32 operands: {wide}")
-    if len(attention) != 2:
-        table.failures.append(f"no cuDNN attention, forward and backward: found {attention}")
-    if 4 * largest > losses.LOGITS_BYTES:
-        table.failures.append(f"a chunk of the logits takes {4 * largest} bytes")
-    table.print()
-    return [table]
+def test_gpu_program_uses_bf16_and_flash_attention(monkeypatch):
+    text = lowered(SHAPE)
+    products = dot_generals(text)
+    assert products["bf16, bf16"] > 0
+    assert not {operands for operands in products if "f32" in operands}
+    assert sum("fmha" in name for name in custom_calls(text)) == 2  # forward and backward
+    assert 0 < 4 * largest_logits(text, SHAPE) <= losses.LOGITS_BYTES
+    # And where it is otherwise, the program says so.
+    monkeypatch.setattr("zoo.training.losses.LOGITS_BYTES", 2**62)
+    monkeypatch.setattr("zoo.nn.attention.kernels._refusal", lambda *_: "is not for this test")
+    text = lowered(SHAPE)
+    assert not any("fmha" in name for name in custom_calls(text))
+    assert largest_logits(text, SHAPE) == SHAPE.num_tokens * SHAPE.vocab_size
+    product = "%2 = stablehlo.dot_general %0, %1 : (tensor<2x3xf32>, tensor<3x4xbf16>)"
+    assert dot_generals(product) == {"f32, bf16": 1}
 
 
-def lowered(shape: Shape) -> str:
+def lowered(shape: Transformer) -> str:
     """The StableHLO of the zoo's train step for CUDA; layers are scanned, so it has one of them."""
-    config = zoo_model.sizes(shape, "none", scan=True)
+    config = zoo_model.transformer_sizes(shape, "none", scan=True)
     optimizer = jax_step.optimizer()
     tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len), np.int32)
     weights = jax.ShapeDtypeStruct(tokens.shape, np.float32)
@@ -107,7 +90,7 @@ def custom_calls(text: str) -> Counter[str]:
     return Counter(re.findall(r"custom_call @([\w$]+)", text))
 
 
-def largest_logits(text: str, shape: Shape) -> int:
+def largest_logits(text: str, shape: Transformer) -> int:
     """Elements of the largest fp32 array over the vocabulary that is no parameter."""
     sizes = {tuple(map(int, each.split("x"))) for each in re.findall(r"<([\dx]+)xf32>", text)}
     parameters = shape.vocab_size * shape.d_model
