@@ -2,48 +2,37 @@
 
 python -m benchmarks.callbacks
 
-The trackers are extras: pip install -e '.[tensorboard,wandb,mlflow]'. Whole runs, of each kind in
-turn, round after round. The table is printed, and saved as JSON and markdown under
-benchmarks/results/.
+The trackers are extras: pip install -e '.[tensorboard,wandb,mlflow]'.
 """
 
 import contextlib
 import dataclasses
 import io
 import itertools
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import tyro
 from jaxtyping import PyTree
 
 import zoo
-from benchmarks.report import Table, provenance, save
-from benchmarks.timing import PAUSE_SECONDS
+from benchmarks.harness import Table, in_turn, main, median_ratio
 from recipes import lm
-from zoo import callbacks, language, losses, transformer
+from zoo import callbacks as built_ins
+from zoo import language, losses, transformer
 from zoo.data.text import Text
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training
 
 WARM_UP = 5  # steps
-Make = Callable[[zoo.Run, Text], list[callbacks.Callback]]
+Make = Callable[[zoo.Run, Text], list[built_ins.Callback]]
 
 
-def average(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
-    """The average of the weights alone: of all of them, the one that computes at each step."""
-    return [callbacks.Average()]
-
-
-def built_in(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
+def built_in(run: zoo.Run, data: Text) -> list[built_ins.Callback]:
     """All of them, but trackio; patience that never ends, and a sample at each evaluation."""
     again = zoo.evaluator(run, losses.next_token, data.held_out)
 
@@ -51,36 +40,24 @@ def built_in(run: zoo.Run, data: Text) -> list[callbacks.Callback]:
         return language.sample(model, data.tokenizer, num_tokens=16, seed=0)
 
     return [
-        callbacks.Average(),
-        callbacks.EarlyStopping(patience=10**6),
-        callbacks.BestCheckpoint(),
-        callbacks.Evaluations({"again": again}),
-        callbacks.Samples(sample, every=run.config.eval_every),
-        callbacks.Norms(every=run.config.eval_every),
-        callbacks.TensorBoard(),
-        callbacks.Wandb(),
-        callbacks.MLflow(),
+        built_ins.Average(),
+        built_ins.EarlyStopping(patience=10**6),
+        built_ins.BestCheckpoint(),
+        built_ins.Evaluations({"again": again}),
+        built_ins.Samples(sample, every=run.config.eval_every),
+        built_ins.Norms(every=run.config.eval_every),
+        built_ins.TensorBoard(),
+        built_ins.Wandb(),
+        built_ins.MLflow(),
     ]
 
 
 KINDS: dict[str, Make] = {
     "no callbacks": lambda run, data: [],
     "no callbacks, again": lambda run, data: [],  # the difference that is noise
-    "average": average,
+    "average": lambda run, data: [built_ins.Average()],
     "all": built_in,
 }
-
-
-@dataclass(frozen=True)
-class Config:
-    """Time the default recipe without callbacks and with them, and save the result."""
-
-    recipe: lm.Config = lm.Config(steps=60, eval_every=30, checkpoint_every=1000, eval_batches=4)
-    """The run that is timed: its flags are those of recipes.lm."""
-    rounds: int = 4
-    """Rounds; every kind has one run per round."""
-    results: Path = Path(__file__).parent / "results"
-    """Folder for the results."""
 
 
 class TimedStep:
@@ -124,49 +101,46 @@ def run_once(config: lm.Config, make: Make) -> list[float]:
     return times
 
 
-def measure(config: Config) -> Table:
-    """Seconds per step between evaluations, and at one, by kind."""
-    every = config.recipe.eval_every
-    steps: dict[str, list[float]] = {name: [] for name in KINDS}
-    evaluations: dict[str, list[float]] = {name: [] for name in KINDS}
-    for turn in range(config.rounds + 1):  # the first one fills the caches
-        for name, make in KINDS.items():
-            time.sleep(PAUSE_SECONDS)
-            gaps = [b - a for a, b in itertools.pairwise(run_once(config.recipe, make))]
-            if turn:
-                # Gap k - 1 is from the dispatch of step k to the next one's.
-                at = set(range(every, config.recipe.steps, every))
-                plain = [g for k, g in enumerate(gaps, 1) if k > WARM_UP and not {k, k - 1} & at]
-                steps[name].append(statistics.mean(plain))
-                evaluations[name].append(statistics.mean(gaps[k - 1] for k in at))
+def callbacks(
+    recipe: lm.Config = lm.Config(steps=60, eval_every=30, checkpoint_every=1000, eval_batches=4),
+    rounds: int = 4,
+) -> list[Table]:
+    """Time whole runs without callbacks and with them, of each kind in turn.
+
+    Args:
+        recipe: the run that is timed: its flags are those of recipes.lm.
+        rounds: rounds; every kind has one run per round.
+    """
+    at = set(range(recipe.eval_every, recipe.steps, recipe.eval_every))
+
+    def measure(make: Make) -> tuple[float, float]:
+        """Seconds per step between evaluations, and at one."""
+        gaps = [b - a for a, b in itertools.pairwise(run_once(recipe, make))]
+        # Gap k - 1 is from the dispatch of step k to the next one's.
+        plain = [g for k, g in enumerate(gaps, 1) if k > WARM_UP and not {k, k - 1} & at]
+        return statistics.mean(plain), statistics.mean(gaps[k - 1] for k in at)
+
+    calls = {name: lambda make=make: measure(make) for name, make in KINDS.items()}
+    found = in_turn(calls, rounds + 1)  # the first one fills the caches
+    turns = {name: [*zip(*each[1:], strict=True)] for name, each in found.items()}
     table = Table("python -m recipes.lm, with callbacks")
-    baseline = steps["no callbacks"]
-    for name, seconds in steps.items():
-        ratios = [a / b for a, b in zip(seconds, baseline, strict=True)]
+    for name, (steps, evaluations) in turns.items():
         table.rows.append(
             {
                 "callbacks": name,
-                "steps/s": 1 / statistics.median(seconds),
-                "time / none": statistics.median(ratios),
-                "at an evaluation, s": statistics.median(evaluations[name]),
+                "steps/s": 1 / statistics.median(steps),
+                "time / none": median_ratio(steps, turns["no callbacks"][0]),
+                "at an evaluation, s": statistics.median(evaluations),
             }
         )
     table.notes.append(
-        f"steps/s: {config.recipe.steps} steps without those of an evaluation, the median of "
-        f"{config.rounds} rounds; time / none: the median of the rounds' ratios; at an evaluation: "
-        "all that comes between two steps then: the evaluations themselves, the best model's save, "
-        "a sample, norms; trackers are TensorBoard, wandb (offline) and MLflow (a local database)"
+        f"steps/s: {recipe.steps} steps without those of an evaluation, the median of {rounds} "
+        "rounds; time / none: the median of the rounds' ratios; at an evaluation: all that comes "
+        "between two steps then: the evaluations themselves, the best model's save, a sample, "
+        "norms; trackers are TensorBoard, wandb (offline) and MLflow (a local database)"
     )
-    table.print()
-    return table
-
-
-def main(config: Config) -> None:
-    """Measure, print and save."""
-    command = shlex.join(["python", "-m", "benchmarks.callbacks", *sys.argv[1:]])
-    source = {"command": command, "date": date.today().isoformat(), **provenance()}
-    save("callbacks", [measure(config)], source, config.results)
+    return [table]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(callbacks)

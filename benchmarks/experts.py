@@ -1,28 +1,20 @@
 """Experts: FLOPs of a layer over the useful ones, and bytes of both dispatches, by compiling alone.
 
-    python -m benchmarks.experts
+python -m benchmarks.experts
 
 compiles the mixture of experts of one layer of Qwen3-30B-A3B and Mixtral 8x7B in bf16, forward and
 backward, for a TPU (`pip install 'zoo[plan]'`; no TPU is needed): on one chip by the kernel and by
-`jax.lax.ragged_dot`, and over an expert axis by each dispatch. Each compiles in a process of its
-own. Writes tables and the numbers to `benchmarks/results`.
+`jax.lax.ragged_dot`, and over an expert axis by each dispatch.
 """
 
-import datetime
-import json
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import tyro
 
-from benchmarks.report import Table, provenance, save
+from benchmarks.harness import Table, in_process, main
 from zoo import sharding
 from zoo.nn import grouped_products
 from zoo.nn.parameters import cast, gather
@@ -37,62 +29,51 @@ SEQ = 4096
 # back, then the results' gradients to the experts and the tokens' gradients back.
 NEEDED = 4
 # What the programs add by choice. all_to_all computes its rounds again in the backward pass, so
-# that no more than one is kept: tokens go out again for the gradients of the experts' matrices, and
-# results come back again for those of the routers' weights, which are applied behind. all_reduce
-# would need none; of a layer by itself the compiler makes its two sums all-reduces, of which each
-# is two passes, where a reduce-scatter is one.
+# that no more than one is kept: tokens go out again, and results come back. all_reduce would need
+# none; of a layer by itself the compiler makes its two sums all-reduces, each of two passes.
 ADDED = {"all_reduce": 2, "all_to_all": 2}
 
 # The width, the width of an expert, the experts, and a token's choices.
 LAYERS = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral 8x7B": (4096, 14_336, 8, 2)}
 
 
-@dataclass(frozen=True)
-class Config:
-    """Compile experts."""
+def experts(
+    chip: str = "v5p:1x1x1",
+    slice: str = "v5p:2x2x2",
+    parts: tuple[int, ...] = (8,),
+    rows: int = 4,
+    exchanged_rows: int = 1,
+) -> list[Table]:
+    """Compile experts, each in a process of its own.
 
-    chip: str = "v5p:1x1x1"
-    """TPU of the products."""
-    slice: str = "v5p:2x2x2"
-    """TPUs of the dispatches."""
-    parts: tuple[int, ...] = (8,)
-    """Devices of that axis."""
-    rows: int = 4
-    """Rows of 4,096 tokens on a device."""
-    exchanged_rows: int = 1
-    """The same for the dispatches."""
-    limit: float = 540.0
-    """Seconds after which a compilation is given up."""
-    out: Path = Path("benchmarks/results")
-    """Folder of the results."""
-
-
-def main(config: Config) -> None:
-    """Compile all, and write the tables."""
-    tables = [products(config), dispatches(config)]
-    source = {"command": "python -m benchmarks.experts", "date": str(datetime.date.today())}
-    save("experts", tables, {**source, **provenance()}, config.out)
+    Args:
+        chip: TPU of the products.
+        slice: TPUs of the dispatches.
+        parts: devices of the expert axis.
+        rows: rows of 4,096 tokens on a device.
+        exchanged_rows: the same for the dispatches.
+    """
+    return [products(chip, rows), dispatches(slice, parts, exchanged_rows)]
 
 
-def products(config: Config) -> Table:
+def products(chip: str, rows: int) -> Table:
     """Compiled over useful FLOPs on one chip."""
-    tokens = config.rows * SEQ
-    found = Table(f"{config.chip}: {tokens:,} tokens, forward and backward")
+    found = Table(f"{chip}: {rows * SEQ:,} tokens, forward and backward")
     for name in LAYERS:
         for kernel in (True, False):
-            made = in_process(config, config.chip, name, "", "auto", config.rows, kernel)
-            useful = useful_flops(name, tokens)
-            row = {
-                "layer": name,
-                "products": "megablox" if kernel else "ragged_dot",
-                "useful TFLOP": useful / 1e12,
-                "compiled TFLOP": made["flops"] / 1e12,
-                "over useful": made["flops"] / useful,
-                "with shared tiles": made["executed"] / useful if kernel else None,
-                "temporaries GiB": made["temporaries"] / 2**30,
-            }
-            found.rows.append(row)
-            print(row, flush=True)
+            made = in_process(compiled, chip, name, "", "auto", rows, kernel)
+            useful = useful_flops(name, rows * SEQ)
+            found.add(
+                **{
+                    "layer": name,
+                    "products": "megablox" if kernel else "ragged_dot",
+                    "useful TFLOP": useful / 1e12,
+                    "compiled TFLOP": made["flops"] / 1e12,
+                    "over useful": made["flops"] / useful,
+                    "with shared tiles": made["executed"] / useful if kernel else None,
+                    "temporaries GiB": made["temporaries"] / 2**30,
+                }
+            )
     found.notes.append(
         "compiled: the compiler's own count, by estimates of kernels; with shared tiles: what the "
         "kernels execute over useful, if every group ends inside of a tile"
@@ -100,44 +81,33 @@ def products(config: Config) -> Table:
     return found
 
 
-def dispatches(config: Config) -> Table:
+def dispatches(target: str, parts: tuple[int, ...], rows: int) -> Table:
     """Bytes that a device sends, beside the closed forms."""
-    found = Table(f"{config.slice}: bytes that a device sends, forward and backward, even load")
-    for name, (width, _, _, choices) in LAYERS.items():
-        for parts in config.parts:
-            for dispatch in ("all_reduce", "all_to_all"):
-                mesh = f"expert={parts}"
-                made = in_process(
-                    config, config.slice, name, mesh, dispatch, config.exchanged_rows, True
-                )
-                tokens = 2.0 * config.exchanged_rows * SEQ * width  # bytes of a device's own
-                copies = parts if dispatch == "all_reduce" else choices
-                one = tokens * copies * (parts - 1) / parts
-                closed = (NEEDED + ADDED[dispatch]) * one
-                row = {
-                    "layer": name,
-                    "expert axis": parts,
-                    "dispatch": dispatch,
-                    "sent MB": made["sent"] / 1e6,
-                    "closed form MB": closed / 1e6,
-                    "ratio": made["sent"] / closed,
-                    "needed by the maths MB": NEEDED * one / 1e6,
-                    "passes by kind": ", ".join(
-                        f"{kind} {sent / one:.2f}" for kind, sent in made["kinds"].items()
-                    ),
-                    "temporaries GiB": made["temporaries"] / 2**30,
-                }
-                found.rows.append(row)
-                print(row, flush=True)
+    found = Table(f"{target}: bytes that a device sends, forward and backward, even load")
+    cases = [(name, size, kind) for name in LAYERS for size in parts for kind in ADDED]
+    for name, size, dispatch in cases:
+        width, _, _, choices = LAYERS[name]
+        made = in_process(compiled, target, name, f"expert={size}", dispatch, rows, True)
+        tokens = 2.0 * rows * SEQ * width  # bytes of a device's own
+        one = tokens * (size if dispatch == "all_reduce" else choices) * (size - 1) / size
+        closed = (NEEDED + ADDED[dispatch]) * one
+        passes = ", ".join(f"{kind} {sent / one:.2f}" for kind, sent in made["kinds"].items())
+        found.add(
+            **{
+                "layer": name,
+                "expert axis": size,
+                "dispatch": dispatch,
+                "sent MB": made["sent"] / 1e6,
+                "closed form MB": closed / 1e6,
+                "ratio": made["sent"] / closed,
+                "needed by the maths MB": NEEDED * one / 1e6,
+                "passes by kind": passes,
+                "temporaries GiB": made["temporaries"] / 2**30,
+            }
+        )
     found.notes.append(
         "One pass is 2 bytes · tokens · width · (t - 1) of all_reduce, and · choices · (t - 1) / t "
-        "of all_to_all, with t devices; break-even at t = choices. Four passes are needed: tokens "
-        "to the experts and results back, the gradients of the results to the experts and those of "
-        "the tokens back. Two are a choice. all_to_all computes its rounds again in the backward "
-        "pass, to keep one of them at a time: tokens go out again, for the gradients of the "
-        "experts' matrices, and results come back, for those of the routers' weights. all_reduce "
-        "needs no more, but the compiler makes its two sums all-reduces here, at twice the bytes "
-        "of a reduce-scatter"
+        "of all_to_all, with t devices; break-even at t = choices. Four are needed, two a choice"
     )
     return found
 
@@ -148,24 +118,10 @@ def useful_flops(name: str, tokens: int) -> float:
     return 3 * 2.0 * tokens * width * (3 * choices * hidden + experts)
 
 
-def in_process(config: Config, *args: Any) -> dict[str, Any]:
-    """The numbers of one compilation.
-
-    Raises:
-        RuntimeError: the compiler's message.
-    """
-    program = f"from benchmarks.experts import measure; measure(*{args!r})"
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=config.limit, check=False
-    )
-    if process.returncode:
-        raise RuntimeError(process.stderr[-1000:])
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-def measure(target: str, name: str, spec: str, dispatch: Dispatch, rows: int, kernel: bool) -> None:
-    """Compile one, and print what the compiler says of it."""
+def compiled(
+    target: str, name: str, spec: str, dispatch: Dispatch, rows: int, kernel: bool
+) -> dict[str, Any]:
+    """Compile one; what the compiler says of it."""
     jax.config.update("jax_platforms", "cpu")
     width, hidden, experts, choices = LAYERS[name]
 
@@ -197,18 +153,17 @@ def measure(target: str, name: str, spec: str, dispatch: Dispatch, rows: int, ke
             sharding.shardings(leaves, mesh),
         )
         traced = jax.jit(step(static)).trace(leaves, x, x)
-        compiled = traced.lower().compile()
-    sent = collectives(hlo.read(compiled.as_text()))
+        program = traced.lower().compile()
+    sent = collectives(hlo.read(program.as_text()))
     large = bytes_by_kind([each for each in sent if each.bytes > 2**20])
     executed = sum(done for done, _ in flops.of_kernels(traced.jaxpr).values())
-    row = {
-        "flops": compiled.cost_analysis()["flops"],
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+    return {
+        "flops": program.cost_analysis()["flops"],
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
         "executed": executed / mesh.size,
         "sent": sum(large.values()),
         "kinds": large,
     }
-    print(json.dumps(row))
 
 
 def step(static: Any) -> Any:
@@ -225,4 +180,4 @@ def step(static: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=Config.__doc__))
+    main(experts)

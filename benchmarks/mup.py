@@ -1,11 +1,11 @@
-"""Do learning rates transfer over widths? muP beside the standard parametrization, in two plots.
+"""Do learning rates transfer over widths? muP beside the standard parametrization.
 
-    python -m benchmarks.mup
+python -m benchmarks.mup
 
 trains transformers of several widths on the standard library's source: a few steps each for the
 scale of their activations (the coordinate check of Yang, Hu et al. 2022, figure 5), and over a
 grid of learning rates for the best of them. Each run's numbers are appended to a file, from which a
-sweep that was cut off continues. Writes a table, two plots and the numbers.
+sweep that was cut off continues.
 """
 
 import dataclasses
@@ -15,9 +15,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -27,7 +26,7 @@ import tyro
 from jaxtyping import Array
 
 import zoo
-from benchmarks.report import Table, provenance, save
+from benchmarks.harness import Table, main
 from zoo import losses, optimizers, text, transformer
 
 PARAMETRIZATIONS = ("standard", "mup")
@@ -66,23 +65,14 @@ class Config:
     data: text.Config = text.Config(tokenizer="bpe", vocab_size=512, seq_len=128, batch_size=8)
     log: Path = Path("runs/mup.jsonl")
     """File of the numbers of each run, which are not measured again."""
-    results: Path = Path(__file__).parent / "results"
-    """Folder for the results."""
 
 
-def main(config: Config) -> None:
-    """Measure what the log lacks, and write the tables and the plots of all of it."""
-    log = Log(config.log)
-    data = read_data(config)
+def mup(config: Annotated[Config, tyro.conf.arg(name="")] = Config()) -> list[Table]:
+    """Measure what the log lacks, and tell all of it: learning rates and scales over widths."""
+    log, data = Log(config.log), read_data(config)
     curves = search(config, data, log)
     coordinates = check_coordinates(config, data, log)
-    tables = [coordinate_table(config, coordinates), rate_table(config, curves)]
-    for table in tables:
-        table.print()
-    source = {"command": "python -m benchmarks.mup", "date": date.today().isoformat()}
-    stem = save("mup", tables, source | provenance(), config.results)
-    plot_coordinates(config, coordinates, stem.with_name(f"{stem.name}-coordinates.png"))
-    plot_rates(config, curves, stem.with_name(f"{stem.name}-rates.png"))
+    return [coordinate_table(config, coordinates), rate_table(config, curves)]
 
 
 class Log:
@@ -113,12 +103,11 @@ class Log:
 
 def read_data(config: Config) -> text.Text:
     """The default corpus of `recipes.lm`, with byte pairs trained on it."""
-    folder = config.log.parent / "mup-tokenizer"
 
     def once(make: Callable[[Path], object]) -> Path:
+        folder = config.log.parent / "mup-tokenizer"
         if not folder.exists():
-            partial = folder.with_name(f"{folder.name}.tmp")
-            make(partial)
+            make(partial := folder.with_name(f"{folder.name}.tmp"))
             partial.rename(folder)
         return folder
 
@@ -187,27 +176,21 @@ def coordinates(
 
     They are of the first batch, and averaged over models.
     """
-    runs: list[list[tuple[Coordinates, Coordinates]]] = []
     train = trainer(model, rule, len(batches))
+    found: dict[str, list[list[Coordinates]]] = {"scale": [], "change": []}
     for seed in range(seeds):
-        found: list[tuple[Coordinates, Coordinates]] = []
-        first: dict[str, Array] = {}
-        for each in train(batches, seed):
-            outputs = activations(each, jnp.asarray(batches[0]["tokens"]))
-            first = first or outputs
-            scale = {name: float(jnp.abs(x).mean()) for name, x in outputs.items()}
-            change = {n: float(jnp.abs(x - first[n]).mean()) for n, x in outputs.items()}
-            found.append((scale, change))
-        runs.append(found)
-
-    def mean(which: int) -> list[Coordinates]:
-        by_step = zip(*runs, strict=True)
-        return [
-            {name: float(np.mean([run[which][name] for run in step])) for name in step[0][which]}
-            for step in by_step
+        outputs = [activations(x, jnp.asarray(batches[0]["tokens"])) for x in train(batches, seed)]
+        zeros = {name: 0.0 for name in outputs[0]}
+        for what, start in (("scale", zeros), ("change", outputs[0])):
+            means = [{n: jnp.abs(x - start[n]).mean() for n, x in each.items()} for each in outputs]
+            found[what].append(means)
+    return {
+        what: [
+            {name: float(np.mean([float(run[name]) for run in step])) for name in step[0]}
+            for step in zip(*runs, strict=True)
         ]
-
-    return {"scale": mean(0), "change": mean(1)}
+        for what, runs in found.items()
+    }
 
 
 def check_coordinates(config: Config, data: text.Text, log: Log) -> dict[tuple[str, int], Any]:
@@ -233,29 +216,27 @@ def spread(values: Sequence[float]) -> float:
     return max(values) / min(values)
 
 
-def spreads(config: Config, found: Any, name: str, what: str, part: str) -> list[float]:
-    """The spread over the widths at each step of a part's scale or change."""
-    steps = range(config.coordinate_steps + 1)
-    widths = config.coordinate_widths
-    values = [[found[name, width][what][step][part] for width in widths] for step in steps]
-    return [spread(each) for each in values if min(each) > 0]
-
-
 def coordinate_table(config: Config, found: Any) -> Table:
     """The largest spread over the widths at any step."""
-    widths = f"{min(config.coordinate_widths)} to {max(config.coordinate_widths)}"
-    table = Table(f"coordinate check: largest over smallest mean, over widths {widths}")
+    widths = config.coordinate_widths
+    table = Table(
+        f"coordinate check: largest over smallest mean, over widths {min(widths)} to {max(widths)}"
+    )
+
+    def spreads(name: str, what: str, part: str) -> list[float]:
+        """At each step, of a part's scale or change."""
+        steps = zip(*(found[name, width][what] for width in widths), strict=True)
+        values = [[at_width[part] for at_width in step] for step in steps]
+        return [spread(each) for each in values if min(each) > 0]
+
     for part in found["mup", config.base_width]["scale"][0]:
-        row: dict[str, Any] = {"part": part}
-        for name in PARAMETRIZATIONS:
-            for what in ("scale", "change"):
-                row[f"{name}: {what}"] = max(spreads(config, found, name, what, part))
-        table.rows.append(row)
-    last = {name: spreads(config, found, name, "scale", "logits")[-1] for name in PARAMETRIZATIONS}
+        cells = [(name, what) for name in PARAMETRIZATIONS for what in ("scale", "change")]
+        worst = {f"{name}: {what}": max(spreads(name, what, part)) for name, what in cells}
+        table.rows.append({"part": part, **worst})
+    last = {name: spreads(name, "scale", "logits")[-1] for name in PARAMETRIZATIONS}
     table.notes += [
         f"Of the mean |x| at each of {config.coordinate_steps} steps at a rate of "
-        f"{config.coordinate_rate:g}, and of its change since the start: the spread of the worst "
-        "step.",
+        f"{config.coordinate_rate:g}, and of its change since the start: the worst step's spread.",
         "In muP, logits begin smaller in a wider model, by the root of its width, as its output "
         f"matrix does; after the last step the spread of their scale is {last['mup']:.2f} "
         f"(standard: {last['standard']:.2f}).",
@@ -321,17 +302,6 @@ def _next(curve: Curve, margin: int) -> int | None:
     return next((middle + i for i in offsets if middle + i not in curve), None)
 
 
-def vertex(curve: Curve) -> float:
-    """The exponent at the lowest point of the parabola through the best rate and two neighbours.
-
-    The neighbours on each side make it less a matter of noise than the lowest loss is.
-    """
-    middle = best(curve)
-    near = [exponent for exponent in curve if abs(exponent - middle) <= 2]
-    a, b, _ = np.polyfit(near, [curve[exponent] for exponent in near], 2)
-    return float(-b / (2 * a))
-
-
 def rate_table(config: Config, curves: dict[tuple[str, int], Curve]) -> Table:
     """The best rate of each width, and how far it is from the base width's."""
     table = Table(f"best learning rate after {config.steps} steps, on powers of √2")
@@ -342,15 +312,11 @@ def rate_table(config: Config, curves: dict[tuple[str, int], Curve]) -> Table:
             row |= {
                 f"{name}: best": f"2^{best(curve) / 2:g}",
                 f"{name}: steps of √2": best(curve) - best(base),
-                f"{name}: by parabola": round(vertex(curve) - vertex(base), 2),
                 f"{name}: loss": f"{min(curve.values()):.4f}",
                 f"{name}: at the base's rate": _loss_at(curve, best(base)),
             }
         table.rows.append(row)
-    table.notes.append(
-        f"Held-out loss in nats per token, {config.seeds} run(s) per rate. By parabola: the lowest "
-        "point of one through the best rate and its neighbours, in steps of √2 from the base's."
-    )
+    table.notes.append(f"Held-out loss in nats per token, {config.seeds} run(s) per rate.")
     for name in PARAMETRIZATIONS:
         moves = [best(curves[name, width]) for width in config.widths]
         table.notes.append(
@@ -363,65 +329,5 @@ def _loss_at(curve: Curve, exponent: int) -> str:
     return f"{curve[exponent]:.4f}" if exponent in curve else "–"
 
 
-# --- Plots ------------------------------------------------------------------------------------
-
-
-def plot_coordinates(config: Config, found: Any, path: Path) -> None:
-    """Draw mean |x| against the width, a line per step: scales of layers, change of the logits."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    layers = [name for name in found["mup", config.base_width]["scale"][0] if name != "logits"]
-    columns = [*(("scale", layer) for layer in layers), ("change", "logits")]
-    figure = Figure(figsize=(12, 5.6), layout="constrained")
-    grid = figure.subplots(2, len(columns), sharex=True, sharey="col")
-    for row, name in zip(grid, PARAMETRIZATIONS, strict=True):
-        for axes, (what, part) in zip(row, columns, strict=True):
-            for step in range(what == "change", config.coordinate_steps + 1):
-                y = [found[name, w][what][step][part] for w in config.coordinate_widths]
-                color = colormaps["viridis"](step / (config.coordinate_steps + 1))
-                axes.plot(config.coordinate_widths, y, "o-", ms=3, color=color, label=f"{step}")
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(config.coordinate_widths, [str(w) for w in config.coordinate_widths])
-            axes.set_title(f"{name}: {part}", fontsize=10)
-            axes.set_ylabel("mean |x|" if what == "scale" else "mean |x − x at the start|")
-            _tidy(axes)
-    for axes in grid[-1]:
-        axes.set_xlabel("width")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, title="step", loc="outside right", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
-def plot_rates(config: Config, curves: dict[tuple[str, int], Curve], path: Path) -> None:
-    """Draw the held-out loss against the learning rate, a line per width, the best rate marked."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    pair = figure.subplots(1, 2, sharey=True, sharex=True)
-    lowest = min(min(curve.values()) for curve in curves.values())
-    highest = max(sorted(curve.values())[len(curve) - 2] for curve in curves.values())
-    for axes, name in zip(pair, PARAMETRIZATIONS, strict=True):
-        for index, width in enumerate(config.widths):
-            curve, color = curves[name, width], f"C{index}"
-            x = [2 ** (exponent / 2) for exponent in curve]
-            axes.plot(x, list(curve.values()), "o-", ms=3, color=color, label=f"width {width}")
-            axes.plot(2 ** (best(curve) / 2), min(curve.values()), "*", ms=12, color=color)
-        axes.set_xscale("log", base=2)
-        axes.set_title("muP" if name == "mup" else "standard")
-        axes.set_xlabel("learning rate")
-        axes.set_ylim(lowest - 0.03, highest + 0.03)
-        axes.legend(frameon=False, fontsize=8)
-        _tidy(axes)
-    pair[0].set_ylabel(f"held-out loss after {config.steps} steps, nats per token")
-    figure.savefig(path, dpi=130)
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m benchmarks.mup"))
+    main(mup)

@@ -1,13 +1,14 @@
 """Quantised models: their held-out bits per byte, and the bytes that a decoded token moves.
 
-Bytes are counted in the compiled program of one step of decoding, of one row: the reads and writes
-of a device's memory. It does not run; for a TPU it is compiled without one, given libtpu.
+python -m benchmarks.quantized
+
+Bytes are counted in the compiled program of one step of decoding of one row: the reads and writes
+of a device's memory. It is not run; for a TPU it is compiled without one (`zoo[plan]`).
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import equinox as eqx
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 import zoo
-from benchmarks.report import Table
+from benchmarks.harness import Table, main
 from zoo import losses, sharding, text
 from zoo.data.loader import batches
 from zoo.decoding.decoder import decoder_of
@@ -34,40 +35,42 @@ MOST_BYTES: dict[Kind | None, float] = {"int8": 0.53, "int4": 0.3}  # of those o
 MB = 1e6
 
 
-@dataclass(frozen=True)
-class Options:
-    """Models in 8 and 4 bits beside themselves in bf16."""
+def quantized(
+    model: str = "lm-python",
+    sizes: tuple[str, ...] = ("qwen3-0.6b", "llama3-8b"),
+    num_layers: int | None = None,
+    target: str = "v5e:1x1",
+    slots: int = 64,
+) -> list[Table]:
+    """Models in 8 and 4 bits beside themselves in bf16.
 
-    model: str = "lm-python"
-    """Name on the shelf, whose loss is measured on the held-out part of Python's own library."""
-    sizes: tuple[str, ...] = ("qwen3-0.6b", "llama3-8b")
-    """Published sizes whose decoding is compiled for the target, without weights."""
-    num_layers: int | None = None
-    """Layers of those, to compile less; all if not given."""
-    target: str = "v5e:1x1"
-    """Chip that these are compiled for."""
-    slots: int = 64
-    """Tokens that the cache of a decoder has room for."""
-
-
-def measure(options: Options) -> list[Table]:
-    """A table of losses, and a table of bytes per token for each model and chip."""
-    stored = jax.default_backend() + ":1"
-    tables = [_losses(options)]
-    tables.append(_traffic(options, options.model, stored, _shelved(options.model)))
-    for size in options.sizes:
-        tables.append(_traffic(options, size, options.target, _published(size, options.num_layers)))
+    Args:
+        model: name on the shelf, whose loss is measured on the held-out part of Python's library.
+        sizes: published sizes whose decoding is compiled for the target, without weights.
+        num_layers: layers of those, to compile less; all if not given.
+        target: chip that these are compiled for.
+        slots: tokens that the cache of a decoder has room for.
+    """
+    here = jax.default_backend() + ":1"
+    shelved = lambda kind: models.skeleton(model, dtype=jnp.bfloat16, quantize=kind)  # noqa: E731
+    tables = [_losses(model), _traffic(slots, model, here, shelved)]
+    for size in sizes:
+        if num_layers is not None:
+            sized = dataclasses.replace(published.named(size), num_layers=num_layers)
+            published.SIZES[size] = sized
+        made = lambda kind, size=size: published.skeleton(size, quantize=kind)  # noqa: E731
+        tables.append(_traffic(slots, size, target, made))
     return tables
 
 
-def _losses(options: Options) -> Table:
-    folder = find(options.model)
+def _losses(name: str) -> Table:
+    folder = find(name)
     data = text.read_text(
         text.Config(tokenizer=str(folder)), seed=0, tokenizer_folder=lambda make: folder
     )
     num_batches = data.held_out.batches_per_epoch
     table = Table(
-        f"{options.model}: bits per byte of the whole held-out text "
+        f"{name}: bits per byte of the whole held-out text "
         f"({len(data.held_out.corpus.tokens):,} tokens), computed in {native_precision()}"
     )
     first = None
@@ -90,28 +93,23 @@ def _losses(options: Options) -> Table:
         )
         if bits - first > MOST_BITS.get(kind, float("inf")):
             table.failures.append(f"{kind}: {bits - first:.5f} bits per byte more than as stored")
-    table.print()
     return table
 
 
-Make = Callable[[Kind | None], PyTree]
-
-
-def _traffic(options: Options, name: str, target: str, skeleton: Make) -> Table:
+def _traffic(slots: int, name: str, target: str, skeleton: Callable[[Any], PyTree]) -> Table:
     table = Table(
-        f"{name}, decoding of one row on {target}, {options.slots} slots: MB per token, counted in "
+        f"{name}, decoding of one row on {target}, {slots} slots: MB per token, counted in "
         "the compiled program"
     )
     try:
         device = targets.parse(target).devices()[0]
     except ImportError as error:
         table.notes.append(str(error))
-        table.print()
         return table
     first: tuple[float, float] | None = None
     for kind in KINDS:
         model = skeleton(kind)
-        weights, moved = _num_bytes(model), moved_per_token(model, device, options.slots)
+        weights, moved = _num_bytes(model), moved_per_token(model, device, slots)
         first = (weights, moved) if first is None else first
         table.rows.append(
             {
@@ -123,19 +121,7 @@ def _traffic(options: Options, name: str, target: str, skeleton: Make) -> Table:
                 "goal": MOST_BYTES.get(kind),
             }
         )
-    table.print()
     return table
-
-
-def _shelved(name: str) -> Make:
-    return lambda kind: models.skeleton(name, dtype=jnp.bfloat16, quantize=kind)
-
-
-def _published(size: str, num_layers: int | None) -> Make:
-    if num_layers is not None:
-        sized = dataclasses.replace(published.named(size), num_layers=num_layers)
-        published.SIZES[size] = sized
-    return lambda kind: published.skeleton(size, quantize=kind)
 
 
 def moved_per_token(model: PyTree, device: Any, slots: int) -> float:
@@ -174,3 +160,7 @@ def compiled_decode(model: PyTree, device: Any, slots: int) -> str:
 def _num_bytes(model: PyTree) -> int:
     leaves = filter(is_parameter, jax.tree.leaves(model))
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in leaves)
+
+
+if __name__ == "__main__":
+    main(quantized)

@@ -1,126 +1,100 @@
-"""Time the zoo side by side with its peers, and save the results.
+"""The train steps of models beside their peers', timed in turn.
 
-python -m benchmarks.run transformer
-
-Without names, all benchmarks run. The tables are printed, and saved as JSON and markdown under
-benchmarks/results/.
+python -m benchmarks.run transformer rnn
 """
 
-import os
-import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 
-import benchmarks.checkpoint
-import benchmarks.engines
-import benchmarks.ensemble
-import benchmarks.example
-import benchmarks.generate
-import benchmarks.lora
-import benchmarks.memory
-import benchmarks.mlp
-import benchmarks.programs
-import benchmarks.quantized
-import benchmarks.recipe
-import benchmarks.rnn
-import benchmarks.speculative
-import benchmarks.startup
-import benchmarks.transformer
-from benchmarks.report import Table, provenance, save
-from benchmarks.timing import Timing
+from benchmarks.harness import Peer, Table, Timing, compare, main, worthwhile
+from benchmarks.peers import example, given, zoo_model
+from benchmarks.peers.given import Precision, Remat
+from zoo.mlp import num_flops_per_example
+from zoo.rnn import num_flops_per_token as rnn_flops
+from zoo.transformer import num_flops_per_token as transformer_flops
 
+Model = Literal["transformer", "rnn", "mlp", "example"]
 Name = Literal[
-    "transformer",
-    "rnn",
-    "mlp",
-    "ensemble",
-    "example",
-    "remat",
-    "vocabulary",
-    "programs",
-    "rnn-memory",
-    "startup",
-    "pipeline",
-    "checkpoint",
-    "generate",
-    "engines",
-    "speculative",
-    "lora",
-    "quantized",
+    "handwritten", "zoo", "zoo-scan", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"
 ]
+LIBRARIES = {"equinox": "equinox_documented", "flax-nnx": "flax_nnx"}
 
 
-@dataclass(frozen=True)
-class Config:
-    """Time the zoo side by side with its peers, and save the results."""
-
-    names: Annotated[tuple[Name, ...], tyro.conf.Positional] = get_args(Name)
-    """Benchmarks to run."""
-    results: Path = Path(__file__).parent / "results"
-    """Folder for the results."""
-    timing: Timing = field(default_factory=Timing)
-    transformer: benchmarks.transformer.Options = field(
-        default_factory=benchmarks.transformer.Options
-    )
-    rnn: benchmarks.rnn.Options = field(default_factory=benchmarks.rnn.Options)
-    mlp: benchmarks.mlp.Options = field(default_factory=benchmarks.mlp.Options)
-    ensemble: benchmarks.ensemble.Options = field(default_factory=benchmarks.ensemble.Options)
-    example: benchmarks.example.Options = field(default_factory=benchmarks.example.Options)
-    remat: benchmarks.memory.RematOptions = field(default_factory=benchmarks.memory.RematOptions)
-    vocabulary: benchmarks.memory.VocabularyOptions = field(
-        default_factory=benchmarks.memory.VocabularyOptions
-    )
-    programs: benchmarks.programs.Options = field(default_factory=benchmarks.programs.Options)
-    checkpoint: benchmarks.checkpoint.Options = field(default_factory=benchmarks.checkpoint.Options)
-    rnn_memory: benchmarks.rnn.MemoryOptions = field(default_factory=benchmarks.rnn.MemoryOptions)
-    generate: benchmarks.generate.Options = field(default_factory=benchmarks.generate.Options)
-    engines: benchmarks.engines.Options = field(default_factory=benchmarks.engines.Options)
-    speculative: benchmarks.speculative.Options = field(
-        default_factory=benchmarks.speculative.Options
-    )
-    lora: benchmarks.lora.Options = field(default_factory=benchmarks.lora.Options)
-    quantized: benchmarks.quantized.Options = field(default_factory=benchmarks.quantized.Options)
+def _peers(model: str) -> dict[str, Peer]:
+    zoo = {"zoo": Peer(f"zoo_model.{model}")}
+    if model == "transformer":
+        zoo = {"zoo": zoo["zoo"].given(scan=False), "zoo-scan": zoo["zoo"].given(scan=True)}
+    return {
+        "handwritten": Peer(f"handwritten.{model}"),
+        **zoo,
+        **{name: Peer(f"{module}.{model}") for name, module in LIBRARIES.items()},
+        "pytorch": Peer(f"pytorch.{model}", {"compiled": False}),
+        "pytorch-compiled": Peer(f"pytorch.{model}", {"compiled": True}),
+    }
 
 
-BENCHMARKS: dict[Name, Callable[[Config], list[Table]]] = {
-    "transformer": lambda config: benchmarks.transformer.measure(config.transformer, config.timing),
-    "rnn": lambda config: benchmarks.rnn.measure(config.rnn, config.timing),
-    "mlp": lambda config: benchmarks.mlp.measure(config.mlp, config.timing),
-    "ensemble": lambda config: benchmarks.ensemble.measure(config.ensemble, config.timing),
-    "example": lambda config: benchmarks.example.measure(config.example, config.timing),
-    "remat": lambda config: benchmarks.memory.measure_remat(config.remat, config.timing),
-    "vocabulary": lambda config: benchmarks.memory.measure_vocabulary(config.vocabulary),
-    "programs": lambda config: benchmarks.programs.measure(config.programs),
-    "checkpoint": lambda config: benchmarks.checkpoint.measure(config.checkpoint, config.timing),
-    "rnn-memory": lambda config: benchmarks.rnn.measure_memory(config.rnn_memory),
-    "startup": lambda config: benchmarks.startup.measure(),
-    "pipeline": lambda config: benchmarks.recipe.measure_pipeline(config.timing),
-    "generate": lambda config: benchmarks.generate.measure(config.generate, config.timing),
-    "engines": lambda config: benchmarks.engines.measure(config.engines, config.timing),
-    "speculative": lambda config: benchmarks.speculative.measure(config.speculative, config.timing),
-    "lora": lambda config: benchmarks.lora.measure(config.lora, config.timing),
-    "quantized": lambda config: benchmarks.quantized.measure(config.quantized),
-}
+PEERS = {model: _peers(model) for model in ("transformer", "rnn", "mlp")}
+PEERS["example"] = {"handwritten": Peer("example.loop"), "zoo": Peer("example.zoo_step")}
 
 
-def main(config: Config) -> None:
-    """Run, print and save; exit with 1 if there is a failure, such as peers that disagree."""
-    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
-    source = {"command": command, "date": date.today().isoformat(), **provenance()}
-    failed = False
-    for name in config.names:
-        tables = BENCHMARKS[name](config)
-        save(name, tables, source, config.results)
-        failed |= any(table.failures for table in tables)
-    sys.exit(failed)
+def train_steps(
+    models: Annotated[tuple[Model, ...], tyro.conf.Positional] = get_args(Model),
+    peers: tuple[Name, ...] = get_args(Name),
+    precision: tuple[Precision, ...] = (),
+    remat: tuple[Remat, ...] = ("none", "full"),
+    timing: Timing = Timing(),
+    transformer: given.Transformer = given.Transformer(),
+    rnn: given.RNN = given.RNN(),
+    mlp: given.MLP = given.MLP(),
+    digits: example.Shape = example.Shape("digits", batch_size=96),
+    dates: example.Shape = example.Shape("dates", batch_size=128),
+) -> list[Table]:
+    """Time train steps: the zoo's beside those by hand, of Equinox, Flax NNX and PyTorch.
+
+    Args:
+        models: models to time.
+        peers: peers; the first that runs is the baseline of the ratios.
+        precision: precisions of the compute, over fp32 weights; by default the device's own.
+        remat: recomputation in the transformer's backward pass: of nothing, or of every layer.
+        timing: how the peers take turns.
+        transformer: sizes.
+        rnn: sizes.
+        mlp: sizes.
+        digits: the example project's convolutional network, in fp32.
+        dates: the example project's encoder-decoder, in fp32.
+    """
+
+    def chosen(model: str, **options: Remat) -> dict[str, Peer]:
+        return {n: p.given(**options) for n, p in PEERS[model].items() if n in peers}
+
+    tables, precision = [], precision or worthwhile()
+    if "transformer" in models:
+        sizes = zoo_model.transformer_sizes(transformer, "none", True)
+        tokens = transformer.num_tokens
+        flops = tokens * transformer_flops(sizes, transformer.seq_len)
+        for each in precision:
+            for kept in remat:
+                title = f"transformer train step, {each}, remat {kept}"
+                mine, shape = chosen("transformer", remat=kept), transformer
+                tables.append(compare(title, mine, shape, each, timing, flops=flops, tokens=tokens))
+    for each in precision:
+        if "rnn" in models:
+            tokens = rnn.batch_size * rnn.seq_len
+            flops = tokens * rnn_flops(zoo_model.rnn_sizes(rnn))
+            title, mine = f"LSTM train step, {each}", chosen("rnn")
+            tables.append(compare(title, mine, rnn, each, timing, flops=flops, tokens=tokens))
+        if "mlp" in models:
+            rows = mlp.batch_size
+            flops = rows * num_flops_per_example(zoo_model.mlp_sizes(mlp))
+            title, mine = f"MLP train step, {each}", chosen("mlp")
+            tables.append(compare(title, mine, mlp, each, timing, flops=flops, examples=rows))
+    for shape in (digits, dates) if "example" in models else ():
+        title, mine = f"train step of the example project's {shape.network}", chosen("example")
+        flops, rows = example.flops(shape), shape.batch_size
+        tables.append(compare(title, mine, shape, "fp32", timing, flops=flops, examples=rows))
+    return tables
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers share a GPU
-    main(tyro.cli(Config))
+    main(train_steps)

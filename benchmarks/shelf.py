@@ -12,14 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.report import Table, provenance, save
+from benchmarks.harness import Table, main
 from zoo.data.tokenizer import FILE_NAME
 from zoo.publishing.shelf import published
 from zoo.tasks.evaluation.built_in import TASKS
@@ -27,29 +23,20 @@ from zoo.tasks.evaluation.built_in import TASKS
 METRICS = {"python-bodies": ("acc", "acc_norm"), "python-signatures": ("exact_match",)}
 
 
-@dataclass(frozen=True)
-class Config:
-    """Evaluate the language models of the shelf on the zoo's own tasks."""
+def shelf(limit: int | None = None) -> list[Table]:
+    """Evaluate the language models of the shelf on the zoo's own tasks.
 
-    limit: int | None = None
-    """Number of first examples of each task to take; all if not given."""
-    results: Path = Path(__file__).parent / "results"
-    """Where the tables are saved."""
-
-
-def main(config: Config) -> None:
-    """Evaluate, print and save the table."""
+    Args:
+        limit: number of first examples of each task to take; all if not given.
+    """
     table = Table("the zoo's own tasks, fp32, no shots")
     for name, card in published().items():
         if (card.folder / FILE_NAME).is_file():
-            table.rows += _rows(name, config.limit)
+            table.rows += _rows(name, limit)
     table.notes.append(
         "chance: of four bodies, one at random; of signatures, always the most frequent answer"
     )
-    table.print()
-    command = " ".join(["python -m benchmarks.shelf", *sys.argv[1:]])
-    source = {"date": date.today().isoformat(), "command": command, **provenance()}
-    save("shelf", [table], source, config.results)
+    return [table]
 
 
 def _rows(model: str, limit: int | None) -> list[dict[str, Any]]:
@@ -82,4 +69,4 @@ def chance(records: list[dict[str, Any]]) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(shelf)

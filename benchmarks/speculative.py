@@ -1,20 +1,19 @@
 """Speculative decoding: how many drafted tokens are kept, and the speed beside plain decoding.
 
-python -m benchmarks.run speculative --speculative.draft runs/draft/model
+python -m benchmarks.speculative --draft runs/draft/model
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+import tyro
 
 import zoo
-from benchmarks.report import Table
-from benchmarks.timing import Timing, median_ratio
+from benchmarks.harness import Table, Timing, in_turn, main, median_ratio
 from zoo.decoding import sampling
 
 TEXT = "import argparse\nimport os\nimport sys\n\n\ndef main():\n"
@@ -43,8 +42,10 @@ class Options:
                 raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def measure(options: Options, timing: Timing) -> list[Table]:
-    """One table per temperature and batch size."""
+def speculative(
+    options: Annotated[Options, tyro.conf.arg(name="")] = Options(), timing: Timing = Timing()
+) -> list[Table]:
+    """Continuations with a draft and without, in turn: a table per temperature and batch size."""
     model = zoo.load(options.model, dtype="fp32")
     draft = zoo.load(options.draft, dtype="fp32") if options.draft else model
     tokenizer = zoo.tokenizer.load_tokenizer(zoo.published()["lm-python"].folder)
@@ -53,9 +54,7 @@ def measure(options: Options, timing: Timing) -> list[Table]:
     for temperature in options.temperatures:
         for batch in options.batch_sizes:
             prompts = np.asarray([np.roll(ids, row) for row in range(batch)], np.int32)
-            table = _table(options, timing, (model, draft), prompts, temperature)
-            table.print()
-            tables.append(table)
+            tables.append(_table(options, timing, (model, draft), prompts, temperature))
     return tables
 
 
@@ -68,12 +67,9 @@ def _table(
         calls[count] = _continuation(options, model, draft, count, prompts, temperature)
     plain = calls[0]()
     found = {count: call() for count, call in calls.items()}
-    seconds: dict[int, list[float]] = {count: [] for count in calls}
-    for _ in range(timing.rounds):
-        for count, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[count].append(time.perf_counter() - start)
+    timed = {str(count): lambda call=call: call() and None for count, call in calls.items()}
+    turns = in_turn(timed, timing.rounds, pause=0)
+    seconds = {count: turns[str(count)] for count in calls}
     table = Table(f"speculative decoding, temperature {temperature}, batch {len(prompts)}, fp32")
     for count, times in seconds.items():
         tokens, steps = found[count]
@@ -110,3 +106,7 @@ def _continuation(
         return tokens, int(getattr(state, "steps", num_tokens - 1))
 
     return call
+
+
+if __name__ == "__main__":
+    main(speculative)

@@ -1,68 +1,76 @@
 """The process of one peer: builds the peer, takes its first steps, then times steps on demand.
 
-It reads one JSON request per line and answers each with one JSON line. `timing.Worker` starts it.
+It reads one JSON request per line and answers each with one JSON line; `harness.compare` starts it.
 """
 
 import contextlib
 import importlib
-import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.common import Built, Precision
-from benchmarks.timing import Peer
+from benchmarks import stand_ins
+
+stand_ins.install()
+
+from benchmarks.harness import Peer, serve  # noqa: E402
+from benchmarks.peers.given import Built, Precision  # noqa: E402
 
 WARMUP_STEPS = 5
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print, but not among the answers
+class Worker:
+    """A peer, once the first request has said which."""
 
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+    built: Built | None = None
 
-    requests = map(json.loads, sys.stdin)
-    built, setup = _set_up(next(requests))
-    answer(**setup)
-    state = built.state
-    for request in requests:
-        state, loss = built.step(state, built.batch)
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build the peer, or time some of its steps."""
+        if self.built is None:
+            return self._set_up(**request)
+        state, step, batch = self.built.state, self.built.step, self.built.batch
+        state, loss = step(state, batch)
         float(loss)  # untimed: caches and pages still hold another peer's data
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(request["num_steps"]):
-            state, loss = built.step(state, built.batch)
+            state, loss = step(state, batch)
         float(loss)  # waits for the device
-        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu_start)
+        cpu_seconds = time.process_time() - cpu_start
+        self.built = self.built._replace(state=state)
+        return {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": cpu_seconds,
+            "peak_bytes": device_peak_bytes(),
+        }
 
-
-def _set_up(request: dict[str, Any]) -> tuple[Built, dict[str, Any]]:
-    peer = Peer(**request["peer"])
-    importlib.import_module(f"benchmarks.peers.{peer.module}")  # before its memory is measured
-    before = _resident_bytes("VmRSS")
-    built = peer.build(request["shape"], request["precision"])
-    state, losses, seconds = built.state, [], []
-    for index in range(WARMUP_STEPS):
-        if index == 1:
-            _forget_peak()
-        start = time.perf_counter()
-        state, loss = built.step(state, built.batch)
-        losses.append(float(loss))
-        seconds.append(time.perf_counter() - start)
-    typical, compile_seconds = statistics.median(seconds[1:]), built.compile_seconds
-    device_peak = device_peak_bytes()
-    return built._replace(state=state), {
-        "losses": losses,
-        "step_seconds": typical,
-        "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
-        "planned_bytes": built.planned_bytes,
-        "peak_bytes": device_peak or _resident_bytes("VmHWM") - before,
-        "published_peak": published_peak(request["precision"]),
-    }
+    def _set_up(self, peer: dict[str, Any], shape: Any, precision: Precision) -> dict[str, Any]:
+        made = Peer(**peer)
+        importlib.import_module(f"benchmarks.peers.{made.name.partition('.')[0]}")
+        before = _resident_bytes("VmRSS")  # its imports are no part of its memory
+        self.built = made.build(shape, precision)
+        step, batch, state = self.built.step, self.built.batch, self.built.state
+        planned, compile_seconds = self.built.planned_bytes, self.built.compile_seconds
+        self.built = None  # frees its state, so that only the trained one is in memory
+        losses, seconds = [], []
+        for index in range(WARMUP_STEPS):
+            if index == 1:
+                _forget_peak()
+            start = time.perf_counter()
+            state, loss = step(state, batch)
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - start)
+        self.built = Built(step, state, batch)
+        typical = statistics.median(seconds[1:])
+        return {
+            "losses": losses,
+            "step_seconds": typical,
+            "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
+            "planned_bytes": planned,
+            "peak_bytes": device_peak_bytes() or _resident_bytes("VmHWM") - before,
+            "published_peak": published_peak(precision),
+        }
 
 
 def _resident_bytes(field: str) -> int:
@@ -95,4 +103,4 @@ def published_peak(precision: Precision) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker().answer)

@@ -65,7 +65,6 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
     return saving(run_dir)
 
 
-# For hundreds: `python -m benchmarks.soak`.
 KILLS = [(name, mesh, 3) for name in CASES for mesh in MESHES]
 
 

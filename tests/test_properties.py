@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import damage
 import fsspec
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import optax
 import pytest
 import safetensors.numpy
 import xxhash
+from damage import KINDS, hurt
 from fsspec.implementations.memory import MemoryFile
 from helpers import arrays, assert_trees_close, drawn_model, labelled_batch, token_batch
 from hypothesis import HealthCheck, assume, given, note, settings
@@ -26,8 +28,6 @@ from hypothesis import strategies as st
 from stores import tree
 
 import zoo
-from benchmarks.soak import restores
-from benchmarks.soak.damage import KINDS, hurt
 from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.base import checksums
 from zoo.base.addresses import AddressError, location
@@ -367,17 +367,17 @@ def test_newest_undamaged_step_is_restored(options: settings, tmp_path_factory):
 
 def live(folder: Path, pristine: Path, mesh: str, saves: int, killed: bool) -> None:
     """Restore, save some steps, and keep copies of them; at the end of it a save may be torn."""
-    wrong, refused = restores.restore(folder, pristine, mesh)
+    wrong, refused = damage.restore(folder, pristine, mesh)
     assert not wrong
     if refused:  # then a user starts again
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         shutil.rmtree(pristine)
         pristine.mkdir()
     with contextlib.closing(Checkpointer(folder)) as checkpointer:
-        restored = checkpointer.restore(restores.make_state(0, mesh))
+        restored = checkpointer.restore(damage.make_state(0, mesh))
         step = 0 if restored is None else restored[1]
         for step in range(step + 1, step + saves + 1):  # noqa: B020
-            checkpointer.save(step, restores.make_state(step, mesh), {"step": step})
+            checkpointer.save(step, damage.make_state(step, mesh), {"step": step})
             checkpointer.wait()
         saved = {str(step) for step in checkpointer.good_steps()}
     for name in saved | {path.name for path in pristine.iterdir()}:

@@ -1,95 +1,105 @@
-"""benchmarks.serving and benchmarks.engines: exported models in other engines, and what is said."""
+"""Exported models served by other engines; and speculative decoding's benchmark."""
 
+import json
+import os
+import tempfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drawn_transformer
 
 import zoo
-from benchmarks import engines, serving, speculative
-from benchmarks.timing import SkippedError, Timing
+from benchmarks import speculative
+from benchmarks.harness import Timing
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 
-class Stub:
-    """An engine in this process, which may be off."""
+class Transformers:
+    """`AutoModelForCausalLM` and its `generate`, in fp32."""
 
-    off, other = 0.0, 0
+    def __init__(self, folder: Path):
+        import torch
+        import transformers
 
-    def __init__(self, name: str, folder: Path):
-        if name == "ctranslate2":
-            raise SkippedError("No module named 'ctranslate2'")
-        self.is_second = name == "transformers"
+        self.torch = torch
+        transformers.logging.set_verbosity_error()
+        opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model, settings = opened.eval(), opened.generation_config
+        ends = settings.eos_token_id
+        self.ends = [ends] if isinstance(ends, int) else ends or []
+        settings.eos_token_id, settings.pad_token_id = None, 0
 
-    def __enter__(self):
-        return self
+    def logits(self, prompts: list[list[int]]) -> list[np.ndarray]:
+        """The logits behind each token, fp32[seq, vocab], per prompt."""
+        with self.torch.inference_mode():
+            return [self.model(self.torch.tensor([ids])).logits[0].numpy() for ids in prompts]
 
-    def __exit__(self, *_):
-        pass
-
-    def logits(self, prompts):
-        return [np.full((len(ids), 3), self.off * self.is_second) for ids in prompts]
-
-    def generate(self, prompts, num_tokens, stop=False):
-        return [[1, 2 + self.other * self.is_second] for _ in prompts], 0.1
-
-
-def test_engines_that_differ_are_failures(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "Engine", Stub)
-    config = serving.Config(new_tokens=8)
-    table = serving.compare(config, Path(), PROMPTS)
-    assert table.failures == []
-    assert [row["peer"] for row in table.rows] == ["zoo", "transformers"]
-    assert table.rows[1]["equal continuations"] == "3 of 3"
-    assert table.notes == ["ctranslate2: skipped: No module named 'ctranslate2'"]
-    monkeypatch.setattr(Stub, "off", 0.01)
-    assert serving.compare(config, Path(), PROMPTS).failures == [
-        "transformers: logits differ by 1.0e-02"
-    ]
-    monkeypatch.setattr(Stub, "off", 0.0)
-    monkeypatch.setattr(Stub, "other", 1)
-    assert serving.compare(config, Path(), PROMPTS).failures == [
-        "transformers: 3 continuations differ"
-    ]
-    monkeypatch.setattr(Stub, "other", 0)
-    [failure] = serving.compare(serving.Config(new_tokens=2), Path(), PROMPTS).failures
-    assert failure.startswith("no continuation came to a stop")
-    alone = serving.Config(engines=("zoo", "ctranslate2"))
-    assert "nothing to compare" in serving.compare(alone, Path(), PROMPTS).failures[0]
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """The greedy tokens after each prompt, with its end."""
+        length = max(map(len, prompts))
+        tokens = self.torch.tensor([[0] * (length - len(ids)) + ids for ids in prompts])
+        mask = self.torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts])
+        with self.torch.inference_mode():
+            found = self.model.generate(
+                tokens,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                eos_token_id=self.ends or None,
+            )
+        return [_cut(row, self.ends) for row in found[:, length:].tolist()]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: serving.Config(steps=0), "steps=0 must be at least 1"),
-        (lambda: serving.Config(engines=("zoo",)), "must be two different ones"),
-        (lambda: serving.Config(model=Path("none")), "model=none has no tokenizer.json"),
-        (lambda: engines.Options(new_tokens=1), "new_tokens=1 must be at least 2"),
-        (lambda: engines.Options(batch_sizes=(0,)), r"batch_sizes=\(0,\) must be at least 1"),
-        (lambda: engines.Options(engines=()), "engines is empty"),
-        (lambda: speculative.Options(draft_tokens=(0,)), r"draft_tokens=\(0,\) must be"),
-        (lambda: speculative.Options(new_tokens=1), "new_tokens=1 must be at least 2"),
-    ],
-)
-def test_wrong_options_are_refused(make, message: str):
-    with pytest.raises(ValueError, match=message):
-        make()
+def _cut(ids: list[int], ends: list[int]) -> list[int]:
+    places = [place for place, token in enumerate(ids) if token in ends]
+    return ids[: places[0] + 1] if places else ids
 
 
-def test_equal_tokens_are_counted_to_the_first_that_differs():
-    wanted = [[1, 2, 3], [4, 5, 6]]
-    assert engines._share(wanted, wanted) == "6 of 6"
-    assert engines._share([[1, 9, 3], [4, 5]], wanted) == "3 of 6"
-    assert engines._share([[], [9, 5, 6]], wanted) == "0 of 6"
+class CTranslate2:
+    """A folder converted by `ct2-transformers-converter`, in fp32, with all cores."""
+
+    def __init__(self, folder: Path):
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+
+        with tempfile.TemporaryDirectory() as converted:
+            TransformersConverter(str(folder)).convert(converted, force=True)
+            self.generator = ctranslate2.Generator(
+                converted, compute_type="float32", intra_threads=os.cpu_count() or 1
+            )
+            self.vocabulary = json.loads((Path(converted) / "vocabulary.json").read_text())
+        settings = folder / "generation_config.json"
+        ends = json.loads(settings.read_text()).get("eos_token_id") if settings.exists() else None
+        self.ends = [ends] if isinstance(ends, int) else ends or []
+
+    def logits(self, prompts: list[list[int]]) -> list[np.ndarray]:
+        """The logits behind each token, fp32[seq, vocab], per prompt."""
+        return [np.array(self.generator.forward_batch([ids]))[0] for ids in prompts]
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """The greedy tokens after each prompt, with its end."""
+        found = self.generator.generate_batch(
+            [[self.vocabulary[i] for i in ids] for ids in prompts],
+            max_length=num_tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            end_token=self.ends,
+            return_end_token=True,
+        )
+        return [result.sequences_ids[0] for result in found]
+
+
+ENGINES = {"transformers": Transformers, "ctranslate2": CTranslate2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
 def test_exports_are_served_with_equal_logits_tokens_and_stops(
-    family: str, engine: engines.Name, tmp_path: Path
+    family: str, engine: str, tmp_path: Path
 ):
     pytest.importorskip("transformers", reason="the engine, or what converts for it")
     pytest.importorskip(engine, reason="an engine to serve exported models")
@@ -114,12 +124,26 @@ def test_exports_are_served_with_equal_logits_tokens_and_stops(
     ends = (said[0][len(PROMPTS[0]) + 4], said[1][len(PROMPTS[1]) + 9])
     model = drawn_transformer(**options, eos_ids=ends)
     zoo.save(tmp_path, model, format="hf", tokenizer=tokenizer)
-    table = serving.compare(
-        serving.Config(engines=("zoo", engine), new_tokens=16), tmp_path, PROMPTS
-    )
-    assert table.failures == []
-    assert len(table.rows) == 2
-    assert table.rows[1]["ended by a stop"] >= 2
+    served = ENGINES[engine](tmp_path)
+    zoo_logits = [np.asarray(model(jnp.asarray([ids], jnp.int32)))[0] for ids in PROMPTS]
+    for ours, theirs in zip(zoo_logits, served.logits(PROMPTS), strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=1e-4)
+    rows = zoo.generate(model, PROMPTS, max_new_tokens=16, temperature=0.0)
+    ours = [row[len(ids) :] for row, ids in zip(rows, PROMPTS, strict=True)]
+    assert served.generate(PROMPTS, 16) == ours
+    assert sum(len(tokens) < 16 for tokens in ours) >= 2  # came to a stop
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_tokens": (0,)}, r"draft_tokens=\(0,\) must be"),
+        ({"new_tokens": 1}, "new_tokens=1 must be at least 2"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        speculative.Options(**options)
 
 
 @pytest.mark.slow
@@ -127,6 +151,6 @@ def test_a_draft_that_is_the_model_is_always_kept():
     options = speculative.Options(
         draft_tokens=(3,), batch_sizes=(2,), temperatures=(0.0,), new_tokens=17
     )
-    [table] = speculative.measure(options, Timing(rounds=1))
+    [table] = speculative.speculative(options, Timing(rounds=1))
     assert table.failures == []
     assert (table.rows[1]["kept"], table.rows[1]["tokens per step"]) == ("100%", 4.0)

@@ -1,28 +1,16 @@
-"""The soak in short, and that it sees what is wrong."""
+"""The soak in short, and restoring damaged checkpoints."""
 
 import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import damage
 import pytest
+from damage import KINDS, hurt, same
 
-from benchmarks.soak import boundaries, lives, restores, runs
-from benchmarks.soak.damage import KINDS, hurt, same
+from benchmarks.soak import boundaries
 from zoo.base import checksums
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> runs.Place:
-    return runs.Place(tmp_path_factory.mktemp("soak"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", lives.WORLDS)
-def test_repeatedly_killed_runs_match_straight_runs(world, place):
-    outcomes = lives.live(place, random.Random(0), world=world, kills=6)
-    assert len(outcomes) >= 3
-    assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +22,8 @@ def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence
     """One life, killed at each of the boundaries in turn."""
     left = [*chosen]
     outcomes = boundaries.live(kinds, kind, lambda *_: (left.pop(0), 1) if left else None)
-    assert not [outcome.detail for outcome in outcomes if outcome.result == "wrong"]
-    assert [outcome.kind for outcome in outcomes] == [*chosen]
+    assert not [outcome.detail for outcome in outcomes if outcome.detail]
+    assert [outcome.boundary for outcome in outcomes] == [*chosen]
 
 
 def test_runs_killed_at_boundaries_match_straight_runs(kinds):
@@ -71,16 +59,10 @@ def test_every_moment_is_passed_by_some_kind(kinds):
         assert {f"before {moment}", f"after {moment}"} <= passed
 
 
-@pytest.mark.slow
-def test_damaged_runs_recover_or_are_refused(place):
-    outcomes = [*map(restores.resume_damaged, [place] * 10, map(random.Random, range(10)))]
-    assert not [found.detail for [found] in outcomes if found.result == "wrong"]
-
-
 def damage_all(folder: Path, mesh: str, kinds: Sequence[str]) -> list[tuple[str, bool]]:
-    restores.save(folder / "pristine", mesh)
+    damage.save(folder / "pristine", mesh)
     return [
-        restores.damage_and_restore(
+        damage.damage_and_restore(
             folder / "pristine", folder / "copy", mesh, kind, random.Random(i)
         )
         for i, kind in enumerate(kinds)
@@ -95,11 +77,11 @@ def test_damaged_checkpoints_never_restore_wrong_values(mesh, tmp_path):
 
 
 def test_wrong_values_are_detected(tmp_path, monkeypatch):
-    restores.save(tmp_path / "pristine", "")
-    assert restores.restore(tmp_path / "pristine", tmp_path / "pristine", "") == ("", False)
-    make_state = restores.make_state
-    monkeypatch.setattr(restores, "make_state", lambda step, mesh: make_state(step + 1, mesh))
-    detail, refused = restores.restore(tmp_path / "pristine", tmp_path / "pristine", "")
+    damage.save(tmp_path / "pristine", "")
+    assert damage.restore(tmp_path / "pristine", tmp_path / "pristine", "") == ("", False)
+    make_state = damage.make_state
+    monkeypatch.setattr(damage, "make_state", lambda step, mesh: make_state(step + 1, mesh))
+    detail, refused = damage.restore(tmp_path / "pristine", tmp_path / "pristine", "")
     assert "step 30 was restored with other values in ['large', 'small'" in detail
     assert not refused
 

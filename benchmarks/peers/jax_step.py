@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from benchmarks.peers.common import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Built, Precision
+from benchmarks.peers.given import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batch, Built, Precision
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 Forward = Callable[[Any, Array], Array]

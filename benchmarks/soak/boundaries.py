@@ -14,8 +14,8 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,7 @@ import jax
 import tyro
 
 import zoo
-from benchmarks.report import Table
-from benchmarks.soak import process, runs
-from benchmarks.soak.lives import LifeError, Outcome
+from benchmarks.soak import process
 from zoo import transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.runs.command_line import cli_errors
@@ -35,53 +33,30 @@ from zoo.training.compiled import CompiledStep
 
 STEPS = 4
 COMMON = (
-    f"--steps={STEPS}",
-    "--log-every=1",
-    "--eval-every=2",
-    "--eval-batches=1",
-    "--checkpoint-every=2",
-    "--sample-tokens=2",
-    "--compilation-cache=None",
-    "--optimizer.name=adamw",
-    "--data.batch-size=8",
+    f"--steps={STEPS} --log-every=1 --eval-every=2 --eval-batches=1 --checkpoint-every=2 "
+    "--sample-tokens=2 --compilation-cache=None --optimizer.name=adamw --data.batch-size=8"
 )
-TEXT = ("--data.files={place}/corpus/*.txt", "--data.cache={run}/cache", "--data.seq-len=32")
-PAIRS = ("--data.files={place}/pairs.jsonl", "--data.format=preferences", "--data.buckets", "32")
-BASE = ("--model={place}/base",)
-STUDENT = (
-    "--teacher={place}/base",
-    "--no-compare",
-    "--model.num-layers=1",
-    "--model.d-model=16",
-    "--model.dropout=0.1",
-)
-NEW = (
-    "--data.tokenizer=bytes",
-    "--model.num-layers=1",
-    "--model.d-model=32",
-    "--model.num-heads=2",
-    "--model.dropout=0.1",
-)
-KINDS: dict[str, tuple[str, ...]] = {
-    "training": ("lm", *TEXT, *NEW, "--keep-best=eval_loss", "--sample-every=3"),
-    "fine-tuning": ("finetune", *TEXT, *BASE, "--method=full", "--average=0.5"),
-    "adapters": ("finetune", *TEXT, *BASE, "--method=lora", "--lora.rank=2"),
-    "adapters on int4": ("finetune", *TEXT, *BASE, "--method=lora", "--base=int4"),
-    "DPO": ("finetune", *PAIRS, *BASE, "--method=full"),
-    "DPO of adapters": ("finetune", *PAIRS, *BASE, "--method=lora", "--lora.rank=2"),
-    "distillation": ("distill", *TEXT, *STUDENT),
-    "distillation from disk": ("distill", *TEXT, *STUDENT, "--top-k=4"),
+TEXT = "--data.files={place}/corpus/*.txt --data.cache={run}/cache --data.seq-len=32"
+PAIRS = "--data.files={place}/pairs.jsonl --data.format=preferences --data.buckets 32"
+LABELS = "--data.files={place}/labelled.jsonl --data.cache={run}/cache --data.rows=bucketed"
+BASE = "--model={place}/base"
+STUDENT = "--model.num-layers=1 --model.d-model=16 --model.dropout=0.1"
+NEW = "--data.tokenizer=bytes --model.num-layers=1 --model.d-model=32 --model.num-heads=2"
+KINDS = {
+    "training": f"lm {TEXT} {NEW} --model.dropout=0.1 --keep-best=eval_loss --sample-every=3",
+    "training on a mesh": f"lm {TEXT} {NEW} --model.dropout=0.1 --mesh=fsdp=2,tensor=2",
+    "fine-tuning": f"finetune {TEXT} {BASE} --method=full --average=0.5",
+    "adapters": f"finetune {TEXT} {BASE} --method=lora --lora.rank=2",
+    "adapters on int4": f"finetune {TEXT} {BASE} --method=lora --base=int4",
+    "DPO": f"finetune {PAIRS} {BASE} --method=full",
+    "DPO of adapters": f"finetune {PAIRS} {BASE} --method=lora --lora.rank=2",
+    "distillation": f"distill {TEXT} --teacher={{place}}/base --no-compare {STUDENT}",
+    "distillation from disk": (
+        f"distill {TEXT} --teacher={{place}}/base --no-compare {STUDENT} --top-k=4"
+    ),
     "classification": (
-        "finetune",
-        "--data.files={place}/labelled.jsonl",
-        "--data.cache={run}/cache",
-        "--data.rows=bucketed",
-        "--data.buckets",
-        "32",
-        "--label=label",
-        "--keep-best=eval_loss",
-        "--method=full",
-        *BASE,
+        f"finetune {LABELS} --data.buckets 32 --label=label --keep-best=eval_loss --method=full "
+        + BASE
     ),
 }
 
@@ -112,7 +87,18 @@ MOMENTS = {
     "sampling": ("zoo.decoding.sampling:generate",),
 }
 TRACEBACK = "it ended in a traceback"
+RAISED = "the exception was a"
+SPEEDS = {"tokens_per_second", "examples_per_second", "mfu"}
 Target = tuple[str, int] | None  # a boundary, and which one of its occurrences in a process
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one kill: the fault at the end of that life, "" if there is none."""
+
+    kind: str
+    boundary: str
+    detail: str
 
 
 class Kinds:
@@ -126,9 +112,9 @@ class Kinds:
     def start(self, kind: str, run: Path, target: Target) -> BaseProcess:
         """Start a process of a run in `run/run`, which dies at the target."""
         run.mkdir(parents=True, exist_ok=True)
-        recipe, *flags = KINDS[kind]
-        given = [flag.format(place=self.folder, run=run) for flag in (*COMMON, *flags)]
-        given.insert(0, f"--run-dir={run / 'run'}")
+        recipe, _, flags = KINDS[kind].partition(" ")
+        words = f"--run-dir={{run}}/run {COMMON} {flags}".split()
+        given = [word.format(place=self.folder, run=run) for word in words]
         arguments = (recipe, given, self.folder / "programs", target, run / "boundaries.json")
         return process.start(run / "log", run_recipe, *arguments)
 
@@ -138,9 +124,7 @@ class Kinds:
         if not (run / "ended").exists():
             shutil.rmtree(run, ignore_errors=True)
             if (code := process.finish(self.start(kind, run, None))) != 0:
-                raise RuntimeError(
-                    f"{kind}: an undisturbed run ended with {code}:\n{runs.log(run)}"
-                )
+                raise RuntimeError(f"{kind}: an undisturbed run ended with {code}:\n{log(run)}")
             (run / "ended").touch()
         return run, json.loads((run / "boundaries.json").read_text())
 
@@ -151,24 +135,23 @@ def live(kinds: Kinds, kind: str, choose_next: Callable[[list[str], str], Target
     `choose_next` is given all boundaries, and that of the last kill.
     """
     straight, boundaries = kinds.straight(kind)
-    run, killed, began = kinds.folder / f"life of {kind}", [], time.monotonic()
+    run, killed = kinds.folder / f"life of {kind}", []
     shutil.rmtree(run, ignore_errors=True)
     detail, code = "", -signal.SIGKILL
     try:
-        while code == -signal.SIGKILL:
+        while code == -signal.SIGKILL and not detail:
             target = choose_next(boundaries, killed[-1] if killed else "")
             code = process.finish(kinds.start(kind, run, target))
-            if "Traceback" in (text := runs.log(run)):
-                raise LifeError(f"{TRACEBACK}:\n{text[-3000:]}")
-            if code == -signal.SIGKILL:
+            if "Traceback" in log(run):
+                detail = TRACEBACK
+            elif code == -signal.SIGKILL:
                 killed.append(target[0] if target else "")
-        if code != 0 or (detail := difference(run, straight)):
-            raise LifeError(detail or f"it ended with {code}")
-    except (LifeError, process.HangError) as error:
-        detail = f"{error}; killed: {killed}; the last process said:\n{runs.log(run)[-3000:]}"
-    seconds = (time.monotonic() - began) / max(len(killed), 1)
-    result: Any = "wrong" if detail else "right"
-    return [Outcome(kind, name, result, detail, seconds) for name in killed or ["not at all"]]
+        detail = detail or (f"it ended with {code}" if code else difference(run, straight))
+    except process.HangError as error:
+        detail = str(error)
+    if detail:
+        detail += f"; killed: {killed}; the last process said:\n{log(run)[-3000:]}"
+    return [Outcome(kind, boundary, detail) for boundary in killed or ["not at all"]]
 
 
 def live_at_random(kinds: Kinds, choose: random.Random) -> list[Outcome]:
@@ -189,25 +172,6 @@ def live_at_random(kinds: Kinds, choose: random.Random) -> list[Outcome]:
     return live(kinds, choose.choice(sorted(KINDS)), choose_next)
 
 
-def make_table(outcomes: Sequence[Outcome]) -> Table:
-    """Kills by boundary and kind; how many of them ended unequal, or in a traceback."""
-    table = Table("killed at the boundaries of their lives")
-    for name in [*sorted({outcome.kind for outcome in outcomes}), "all"]:
-        mine = [outcome for outcome in outcomes if name in (outcome.kind, "all")]
-        wrong = [outcome for outcome in mine if outcome.result == "wrong"]
-        raised = sum(TRACEBACK in outcome.detail for outcome in wrong)
-        kills = {kind: sum(outcome.table == kind for outcome in mine) for kind in KINDS}
-        ends = {"all": len(mine), "unequal": len(wrong) - raised, "traceback": raised}
-        table.rows.append({"boundary": name, **kills, **ends})
-    for kind in KINDS:
-        seconds = [outcome.seconds for outcome in outcomes if outcome.table == kind]
-        if seconds:
-            mean = sum(seconds) / len(seconds)
-            table.notes.append(f"{kind}: {mean:.1f} s per kill, its resumption included")
-    table.failures += sorted({": ".join(x.detail.splitlines()[:2]) for x in outcomes if x.detail})
-    return table
-
-
 def difference(run: Path, straight: Path) -> str:
     """The difference of a finished run from an undisturbed one; "" if they are equal to the bit.
 
@@ -217,28 +181,37 @@ def difference(run: Path, straight: Path) -> str:
     if (found := _metrics(run)) != (wanted := _metrics(straight)) or not wanted:
         return f"metrics.jsonl has {found} instead of {wanted}"
     for name in ("model", "adapters", "best"):
-        found_files = runs.files(run / "run" / name)
-        wanted_files = runs.files(straight / "run" / name)
+        found_files, wanted_files = (files(each / "run" / name) for each in (run, straight))
         if unlike := {file for file, _ in found_files.items() ^ wanted_files.items()}:
             return f"{name}/ differs in {sorted(unlike)}"
     if (found_end := printed_end(run)) != (wanted_end := printed_end(straight)):
         return f"the end printed {found_end!r} instead of {wanted_end!r}"
     names = {path.name for path in (run / "run").rglob("*")}
-    left = [
-        name for name in names if name.endswith(".tmp") or name.startswith((".model.", ".best."))
-    ]
+    left = [x for x in names if x.endswith(".tmp") or x.startswith((".model.", ".best."))]
     return f"left behind: {left}" if left else ""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of each file of a folder, by name; none if there is no folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def log(run: Path) -> str:
+    """The output of the last process of a run."""
+    path = run / "log"
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def printed_end(run: Path) -> str:
     """What the last process printed after its last evaluation."""
-    text = runs.log(run).replace(str(run), "RUN")
+    text = log(run).replace(str(run), "RUN")
     return re.split(r"(?m)^(?:step \d+: |.* has finished \d+ steps).*\n", text)[-1]
 
 
 def _metrics(run: Path) -> list[dict]:
     lines = read_metrics(run / "run" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in runs.SPEEDS} for line in lines]
+    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
 
 
 def _write_data(folder: Path) -> None:
@@ -284,7 +257,7 @@ def run_recipe(
         try:
             module.main(tyro.cli(module.Config, args=flags))
         except Exception as error:
-            print(process.RAISED, type(error).__name__, flush=True)
+            print(RAISED, type(error).__name__, flush=True)
             raise
     life.pass_("the end")
     if target is None:

@@ -1,0 +1,457 @@
+"""Plans of steps, by compiling alone (`pip install 'zoo[plan]'`; no TPU is needed).
+
+python -m benchmarks.plans calibration    # published step times beside a plan's bounds
+python -m benchmarks.plans scaling        # memory and traffic per device by the number of devices
+python -m benchmarks.plans slices         # what crosses the network between two slices
+python -m benchmarks.plans stages         # pipelines over slices beside data parallelism, on paper
+python -m benchmarks.plans stages-compiled
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from benchmarks.harness import Table, main
+from zoo import sharding
+from zoo.nn.parameters import cast
+from zoo.nn.remat import Policy
+from zoo.planning import collectives, command, flops, published, targets
+from zoo.planning.collectives import Collective
+from zoo.planning.job import Estimate, make_estimate
+from zoo.planning.roofline import roofline
+from zoo.planning.schedule import Times
+from zoo.sharding.axes import is_parameter
+from zoo.transformer.config import AttentionConfig
+from zoo.transformer.config import Config as Sizes
+from zoo.transformer.model import Transformer
+
+BYTES = 2  # of the compute dtype
+
+
+def skeleton(sizes: Sizes) -> Transformer:
+    """A model of these sizes in bf16, without weights."""
+    make = lambda key: cast(Transformer(sizes, key=key), jnp.bfloat16)  # noqa: E731
+    return eqx.filter_eval_shape(make, jax.random.key(0))
+
+
+def compiled(sizes: Sizes, target: str, quick: bool = False, **options: Any) -> Estimate:
+    """The compiled step of a training; options are flags of `python -m zoo plan`."""
+    where = targets.prepare(target)
+    wanted = command.Config(model="", target=target, **options)
+    return make_estimate(command.make_job(wanted, skeleton(sizes), where), where, quick=quick)
+
+
+# --- Published step times -------------------------------------------------------------------------
+
+_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/c8cfe2f/training/trillium"
+_MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/e591f30"
+_LLAMA2_70B = dataclasses.replace(
+    published.named("llama3-70b"), vocab_size=32_000, max_seq_len=4096
+)
+# MaxText's model of no name, by `global_parameter_scale`: gated MLP, as many heads of keys as of
+# queries, 128 wide.
+_MAXTEXT_16B = Sizes(
+    vocab_size=32_000, d_model=4096, num_layers=32, num_heads=64, d_ff=28_672, max_seq_len=2048,
+    attention=AttentionConfig(num_kv_heads=64, head_dim=128),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """A step of which somebody has published the time."""
+
+    model: str
+    sizes: Sizes
+    target: str
+    rows: int
+    """Of each device."""
+    seq_len: int
+    seconds: float
+    source: str
+    remark: str
+    """Where the published number comes from, or differs from the plan's step."""
+    remat: Policy = "full"
+    accumulate: int = 1
+    """Microbatches of the plan's step, where its whole batch does not fit."""
+
+
+_OFFLOADS = "the published run keeps projections on the host, and recomputes the MLP"
+RUNS = {
+    "8b-v6e-16": Published(
+        "Llama 3.1 8B", published.named("llama3-8b"), "v6e:4x4", 3, 8192, 3.393,
+        f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-16/README.md", _OFFLOADS,
+    ),
+    "16b-v5e-256": Published(
+        "MaxText 16B", _MAXTEXT_16B, "v5e:16x16", 6, 2048, 10.31,
+        f"{_MAXTEXT}/src/maxtext/configs/tpu/v5e/README.md",
+        "the time is that of the published 120 TFLOP/s per chip, attention without its mask",
+    ),
+    "llama2-70b-v5p-64": Published(
+        "Llama 2 70B", _LLAMA2_70B, "v5p:4x4x4", 2, 4096, 8192 / 692,
+        f"{_MAXTEXT}/docs/reference/models/tiering.md",
+        "of the published 692 tokens/s per chip; that run recomputes one product of the MLP alone",
+    ),
+    "mixtral-v6e-256": Published(
+        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v6e:16x16", 8, 4096, 8.409,
+        f"{_RECIPES}/Mixtral-8x7B-MaxText/README.md",
+        "the published run drops tokens beyond 1.25 of an expert's even share, and keeps "
+        "projections on the host; without that the batch takes 33.8 GiB of a chip's 32, so the "
+        "plan's step has two microbatches, and gathers twice",
+        accumulate=2,
+    ),
+    "mixtral-v5p-256": Published(
+        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v5p:4x4x8", 36, 4096, 36 * 4096 / 2909,
+        f"{_MAXTEXT}/docs/reference/models/tiering.md",
+        "of the published 2,909 tokens/s per chip, with weights of bf16; with fp32 masters the "
+        "batch takes 122 GiB of a chip's 95, so the plan's step has two microbatches, and gathers "
+        "twice",
+        accumulate=2,
+    ),
+    "8b-v6e-32": Published(
+        "Llama 3.1 8B", published.named("llama3-8b"), "v6e:4x8", 3, 8192, 3.495,
+        f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-32/README.md", _OFFLOADS,
+    ),
+    "llama2-70b-v6e-256": Published(
+        "Llama 2 70B", _LLAMA2_70B, "v6e:16x16", 2, 4096, 9.052,
+        f"{_RECIPES}/Llama2-70B-MaxText/README.md", _OFFLOADS,
+    ),
+}  # fmt: skip
+
+
+def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
+    """Set the times that MaxText publishes beside the bounds of a plan of the same step: an hour.
+
+    Args:
+        runs: names of the runs to compile.
+    """
+    table = Table("published step times beside the plan's bounds, seconds")
+    for run in (RUNS[name] for name in runs):
+        devices = targets.parse(run.target).num_devices
+        step = compiled(
+            run.sizes,
+            run.target,
+            batch_size=run.rows * devices,
+            seq_len=run.seq_len,
+            remat=run.remat,
+            accumulate=run.accumulate,
+        )
+        tokens = f"{run.rows * run.seq_len:,}"
+        row = {"model": run.model, "slice": run.target, "tokens per chip": tokens}
+        if (roof := roofline(step)) is None:
+            table.notes.append(f"{run.model}: {step.memory.total / 2**30:.1f} GiB do not fit")
+            continue
+        bound = roof.by_op.seconds
+        reached = roof.utilization(bound) * bound / run.seconds
+        row |= {
+            "bound of full overlap": f"{roof.seconds:.2f} ({roof.bound})",
+            "by instruction": f"{bound:.2f}",
+            "products, memory, links": _parts(roof.by_op),
+            "published": f"{run.seconds:.2f}",
+            "ratio": f"{run.seconds / bound:.2f}",
+            "MFU: bound, published": f"{roof.utilization(bound):.0%}, {reached:.0%}",
+        }
+        table.add(**row)
+        table.notes.append(f"{run.model} on {run.target}: {run.remark}. {run.source}")
+    return [table]
+
+
+def _parts(times: Times) -> str:
+    return ", ".join(f"{x:.2f}" for x in (times.compute, times.memory, times.links))
+
+
+# --- Scaling --------------------------------------------------------------------------------------
+
+SLICES = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+
+def scaling(
+    model: str = "llama3-8b",
+    chip: str = "v6e",
+    devices: tuple[int, ...] = tuple(SLICES),
+    tensor: tuple[int, ...] = (1, 4),
+    seq_len: int = 2048,
+    quick: bool = True,
+) -> list[Table]:
+    """Compile a step for more and more devices, and set the bytes sent beside the fewest.
+
+    Args:
+        model: name of a published model.
+        chip: chip with two-dimensional slices: v5e or v6e.
+        devices: numbers of devices.
+        tensor: sizes of the tensor axis; fsdp is the rest.
+        seq_len: tokens per row; a step has one row per device.
+        quick: compile with less effort.
+    """
+    sizes = published.named(model)
+    table = Table(f"{model} on TPU {chip}: one row of {seq_len} tokens per device; GiB per device")
+    for size in tensor:
+        for count in devices:
+            mesh, target = f"fsdp={count // size},tensor={size}", f"{chip}:{SLICES[count]}"
+            options = {"mesh": mesh, "batch_size": count, "seq_len": seq_len}
+            step = compiled(sizes, target, quick, **options)
+            sent = sum(collectives.bytes_by_kind(step.collectives).values())
+            least = minimum(step, sizes)
+            table.add(
+                **{
+                    "devices": count,
+                    "mesh": mesh,
+                    "state": (step.memory.parameters + step.memory.optimizer) / 2**30,
+                    "temporaries": step.memory.temporaries / 2**30,
+                    "sent": sent / 2**30,
+                    "minimum": least / 2**30,
+                    "ratio": sent / least,
+                    "compile s": round(step.compile_seconds),
+                }
+            )
+    return [table]
+
+
+def minimum(estimate: Estimate, sizes: Sizes) -> float:
+    """The minimum of bytes that a device sends.
+
+    A layer's parameters are gathered forward and backward, the embedding's and the head's once; all
+    gradients are reduced and scattered once. On the tensor axis, activations are all-reduced after
+    attention and MLP, forward and backward, after the embedding's look-up, and before the head,
+    backward.
+    """
+    mesh = sharding.make_mesh(estimate.job.mesh, estimate.target.devices())
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    model = skeleton(sizes)
+
+    def whole(part: Any) -> float:
+        placed = sharding.shardings(part, mesh)
+        pairs = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
+        return sum(
+            math.prod(where.shard_shape(x.shape)) * fsdp * BYTES
+            for x, where in pairs
+            if is_parameter(x) and "fsdp" in where.spec
+        )
+
+    ring = (fsdp - 1) / fsdp
+    layers, everything = whole(model.blocks), whole(model)
+    activations = estimate.job.tokens / fsdp * sizes.d_model * BYTES
+    reductions = 4 * sizes.num_layers + 2
+    sums = reductions * activations * 2 * (tensor - 1) / tensor
+    return ring * (layers + 2 * everything) + sums
+
+
+# --- Slices ---------------------------------------------------------------------------------------
+
+
+def slices(
+    model: str = "llama3-8b",
+    target: str = "2xv5e:4x4",
+    mesh: str = "data=2,fsdp=16",
+    accumulate: tuple[int, ...] = (1, 2),
+    quick: bool = False,
+) -> list[Table]:
+    """List the collectives of a step over slices by network, alike ones in one row.
+
+    Args:
+        model: published size.
+        target: slices of TPUs.
+        mesh: devices by axis.
+        accumulate: numbers of microbatches, each compiled.
+        quick: ask the compiler for less effort.
+    """
+    return [_by_network(model, target, mesh, each, quick) for each in accumulate]
+
+
+def _by_network(model: str, target: str, mesh: str, accumulate: int, quick: bool) -> Table:
+    step = compiled(published.named(model), target, quick, mesh=mesh, accumulate=accumulate)
+    found = Table(
+        f"{model} on {target}, --mesh {mesh}, {step.job.tokens:,} tokens per step, "
+        f"microbatches: {accumulate}"
+    )
+    alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
+    for each in step.collectives:
+        crosses = step.topology.between(each) > 0
+        alike[not crosses, each.kind, each.dtype, each.group_size].append(each)
+    for (inside, kind, dtype, size), group in sorted(alike.items()):
+        total = sum(each.total for each in group)
+        if inside and total < 2**20:
+            continue
+        crossing = sum(step.topology.between(each) * each.times for each in group)
+        found.rows.append(
+            {
+                "network": "within a slice" if inside else "between slices",
+                "collective": kind,
+                "dtype": dtype,
+                "devices": size,
+                "first replica group": _first_group(group[0]),
+                "times per step": sum(each.times for each in group),
+                "MiB sent per device and step": total / 2**20,
+                "of it between slices": crossing / 2**20,
+            }
+        )
+    slices, parts = step.target.num_slices, step.target.num_devices // step.target.num_slices
+    part = 2 * step.parameters.count / parts / 2**20
+    found.notes.append(
+        f"Closed form of what crosses: {2 * (slices - 1) / slices:.3g} · 2 bytes of each of a "
+        f"chip's {step.parameters.count / parts / 1e6:,.0f} million parameters, "
+        f"{2 * (slices - 1) / slices * part:,.0f} MiB, for each reduction. Within a slice, "
+        "collectives of less than 1 MiB are left out."
+    )
+    return found
+
+
+def _first_group(collective: Collective) -> str:
+    """The devices of the first group, of many the first and the last few."""
+    group = [str(device) for device in (collective.groups or ((),))[0]]
+    shown = group if len(group) <= 4 else [*group[:2], "…", group[-1]]
+    return f"{{{', '.join(shown)}}}"
+
+
+# --- Stages ---------------------------------------------------------------------------------------
+
+
+def stages(
+    models: tuple[str, ...] = ("llama3-8b", "llama3-70b"),
+    targets: tuple[str, ...] = ("v5e:16x16", "v5p:4x4x4"),
+    counts: tuple[int, ...] = (2, 4, 8),
+    rows: tuple[int, ...] = (1, 4),
+    seq_len: int = 8192,
+) -> list[Table]:
+    """Pipeline parallelism over slices beside data parallelism over them, on paper.
+
+    Within a slice parameters are stored by FSDP either way; between slices either gradients are
+    added up (data), or each slice has some of the layers and hands its activations on (a pipeline,
+    GPipe's or 1F1B's: both wait for (stages - 1) / microbatches of the compute). All times are
+    least times, at the chips' peaks. A microbatch has at least one row per chip of a slice, so that
+    a step of r rows per chip has n r microbatches at most.
+
+    Args:
+        models: names of published sizes.
+        targets: slices of TPUs.
+        counts: numbers of slices.
+        rows: rows per chip and step.
+        seq_len: tokens per row.
+    """
+    table = Table(f"seconds per step, rows of {seq_len:,} tokens")
+    for model in models:
+        for slice_ in targets:
+            for count in counts:
+                table.rows += [_on_paper(model, slice_, count, each, seq_len) for each in rows]
+    table.notes.append(
+        "A network's time below that of the compute can be hidden behind it; a bubble can not. "
+        "Interleaved stages divide the bubble by their number per slice, and multiply the bytes of "
+        "the network by it."
+    )
+    return [table]
+
+
+def _on_paper(model: str, slice_: str, count: int, rows: int, seq_len: int) -> dict[str, Any]:
+    target = targets.parse(slice_)
+    chip, chips = target.chip, target.num_devices
+    assert chip.flops is not None
+    assert chip.network is not None
+    assert chip.interconnect is not None
+    made = published.skeleton(model)
+    parameters = sum(x.size for x in jax.tree.leaves(made) if is_parameter(x))
+    per_token = flops.per_token(made, seq_len)
+    assert per_token is not None
+    tokens = rows * seq_len  # of a chip's step
+    compute = per_token * tokens / chip.flops
+    gradients = BYTES * parameters / chips
+    data = 2 * (count - 1) / count * gradients / chip.network
+    links = 3 * BYTES * parameters * (chips - 1) / chips / chip.interconnect
+    microbatches = count * rows
+    bubble = (count - 1) / microbatches * compute
+    # All tokens cross each boundary, forward and backward, over the chips of a slice.
+    width = made.config.d_model
+    activations = 2 * BYTES * tokens * count * width / chip.network
+    return {
+        "model": model,
+        "slices": f"{count} x {slice_}",
+        "rows per chip": rows,
+        "compute": compute,
+        "data: network": data,
+        "network / compute": data / compute,
+        "data: links": links,
+        "pipeline: bubble": bubble,
+        "bubble / compute": bubble / compute,
+        "pipeline: network": activations,
+        "pipeline: links": links * microbatches / count,
+    }
+
+
+def stages_compiled(
+    model: str = "llama3-8b",
+    targets: tuple[str, ...] = ("2xv5e:4x4", "2xv5p:4x4x4"),
+    rows: tuple[int, ...] = (1, 4),
+    quick: bool = False,
+) -> list[Table]:
+    """The same by compiling: bounds of the step by data, and of the last stage's step.
+
+    The stage is its layers and the head, on a slice by itself with its microbatches one after the
+    other. Layers are dealt out so that stages have equal work, the head counted as the layers that
+    have as many parameters. To its time come the bubble, (stages - 1) / microbatches of it, and
+    what crosses the network, by the closed form; none of it is hidden.
+
+    Args:
+        model: name of a published size.
+        targets: slices of TPUs.
+        rows: rows of 4,096 tokens per chip and step, each a microbatch.
+        quick: ask the compiler for less effort.
+    """
+    table = Table("seconds per step, rows of 4,096 tokens, bounds by instruction")
+    for name in targets:
+        for each in rows:
+            try:
+                table.add(**_by_stages(model, name, each, quick))
+            except MemoryError as error:
+                table.notes.append(f"{name} with {each} rows per chip: {error}.")
+    return [table]
+
+
+def _by_stages(model: str, target: str, rows: int, quick: bool) -> dict[str, Any]:
+    where, sizes = targets.prepare(target), published.named(model)
+    count, chips = where.num_slices, where.num_devices // where.num_slices
+    leaves = jax.tree.leaves(skeleton(sizes))
+    head = sizes.vocab_size * sizes.d_model
+    layer = (sum(x.size for x in leaves if is_parameter(x)) - 2 * head) / sizes.num_layers
+    last = round((sizes.num_layers + head / layer) / count - head / layer)
+
+    def bound(layers: int, name: str, mesh: str, accumulate: int) -> Times:
+        batch_size = rows * targets.parse(name).num_devices
+        options = {"mesh": mesh, "batch_size": batch_size, "accumulate": accumulate}
+        step = compiled(dataclasses.replace(sizes, num_layers=layers), name, quick, **options)
+        memory, roof = step.memory, roofline(step)
+        if not memory.fits or roof is None:
+            room = f"{memory.total / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB"
+            raise MemoryError(f"{layers} layers on {name}, {mesh}, take {room}")
+        return roof.by_op
+
+    microbatches = rows * count
+    data = bound(sizes.num_layers, target, f"data={count},fsdp={chips}", rows)
+    stage = bound(last, target.partition("x")[2], f"fsdp={chips}", microbatches)
+    bubble = (count - 1) / microbatches
+    assert where.chip.network is not None
+    # All tokens cross each boundary, forward and backward, over the chips of a slice.
+    network = 2 * BYTES * rows * 4096 * count * sizes.d_model / where.chip.network
+    pipeline = stage.seconds * (1 + bubble) + network
+    return {
+        "model": model,
+        "slices": target,
+        "rows per chip": rows,
+        "by data": data.seconds,
+        "products, memory, links": _parts(data),
+        "layers of the last stage": last,
+        "microbatches": microbatches,
+        "stage": stage.seconds,
+        "its products, memory, links": _parts(stage),
+        "bubble": stage.seconds * bubble,
+        "network": network,
+        "by pipeline": pipeline,
+        "over data": pipeline / data.seconds,
+    }
+
+
+if __name__ == "__main__":
+    main(calibration, scaling, slices, stages, stages_compiled)
