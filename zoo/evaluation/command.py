@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -140,7 +140,7 @@ def main(config: Config) -> None:
         print(make_table(found, "groups").strip())
     if out is None:
         return
-    now = datetime.now().isoformat(timespec="seconds").replace(":", "-")
+    now = datetime.now().isoformat().replace(":", "-")
 
     def text(content: Any, **options: Any) -> str:
         return json.dumps(content, default=handle_non_serializable, **options) + "\n"
@@ -191,7 +191,7 @@ def load_tasks(names: Sequence[str], include: Path | None = None) -> list[Any]:
 
 
 @contextlib.contextmanager
-def request_cache(out: Path | None, fingerprint: str) -> Any:
+def request_cache(out: Path | None, fingerprint: str) -> Iterator[str | None]:
     """The path of lm-eval's cache of requests, without its end; None without a folder for it.
 
     It is of one model, as lm-eval asks for requests by their text alone. All processes must find

@@ -277,7 +277,8 @@ class ZooLM(TemplateLM):
             ValueError: the tokenizer has no chat template, or it refuses the conversation.
         """
         template = self._template
-        self._ends = [self.tokenizer.tokenizer.id_to_token(i) for i in template.ends_of_turn]
+        ids = template.ends_of_turn
+        self._ends = [template.tokenizer.tokenizer.id_to_token(i) for i in ids]
         text = template(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
