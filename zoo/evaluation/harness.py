@@ -8,7 +8,6 @@ lm_eval.simple_evaluate(model=ZooLM("lm-python"), tasks=["lambada_openai"])
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,15 @@ try:
     import lm_eval.models  # noqa: F401
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
     raise ImportError("an evaluation needs an extra: pip install 'zoo[eval]'") from error
 
-MAX_NEW_TOKENS = 256  # of a task that does not say, as in lm-eval
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+NORMALIZED = ("until", "do_sample", "temperature", "max_gen_toks")
 DRAWING = ("top_k", "top_p", "min_p")  # without effect on greedy answers
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-logger = logging.getLogger(__name__)
 
 
 @register_model("zoo")
@@ -335,22 +333,17 @@ def generation(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one that the zoo does not have.
     """
-    options = dict(given)
+    options = dict(normalize_gen_kwargs(dict(given)))
     stops = options.pop("until", None) or []
-    lengths = [options.pop(name, None) for name in LENGTHS]
-    length = next((x for x in lengths if x is not None), MAX_NEW_TOKENS)
-    temperature = float(options.pop("temperature", 0.0))
-    sampled = options.pop("do_sample", temperature > 0)
-    if sampled and not temperature:
-        logger.warning("do_sample without a temperature above 0: answers are greedy")
+    length = options.pop("max_gen_toks")
+    temperature = float(options.pop("temperature", 0.0)) * options.pop("do_sample")
     if unknown := options.keys() - {*DRAWING, *PENALTIES}:
-        known = ", ".join(("until", "do_sample", "temperature", *LENGTHS, *DRAWING, *PENALTIES))
+        known = ", ".join((*NORMALIZED, *DRAWING, *PENALTIES))
         raise ValueError(f"generation_kwargs: the zoo has no {min(unknown)!r}; it has {known}")
-    temperature = temperature if sampled else 0.0
     used = PENALTIES if temperature == 0 else (*DRAWING, *PENALTIES)
     return {
-        "stops": [stops] if isinstance(stops, str) else list(stops),
-        "max_new_tokens": int(length),
+        "stops": [stop for stop in stops if stop],
+        "max_new_tokens": length,
         "temperature": temperature,
         **{name: options[name] for name in used if options.get(name) is not None},
     }
