@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.harness import Table, main
 from zoo.data.tokenizer import FILE_NAME
+from zoo.evaluation.standard_library import TASKS
 from zoo.publishing.shelf import published
-from zoo.tasks.evaluation.built_in import TASKS
 
 METRICS = {"python-bodies": ("acc", "acc_norm"), "python-signatures": ("exact_match",)}
 
@@ -45,16 +45,17 @@ def _rows(model: str, limit: int | None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "zoo", "eval", model, *flags, f"--out={folder}"]
         subprocess.run([*command, "--precision=fp32"], check=True)
-        found = json.loads((Path(folder) / "results.json").read_text())["tasks"]
+        [results] = Path(folder).glob("results_*.json")
+        found = json.loads(results.read_text())
     return [
         {
             "model": model,
             "task": task,
-            "examples": found[task]["examples"],
+            "examples": found["n-samples"][task]["effective"],
             "metric": metric,
-            "value": found[task]["metrics"][metric]["value"],
-            "± s.e.": found[task]["metrics"][metric]["stderr"],
-            "chance": chance(list(TASKS[task].records())[:limit]),
+            "value": found["results"][task][f"{metric},none"],
+            "± s.e.": found["results"][task][f"{metric}_stderr,none"],
+            "chance": chance(TASKS[task]()[:limit]),
         }
         for task, metrics in METRICS.items()
         for metric in metrics

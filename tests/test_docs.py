@@ -47,7 +47,6 @@ SLOW = {
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "equinox", "finetune", "loop")),
 }
 NOT_RUN = {
-    "docs/guides/evaluation.md": ["lm-eval", "lm-eval"],
     "docs/guides/hugging-face.md": ["network", "a finished run", "transformers", "ctranslate2"],
 }
 

@@ -4,14 +4,20 @@ import ast
 import textwrap
 from collections import Counter
 
+import datasets
 import pytest
 
 from benchmarks import shelf
 from zoo import __main__ as main
 from zoo.data.documents import Document, held_out_split, standard_library
-from zoo.tasks.evaluation import built_in
-from zoo.tasks.evaluation.standard_library import MOST, python_bodies, python_signatures
-from zoo.tasks.evaluation.task import read_task
+from zoo.evaluation.command import load_tasks
+from zoo.evaluation.standard_library import (
+    MOST,
+    TASKS,
+    python_bodies,
+    python_files,
+    python_signatures,
+)
 
 TRAINING = ["a.py", "b.py", "c.py"]
 HELD_OUT = "file0.py"  # by the hash of its name
@@ -115,26 +121,27 @@ def test_a_library_with_too_little_is_refused():
 
 
 def test_a_task_is_written_as_it_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     documents = library(*FOUR)
     made = {"python-bodies": python_bodies, "python-signatures": python_signatures}
-    assert made.keys() == built_in.TASKS.keys() == shelf.METRICS.keys()
+    assert {*made, "python-files"} == TASKS.keys() > shelf.METRICS.keys() == made.keys()
+    monkeypatch.setitem(TASKS, "python-files", lambda: python_files(documents))
     for name, make in made.items():
-        known = built_in.TASKS[name]
-        monkeypatch.setitem(
-            built_in.TASKS, name, known._replace(records=lambda make=make: make(documents))
-        )
+        monkeypatch.setitem(TASKS, name, lambda make=make: make(documents))
+    for name, make in TASKS.items():
         main.main(["task", name, "--folder", str(tmp_path)])
-        assert f"{name}.toml" in capsys.readouterr().out
-        written, by_name = read_task(str(tmp_path / f"{name}.toml")), read_task(name)
-        assert written.settings == by_name.settings
-        assert written.kind == by_name.kind
-        assert len(written.examples) == 4
-        for one, other in zip(written.examples, by_name.examples, strict=True):
-            assert one.context == other.context
-            assert (one.choices, one.answer, one.targets) == (
-                other.choices, other.answer, other.targets
-            )  # fmt: skip
-    assert read_task("python-bodies").settings.delimiter == ""
+        assert f"{name}.yaml" in capsys.readouterr().out
+        written, by_name = (
+            load_tasks([task])[0] for task in (str(tmp_path / f"{name}.yaml"), name)
+        )
+        assert [*written.test_docs()] == [*by_name.test_docs()] == make()
+        assert len(make()) == (1 if name == "python-files" else 4)
+        kinds = [one.config.to_dict() for one in (written, by_name)]
+        for kind in kinds:
+            for source in ("custom_dataset", "dataset_path", "dataset_kwargs"):
+                kind.pop(source, None)
+        assert kinds[0] == kinds[1]
+    assert python_files(documents) == [{"text": documents[-1].text}]
     with pytest.raises(ValueError, match=r"'python-body' is no task .*: python-bodies, python-sig"):
         main.main(["task", "python-body", "--folder", str(tmp_path)])
 

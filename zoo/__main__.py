@@ -13,6 +13,8 @@ from zoo.base.addresses import explained, is_remote
 from zoo.base.files import local_path
 from zoo.data.prepared import command as preparing
 from zoo.data.prepared import verifying
+from zoo.evaluation import command as evaluating
+from zoo.evaluation import standard_library
 from zoo.planning import command as planning
 from zoo.planning.report import console
 from zoo.publishing import adapters
@@ -24,8 +26,6 @@ from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors, parse
-from zoo.tasks.evaluation import built_in, classifiers
-from zoo.tasks.evaluation import command as evaluating
 from zoo.wrappers import lora
 
 
@@ -110,19 +110,19 @@ def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
 def evaluate(config: Annotated[evaluating.Config, tyro.conf.arg(name="")]) -> None:
     """Evaluate a model on tasks: choices by their likelihood, generated answers, whole texts.
 
-    For example: python -m zoo eval lm-python --task questions.jsonl --out results
+    For example: python -m zoo eval lm-python --task python-bodies --out results
     """
-    (classifiers if classifiers.classes_of(config.model) else evaluating).main(config)
+    evaluating.main(config)
 
 
 def task(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:
-    """Write a task that comes with the zoo, as eval and other harnesses read it.
+    """Write a task that comes with the zoo, as eval and lm-eval itself read it.
 
     Args:
-        name: Name of the task: python-bodies or python-signatures.
-        folder: Folder for its examples, <name>.jsonl, and for <name>.toml with its settings.
+        name: Name of the task: python-bodies, python-signatures or python-files.
+        folder: Folder for its examples, <name>.jsonl, and for the task file, <name>.yaml.
     """
-    print(f"the task is in {built_in.write(name, folder)}")
+    print(f"the task is in {standard_library.write(name, folder)}")
 
 
 def report(run: tyro.conf.Positional[str] = "") -> None:

@@ -19,7 +19,7 @@ from zoo.base import files
 from zoo.data.loader import batches, held_rows
 from zoo.data.plans import Plan, batch_shapes
 from zoo.runs.config import Config
-from zoo.runs.journal import from_first
+from zoo.runs.processes import from_first
 from zoo.runs.run import Run, versions
 from zoo.sharding.axes import is_parameter
 from zoo.training.description import Evaluate

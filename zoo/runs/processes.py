@@ -3,13 +3,16 @@
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from zoo.base import files, tpus
@@ -68,6 +71,17 @@ def barrier(name: str) -> None:
     """Wait until every process is here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def from_first(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of process 0, in every process; of what JSON has."""
+    if jax.process_count() == 1:
+        return content
+    data = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    mine = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(mine))
+    return json.loads(sent.astype(np.uint8).tobytes())
 
 
 @contextlib.contextmanager

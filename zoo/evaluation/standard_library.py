@@ -6,10 +6,13 @@ another one in numbers and strings alone, are left out.
 """
 
 import ast
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from zoo.base import files
 from zoo.data.documents import Document, functions, held_out_split, standard_library, unit_hash
 
 MOST = 400  # examples
@@ -17,6 +20,35 @@ CHOICES = 4
 NEAREST = 12  # functions of nearly the same length that wrong bodies are drawn from
 BODY_BYTES = range(40, 481)  # with its signature it fits into the 256 tokens of a training row
 BEFORE_BYTES = 600  # of the file, before a signature to complete
+
+
+def dataset(name: str, **_: Any) -> Any:
+    """The examples of the task of that name as lm-eval reads them; a `datasets.DatasetDict`."""
+    import datasets
+
+    return datasets.DatasetDict(test=datasets.Dataset.from_list(TASKS[name]()))
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write a task's examples to `<name>.jsonl` in a folder, and beside it `<name>.yaml`.
+
+    Returns the path of the latter, which lm-eval reads without the zoo.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if name not in TASKS:
+        raise ValueError(f"{name!r} is no task that comes with the zoo: {', '.join(TASKS)}")
+    lines = "".join(json.dumps(record) + "\n" for record in TASKS[name]())
+    made = f"custom_dataset: !function {__name__}.dataset\ndataset_kwargs: {{name: {name}}}\n"
+    examples = folder.absolute() / f"{name}.jsonl"
+    source = json.dumps({"data_files": {"test": str(examples)}})  # which is YAML too
+    kept = f"dataset_path: json\ndataset_kwargs: {source}\n"
+    text = (Path(__file__).parent / f"{name}.yaml").read_text().replace(made, kept)
+    files.make_folder(folder, "folder")
+    files.replace(examples, lambda path: path.write_text(lines))
+    files.replace(folder / f"{name}.yaml", lambda path: path.write_text(text))
+    return folder / f"{name}.yaml"
 
 
 class Function(NamedTuple):
@@ -63,10 +95,27 @@ def python_signatures(documents: Sequence[Document] | None = None) -> list[dict[
     return [{"context": parts[f][0], "target": parts[f][1]} for f in _chosen([*parts])]
 
 
-def _held_out(documents: Sequence[Document] | None) -> list[Function]:
+def python_files(documents: Sequence[Document] | None = None) -> list[dict[str, Any]]:
+    """Text: each held-out file as it stands."""
+    _, held_out = _split(documents)
+    return [{"text": document.text} for document in held_out if document.text.strip()]
+
+
+TASKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "python-bodies": python_bodies,
+    "python-signatures": python_signatures,
+    "python-files": python_files,
+}
+
+
+def _split(documents: Sequence[Document] | None) -> tuple[list[Document], list[Document]]:
     documents = standard_library() if documents is None else documents
     python = [document for document in documents if document.name.endswith(".py")]
-    training, held_out = held_out_split(python, by="name")
+    return held_out_split(python, by="name")
+
+
+def _held_out(documents: Sequence[Document] | None) -> list[Function]:
+    training, held_out = _split(documents)
     seen = {_without_constants(document.text) for document in functions(training)}
     lines_of = {document.name: document.text.split("\n") for document in held_out}
     found: list[Function] = []

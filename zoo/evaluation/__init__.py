@@ -1,0 +1,1 @@
+"""Evaluation by lm-eval, with models of the zoo behind it."""

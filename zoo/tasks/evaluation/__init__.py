@@ -1,1 +1,0 @@
-"""Evaluation of language models on tasks: by log-likelihoods, by generated answers, by text."""
