@@ -168,7 +168,7 @@ def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bo
     ],
 )
 def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, heads: Any):
-    """Where all devices have all of those: each of them sees one key alone, and its value says so."""
+    """Where all devices have all of those, each of which sees one key, whose value says which."""
     number = heads[1]
     place, head = np.ogrid[:8, :number]
     k = np.where(place == head, 100.0, 0.0)[None, ..., None] * np.ones(4)

@@ -181,7 +181,7 @@ def assert_distributed(counts: collections.Counter, expected: dict[Any, float]) 
 
 
 class Trigram(eqx.Module):
-    """A decoder whose next token depends on the two before; its cache is the one before the last."""
+    """A decoder whose next token depends on the two before it, of which the cache is the first."""
 
     logits: Array
 
