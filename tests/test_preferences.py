@@ -362,7 +362,8 @@ def test_loss_gradient_and_metrics_are_those_by_hand(kind, limit, monkeypatch):
                 moved[i][place] += step
                 ends.append(by_hand(kind, *moved)[0])
             assert float(found[place]) == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-4)
-    _, weight, found = loss(model, batch, None)
+    with jax.debug_nans(True):  # and none in what is not chosen
+        _, weight, found = loss(model, batch, None)
     assert float(weight) == 2
     assert metrics["accuracy"] == 1
     names = ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
