@@ -162,9 +162,9 @@ def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bo
 @pytest.mark.parametrize(
     ("mesh", "heads"),
     [
-        ("tensor=4", (8, 4)),  # a device's query heads are of a whole group,
-        ("tensor=4", (8, 2)),  # of a half,
-        ("tensor=2", (12, 3)),  # or end within one
+        ("context=2,tensor=4", (8, 4)),  # a device's query heads are of a whole group,
+        ("context=2,tensor=4", (8, 2)),  # of a half,
+        ("context=2,tensor=2", (12, 3)),  # or end within one
     ],
 )
 def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, heads: Any):
@@ -176,7 +176,7 @@ def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, he
     q = np.ones((1, 8, heads[0], 4))
     rules = {**sharding.RULES, "kv_heads": None}
     with sharding.use(sharding.make_mesh(mesh), rules):
-        call = jax.jit(functools.partial(attention, causal=False))
+        call = jax.jit(functools.partial(attention, causal=False, implementation="gather"))
         out = call(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     wanted = 11 * (np.arange(heads[0]) // (heads[0] // number))
     np.testing.assert_allclose(out, np.broadcast_to(wanted[:, None], out.shape), rtol=1e-6)
