@@ -617,6 +617,9 @@ def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
 def test_unfit_decays_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"decay=1\.0: must be in \[0, 1\)"):
         callbacks.Average(1.0)
+    with pytest.raises(ValueError, match=r"decay=-0\.1: must be in \[0, 1\)"):
+        callbacks.Average(-0.1)
+    callbacks.Average(0.0)
     with pytest.raises(ValueError, match=r"average=1\.5: must be in \[0, 1\)"):
         config(tmp_path, average=1.5)
     with pytest.raises(ValueError, match="keep_best='average/eval_loss': without --average"):

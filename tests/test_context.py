@@ -18,6 +18,7 @@ import zoo
 from zoo import bert, mlp, sharding
 from zoo.base import configuration
 from zoo.nn.attention import attention, splash
+from zoo.nn.attention.context_parallel import pad_pieces, without_padding
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.nn.attention.ulysses import Exchange, gathered_numbers
@@ -156,6 +157,41 @@ def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bo
             lambda *qkv: splash.splash(*qkv, ids, mask, 0.3, None, transfer, **options)
         )
         assert_equal(value_and_gradients(kernel, g, *qkv), wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads"),
+    [
+        ("context=2,tensor=4", (8, 4)),  # a device's query heads are of a whole group,
+        ("context=2,tensor=4", (8, 2)),  # of a half,
+        ("context=2,tensor=2", (12, 3)),  # or end within one
+    ],
+)
+def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, heads: Any):
+    """Where all devices have all of those, each of which sees one key, whose value says which."""
+    number = heads[1]
+    place, head = np.ogrid[:8, :number]
+    k = np.where(place == head, 100.0, 0.0)[None, ..., None] * np.ones(4)
+    v = np.broadcast_to((10.0 * head + place)[None, ..., None], k.shape)
+    q = np.ones((1, 8, heads[0], 4))
+    rules = {**sharding.RULES, "kv_heads": None}
+    with sharding.use(sharding.make_mesh(mesh), rules):
+        call = jax.jit(functools.partial(attention, causal=False, implementation="gather"))
+        out = call(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    wanted = 11 * (np.arange(heads[0]) // (heads[0] // number))
+    np.testing.assert_allclose(out, np.broadcast_to(wanted[:, None], out.shape), rtol=1e-6)
+
+
+def test_padding_is_behind_each_piece_and_comes_off_again():
+    x = jnp.arange(24).reshape(2, 6, 2)
+    padded = pad_pieces(x, 2, 4, -1)
+    assert padded.shape == (2, 8, 2)
+    assert padded[0, :, 0].tolist() == [0, 2, 4, -1, 6, 8, 10, -1]
+    assert padded[1, :, 1].tolist() == [13, 15, 17, -1, 19, 21, 23, -1]
+    np.testing.assert_array_equal(without_padding(padded, 2, 3), x)
+    assert pad_pieces(x, 2, 3) is x
+    assert without_padding(x, 2, 3) is x
+    assert pad_pieces(x[..., 0], 2, 5)[1].tolist() == [12, 14, 16, 0, 0, 18, 20, 22, 0, 0]
 
 
 GATHERED = {"all-gather", "reduce-scatter"}

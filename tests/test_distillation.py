@@ -1,6 +1,7 @@
 """Distillation: the loss against its formula and its limits, and that nothing else changes it."""
 
 import importlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +22,8 @@ from recipe_cases import Recipe, assert_same_result, finish, metrics, shared, wa
 import zoo
 from zoo import distillation, losses, optimizers, rnn, transformer
 from zoo.data.tokenizer import ByteTokenizer
-from zoo.data.top_k import StoredTopK, TopKPlan
+from zoo.data.top_k import REST, StoredTopK, TopKPlan
+from zoo.nn.precision import in_precision
 from zoo.runs.processes import RunError
 from zoo.training.distillation import (
     TEACHER_ENTRIES,
@@ -88,6 +90,20 @@ def test_metrics_are_the_two_parts():
     np.testing.assert_allclose(metrics["next_token"], hard, rtol=1e-6)
     parts = 0.3 * 4 * metrics["kl"] + 0.7 * metrics["next_token"]
     np.testing.assert_allclose(total, parts, rtol=1e-6)
+    total, _, metrics = Distillation().beside_teacher(Taught(table(0), table(1)), BATCH, None)
+    parts = 0.9 * metrics["kl"] + 0.1 * metrics["next_token"]
+    np.testing.assert_allclose(total, parts, rtol=1e-6)
+
+
+def test_a_pair_casts_at_use_where_both_of_it_do():
+    """Else the step casts all of it, or the other one would compute in fp32."""
+    for models in itertools.product((drawn_transformer(), table(0)), repeat=2):
+        both = not any(isinstance(model, Table) for model in models)
+        model = Taught(*models)
+        assert model.casts_inputs == both
+        with in_precision(model, "bf16") as given:
+            dtypes = {x.dtype for x in jax.tree.leaves(eqx.filter(given, eqx.is_inexact_array))}
+        assert dtypes == {jnp.dtype(jnp.float32 if both else jnp.bfloat16)}
 
 
 def test_without_weight_it_is_the_language_loss():
@@ -166,8 +182,10 @@ def test_top_k_of_the_whole_vocabulary_is_the_teacher(monkeypatch: pytest.Monkey
     student, teacher = table(0), table(1)
     on_the_fly = MIXED.beside_teacher(Taught(student, teacher), BATCH, None)
     monkeypatch.setattr(losses, "LOGITS_BYTES", 2 * 4 * 8 * 12 * VOCAB // 3)
-    stored = MIXED.of_stored(student, stored_batch(teacher, VOCAB, 2.0), None)
+    whole = stored_batch(teacher, VOCAB, 2.0)
+    stored = MIXED.of_stored(student, whole, None)
     np.testing.assert_allclose(stored[0], on_the_fly[0], rtol=1e-6)
+    assert not whole[REST].any()  # nor a rounding error
     entries = stored_batch(teacher, 3, 2.0)
     assert [entries[name].shape for name in TEACHER_ENTRIES] == [(8, 12, 3), (8, 12, 3), (8, 12)]
 

@@ -14,9 +14,10 @@ import zoo
 from zoo import lora, losses, preferences, transformer
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.preferences import PairPlan
+from zoo.data.preferences import SIDES, PairPlan
 from zoo.data.rows import read_rows
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.nn.balancing import Balance
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>\n{% endfor %}"
@@ -107,6 +108,16 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
         if pair >= 0
     }
     assert lengths == {0: [4, 8], 2: [3, 3]}  # the shorter one is whole
+
+
+@pytest.mark.parametrize(
+    ("ends", "targets"), [(256, ([*b"ab"], [*b"xy"])), ((None, 256), ([*b"bc"], [*b"yz"]))]
+)
+def test_answers_cut_to_their_first_tokens_are_of_use(ends, targets, tmp_path):
+    corpus = pair_corpus(tmp_path, ("", "abcd", "xyzu"))
+    batch = PairPlan(corpus, ends, (4,), 1, 0, "truncate").batch(0)
+    assert batch["targets"].tolist() == [[*targets[0], *targets[1]]]
+    assert batch["weights"].tolist() == [[1, 1, 1, 1]]
 
 
 def test_prompts_are_given_or_common_beginnings(tmp_path):
@@ -264,6 +275,110 @@ def test_loss_and_gradient_match_the_formula(kind, limit, plan, monkeypatch):
     log_probs = [[float(x) for x, _ in plain_log_probs(model, pair)] for pair in range(4)]
     found = [float(metrics[f"{name}_log_prob"]) for name in ("chosen", "rejected")]
     np.testing.assert_allclose(found, np.sum(log_probs, 0), rtol=1e-5)
+
+
+class Head(eqx.Module):
+    weight: Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+class Bigram(eqx.Module):
+    """Logits that are a product, and a balance of three rows."""
+
+    table: Array
+    weight: Array
+
+    def hidden(self, tokens, **options):
+        return self.table[tokens]
+
+    def readout(self):
+        return Head(self.weight)
+
+    def hidden_and_balance(self, tokens, **options):
+        balance = Balance(*map(jnp.asarray, ([3.0, 9.0, 0.0], [7.0] * 3, [0.25, 0.5, 0.0])))
+        return self.hidden(tokens), balance
+
+
+# Two pairs, the first with a token of padding, and a row without any; prompts have no weight.
+HAND = {
+    "tokens": [[0, 1, 0, 2, 3, 0], [4, 4, 1, 4, 3, 3], [0] * 6],
+    "targets": [[1, 2, 2, 3, 4, 0], [4, 1, 0, 3, 2, 4], [0] * 6],
+    "weights": [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0.5], [0] * 6],
+    "segment_ids": [[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 2], [0] * 6],
+    "positions": [[0, 1, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2], [0] * 6],
+    "reference": [[-1.5, -2.0], [-19.0, -4.0], [0, 0]],
+}
+FLOATS = ("weights", "reference")
+
+
+def by_hand(kind, table, weight):
+    """Loss and metrics of HAND, one pair after another, in float64."""
+    total, metrics = 0.0, dict.fromkeys(("accuracy", "margin", *SIDES), 0.0)
+    for pair in range(2):
+        row = {name: np.asarray(x[pair]) for name, x in HAND.items()}
+        logits = table[row["tokens"]] @ weight
+        chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        of_tokens = np.log(chances[np.arange(6), row["targets"]]) * row["weights"]
+        chosen, rejected = (of_tokens[row["segment_ids"] == side].sum() for side in (1, 2))
+        if kind == "dpo":
+            margin = 0.5 * ((chosen - row["reference"][0]) - (rejected - row["reference"][1]))
+            right = 1 / (1 + np.exp(-margin))
+            total += -0.8 * np.log(right) - 0.2 * np.log(1 - right)
+        else:
+            counts = [row["weights"][row["segment_ids"] == side].sum() for side in (1, 2)]
+            p, other = np.exp(chosen / counts[0]), np.exp(rejected / counts[1])
+            odds = (p / (1 - p)) / (other / (1 - other))
+            margin = np.log(odds)
+            total += -np.log(p) - 0.3 * np.log(odds / (1 + odds))
+        for name, x in zip(metrics, (margin > 0, margin, chosen, rejected), strict=True):
+            metrics[name] += x
+    return total, metrics
+
+
+@pytest.mark.parametrize("limit", [2**29, 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+def test_loss_gradient_and_metrics_are_those_by_hand(kind, limit, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
+    rng = np.random.default_rng(123)  # of margins on both sides of 0, and likely tokens and not
+    arrays = [rng.normal(size=(5, 3)), 3 * rng.normal(size=(3, 5))]
+    options = {"beta": 0.5, "label_smoothing": 0.2} if kind == "dpo" else {"beta": 0.3}
+    loss = getattr(preferences, kind)(**options)
+    model = Bigram(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    batch = {
+        name: jnp.asarray(x, jnp.float32 if name in FLOATS else jnp.int32)
+        for name, x in HAND.items()
+    }
+    run = jax.jit(jax.value_and_grad(lambda model: loss(model, batch, None)[0]))
+    total, gradient = run(model)
+    expected, metrics = by_hand(kind, *arrays)
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    for i, found in enumerate((gradient.table, gradient.weight)):
+        for place in np.ndindex(found.shape):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = [x.copy() for x in arrays]
+                moved[i][place] += step
+                ends.append(by_hand(kind, *moved)[0])
+            assert float(found[place]) == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-4)
+    with jax.debug_nans(True):  # and none in what is not chosen
+        _, weight, found = loss(model, batch, None)
+    assert float(weight) == 2
+    assert metrics["accuracy"] == 1
+    names = ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
+    assert {*found} == {*names}
+    np.testing.assert_allclose([found[name] for name in names], [*metrics.values()], rtol=1e-5)
+    log_probs = np.asarray(preferences.log_probabilities(model, batch))
+    assert log_probs.shape == (3, 2)
+    np.testing.assert_allclose(log_probs.sum(0), [metrics[side] for side in SIDES], rtol=1e-5)
+    assert not log_probs[2].any()
+    if limit == 1:
+        return
+    # The balance is a mean over the five and six tokens of the pairs.
+    balanced, _, found = getattr(preferences, kind)(**options, balance=0.5)(model, batch, None)
+    assert float(found["balance"]) == pytest.approx(3 / 5 + 9 / 6)
+    assert float(balanced) == pytest.approx(expected + 0.5 * (3 / 5 + 9 / 6) + 0.75, rel=1e-5)
 
 
 class Table(eqx.Module):

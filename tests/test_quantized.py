@@ -129,6 +129,16 @@ def test_products_in_bf16_are_of_bf16_and_of_the_dtype_asked_for():
     )
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_codes_of_eight_bits_are_multiplied_without_rounding(rows):
+    q = quantize(jnp.asarray(matrix(64, 32)), ("embed", "mlp"), "int8").cast(jnp.bfloat16)
+    x = jnp.asarray(matrix(rows, 64, seed=1), jnp.bfloat16)
+    exact = [np.asarray(a, np.float64) for a in (x, q.codes, q.scales)]
+    wanted = exact[0] @ exact[1] * exact[2]
+    np.testing.assert_allclose(q.times(x, dtype=jnp.float32), wanted, rtol=1e-4, atol=1e-5)
+    assert np.abs(exact[0] @ np.asarray(q.value(), np.float64) - wanted).max() > 1e-3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_gives_rows_and_is_a_head(kind):
     w = matrix(96, 64)

@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drawn_rnn, drawn_transformer
+from jaxtyping import Array
 
 import zoo
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.drawing import Sampling
-from zoo.decoding.speculative import extend
+from zoo.decoding.sampling import Rows, _begin
+from zoo.decoding.speculative import Draft, Drafted, _step, extend
 
 VOCAB = 7
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -126,23 +130,117 @@ def test_samples_have_the_distribution_of_the_model(options: dict):
         )  # fmt: skip
         counts.update(map(tuple, np.asarray(tokens)[:, 2:].tolist()))
     expected = {}
-    chosen = {"top_k": None, "top_p": None, **options}
-    sampling = Sampling.checked(key=KEY, vocab_size=VOCAB, **chosen)
     every = np.array([[3, 3, *t] for t in itertools.product(range(VOCAB), repeat=3)], np.int32)
     logits = eqx.filter_jit(model)(jnp.asarray(every))[:, 1:-1]
-    probabilities = np.asarray(sampling.probabilities(logits))
-    for row, ps in zip(every, probabilities, strict=True):
+    for row, ps in zip(every, probabilities_of(logits, **options), strict=True):
         expected[tuple(row[2:].tolist())] = float(np.prod(ps[np.arange(3), row[2:]]))
+    assert_distributed(counts, expected)
+
+
+def probabilities_of(
+    logits: Any,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
+    banned_tokens: tuple[int, ...] = (),
+) -> np.ndarray:
+    """The distribution of sampling, token by token, in float64."""
+    logits = np.array(logits, np.float64)
+    for token, bias in logit_bias.items():
+        logits[..., token] += bias
+    logits[..., list(banned_tokens)] = -np.inf
+    found = np.empty_like(logits)
+    for place in np.ndindex(logits.shape[:-1]):
+        p = np.exp(logits[place] / temperature)
+        order = np.argsort(-p)[:top_k]
+        share = p[order] / p[order].sum()
+        order = order[: 1 + np.flatnonzero(np.cumsum(share) >= top_p - 1e-12)[0]]
+        order = [token for token in order if p[token] >= min_p * p.max()]
+        found[place] = 0
+        found[place][order] = p[order] / p[order].sum()
+    return found
+
+
+def assert_distributed(counts: collections.Counter, expected: dict[Any, float]) -> None:
+    """By chi-squared, where what is rare is one outcome."""
+    rows = sum(counts.values())
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
     assert not [t for t in counts if expected[t] == 0]
     large = [t for t, p in expected.items() if p * rows >= 5]
     assert len(large) > 10
-    observed = np.array([counts[t] for t in large] + [rows - sum(counts[t] for t in large)])
-    wanted = np.array([expected[t] for t in large])
-    wanted = rows * np.append(wanted, max(1 - wanted.sum(), 1e-3))
+    observed = np.array([counts[t] for t in large])
+    wanted = rows * np.array([expected[t] for t in large])
+    if rows - wanted.sum() >= 5:  # the rare ones
+        observed = np.append(observed, rows - observed.sum())
+        wanted = np.append(wanted, rows - wanted.sum())
     chi_square = (np.square(observed - wanted) / wanted).sum()
     # Of n degrees of freedom: the mean n, and five standard deviations of sqrt(2 n).
     assert chi_square < len(large) + 5 * np.sqrt(2 * len(large))
+
+
+class Trigram(eqx.Module):
+    """A decoder whose next token depends on the two before it, of which the cache is the first."""
+
+    logits: Array
+
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(vocab_size=self.logits.shape[-1])
+
+    def check_decoder(self, length: int) -> None:
+        pass
+
+    def prefill(self, tokens: Array, mask: Array, length: int) -> tuple[Array, Array]:
+        return self.decode(tokens[:, -1], tokens[:, -2])
+
+    def for_decoding(self) -> "Trigram":
+        return self
+
+    def decode(self, tokens: Array, cache: Array) -> tuple[Array, Array]:
+        return self.logits[cache, tokens], tokens
+
+
+def trigram(seed: int, vocab: int = VOCAB) -> Trigram:
+    return Trigram(1.5 * jax.random.normal(jax.random.key(seed), (vocab,) * 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.8}, {"temperature": 1.5, "top_k": 3}], ids=str
+)
+def test_kept_and_redrawn_tokens_have_the_distribution_of_the_model(options: dict):
+    """Of three tokens behind 0 and 1, in two rows of 20,000 runs."""
+    model, draft, runs = trigram(0, 4), Draft(trigram(1, 4), 2), 20000
+
+    def run(key: Array) -> Array:
+        sampling = Sampling.checked(**{"top_k": None, **options}, top_p=None, key=key)
+        before, empty = jnp.zeros(2, jnp.int32), jnp.zeros((2, 10), jnp.int32)
+        state = Drafted(
+            empty.at[:, 0].set(1), jnp.int32(1), before > 0, before, before, jnp.int32(0), None
+        )
+        for _ in range(3):  # a token each, at least
+            state = _step(model, draft, sampling, jnp.zeros(0, jnp.int32), state)
+        return state.tokens[:, 1:4]
+
+    found = jax.jit(jax.vmap(run))(jax.random.split(KEY, runs))
+    counts = collections.Counter(map(tuple, found.reshape(-1, 3).tolist()))
+    p, expected = probabilities_of(model.logits, **options), {}
+    for a, b, c in itertools.product(range(4), repeat=3):
+        expected[a, b, c] = p[0, 1, a] * p[1, a, b] * p[a, b, c]
+    assert_distributed(counts, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("drafted", "steps"), [(1, 10), (3, 5)])
+def test_all_tokens_of_a_draft_that_is_the_model_are_kept(
+    temperature: float, drafted: int, steps: int
+):
+    rows = Rows(trigram(0), PROMPTS, 21, (), trigram(0), drafted)
+    sampling = rows.sampling(temperature=temperature, top_k=None, top_p=None, key=KEY)
+    state, proceed = _begin(rows, sampling)
+    state = proceed(state, 21)  # the first token is the prompt's, and a step adds one to its draft
+    assert (int(state.count), int(state.steps)) == (21, steps)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Whole:
     def __init__(self, pieces: Int64[np.ndarray, "pieces 3"], seq_len: int):
         self._pieces = pieces
         self._lengths = pieces[:, 2] - pieces[:, 1]
-        row_of = first_fit(np.sort(self._lengths)[::-1], seq_len)
+        row_of = first_fit(self._lengths, seq_len)
         self._slots = np.argsort(row_of, kind="stable")  # of the pieces, the longest first
         self._bounds = np.searchsorted(row_of[self._slots], np.arange(row_of.max() + 2))
         self.num_tokens = int(self._lengths.sum())
@@ -84,7 +84,7 @@ class Whole:
 
 
 def first_fit(lengths: Int64[np.ndarray, "items"], room: int) -> Int64[np.ndarray, "items"]:
-    """The row of each item, given in descending length: the first one with enough room left."""
+    """The row of each item, the longest first: the first one with enough room left."""
     row_of = np.zeros(len(lengths), np.int64)
     left = np.zeros(0, np.int64)
     sizes, counts = np.unique(lengths, return_counts=True)

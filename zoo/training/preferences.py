@@ -148,7 +148,7 @@ def _loss(
 
     total, metrics = _differentiable(sums, readout, x_BTE, batch)
     if experts is not None:
-        tokens_B = (batch["segment_ids"] > 0).sum(1)
+        tokens_B = (batch["segment_ids"] > 0).sum(1, dtype=jnp.float32)
         balance = (experts.load / jnp.maximum(tokens_B, 1)).sum()
         total = total + coefficient * balance + experts.error.sum()
         metrics = {**metrics, "balance": balance}
