@@ -126,11 +126,10 @@ def test_samples_have_the_distribution_of_the_model(options: dict):
         )  # fmt: skip
         counts.update(map(tuple, np.asarray(tokens)[:, 2:].tolist()))
     expected = {}
-    chosen = {"top_k": None, "top_p": None, **options}
-    sampling = Sampling.checked(key=KEY, vocab_size=VOCAB, **chosen)
+    sampler = Sampling(**options).sampler(VOCAB, KEY)
     every = np.array([[3, 3, *t] for t in itertools.product(range(VOCAB), repeat=3)], np.int32)
     logits = eqx.filter_jit(model)(jnp.asarray(every))[:, 1:-1]
-    probabilities = np.asarray(sampling.probabilities(logits))
+    probabilities = np.asarray(sampler.probabilities(logits))
     for row, ps in zip(every, probabilities, strict=True):
         expected[tuple(row[2:].tolist())] = float(np.prod(ps[np.arange(3), row[2:]]))
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
