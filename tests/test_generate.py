@@ -20,7 +20,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling, SamplingOptions, Seen, sample
+from zoo.decoding.drawing import Sampling, SamplingOptions, Seen
 from zoo.nn import parameters
 from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
@@ -282,8 +282,9 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
     count, order = 20_000, np.array([3, 0, 5, 1, 4, 2])  # not sorted already
     logits = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[order]
     options = {"temperature": 1.0, **options}
-    draw = jax.jit(lambda key: sample(jnp.tile(logits[None], (count, 1)), key, **options))
-    observed = np.bincount(order[np.asarray(draw(KEY))], minlength=6)
+    sampler = Sampling(**options).sampler(6, KEY)
+    draw = jax.jit(lambda: sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0)))
+    observed = np.bincount(order[np.asarray(draw())], minlength=6)
     assert (observed[expected == 0] == 0).all()
     wanted = count * expected[expected > 0]
     chi_square = (np.square(observed[expected > 0] - wanted) / wanted).sum()
@@ -413,7 +414,7 @@ def test_options_replace_those_of_a_sampling(model: Any):
     steps = zoo.stream(model, PROMPT, max_new_tokens=6, key=KEY, sampling=sampling)
     assert np.stack(list(steps), 1).tolist() == np.array(other)[:, PROMPT.shape[1] :].tolist()
     with pytest.raises(TypeError, match="temperatur"):
-        generate(temperatur=0.8)
+        generate(temperatur=0.8)  # type: ignore[call-arg]
 
 
 def test_the_options_are_the_fields_of_sampling():

@@ -140,10 +140,10 @@ def _require(sampling: Sampling, name: str, holds: Callable[[Any], bool], text: 
 
 
 class Sampler(eqx.Module):
-    """A `Sampling` on the device, of which other numbers compile nothing anew; no temperature is
-    greedy."""
+    """A `Sampling` on the device: another temperature, `top_p` or penalty compiles nothing."""
 
     temperature: Float[Array, ""] | None
+    """None is greedy."""
     top_p: Float[Array, ""] | None
     key: Key[Array, ""] | None
     top_k: int | None = eqx.field(static=True, default=None)
@@ -183,8 +183,9 @@ class Sampler(eqx.Module):
         if self.temperature is None or self.key is None:
             return logits.argmax(-1).astype(jnp.int32)
         key = jax.random.fold_in(self.key, step)
-        logits, ids = _left(logits, self.temperature, self.top_k, self.top_p, self.min_p)
-        return _drawn(logits, ids, key)
+        logits, ids = self._left(logits)
+        drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+        return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
 
     def probabilities(self, logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
         """The probability of each token to be drawn, without penalties."""
@@ -192,55 +193,29 @@ class Sampler(eqx.Module):
         flat = self.adjusted(logits.reshape(-1, vocab), None)
         if self.temperature is None:
             return jax.nn.one_hot(flat.argmax(-1), vocab).reshape(logits.shape)
-        left, ids = _left(flat, self.temperature, self.top_k, self.top_p, self.min_p)
+        left, ids = self._left(flat)
         found = jax.nn.softmax(left, axis=-1)
         if ids is not None:
             rows = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
             found = jnp.zeros_like(flat).at[rows, ids].set(found)
         return found.reshape(logits.shape)
 
-
-def sample(
-    logits: Float[Array, "batch vocab"],
-    key: Key[Array, ""],
-    *,
-    temperature: float | Float[Array, ""],
-    top_k: int | None = None,
-    top_p: float | Float[Array, ""] | None = None,
-    min_p: float | Float[Array, ""] | None = None,
-) -> Int[Array, "batch"]:
-    """One token id per row, int32[batch], from logits float32[batch, vocab]."""
-    left, ids = _left(logits, temperature, top_k, top_p, min_p)
-    return _drawn(left, ids, key)
-
-
-def _left(
-    logits: Float[Array, "batch vocab"],
-    temperature: float | Float[Array, ""],
-    top_k: int | None,
-    top_p: float | Float[Array, ""] | None,
-    min_p: float | Float[Array, ""] | None,
-) -> tuple[Float[Array, "batch left"], Int[Array, "batch left"] | None]:
-    """The logits of the tokens to draw from, and their ids if these are not in order."""
-    logits, ids = logits / temperature, None
-    if top_k is not None or top_p is not None:
-        # Only those candidates are drawn from; ties fall to the lower id.
-        logits, ids = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
-    if top_p is not None:
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        # A token stays if those before it have not reached p, so at least one does.
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        logits = jnp.where(before < top_p, logits, -jnp.inf)
-    if min_p is not None:
-        least = logits.max(-1, keepdims=True) + jnp.log(jnp.float32(min_p))
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
-    return logits, ids
-
-
-def _drawn(
-    logits: Float[Array, "batch left"],
-    ids: Int[Array, "batch left"] | None,
-    key: Key[Array, ""],
-) -> Int[Array, "batch"]:
-    drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
-    return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
+    def _left(
+        self, logits: Float[Array, "batch vocab"]
+    ) -> tuple[Float[Array, "batch left"], Int[Array, "batch left"] | None]:
+        """The logits of the tokens to draw from, and their ids if these are not in order."""
+        assert self.temperature is not None
+        logits, ids = logits / self.temperature, None
+        if self.top_k is not None or self.top_p is not None:
+            # Only those candidates are drawn from; ties fall to the lower id.
+            vocab = logits.shape[-1]
+            logits, ids = jax.lax.top_k(logits, min(self.top_k or vocab, vocab))
+        if self.top_p is not None:
+            probabilities = jax.nn.softmax(logits, axis=-1)
+            # A token stays if those before it have not reached p, so at least one does.
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            logits = jnp.where(before < self.top_p, logits, -jnp.inf)
+        if self.min_p is not None:
+            least = logits.max(-1, keepdims=True) + jnp.log(self.min_p)
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        return logits, ids
