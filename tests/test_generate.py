@@ -20,7 +20,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling, SamplingOptions, Seen
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
 from zoo.nn import parameters
 from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
@@ -173,7 +173,7 @@ def test_compiles_once_per_bucket():
 
 
 def test_what_keeps_all_tokens_is_off():
-    sampler = Sampling(top_k=0, top_p=1.0, min_p=0.0).sampler(VOCAB, KEY)
+    sampler = Sampler.of(Sampling(top_k=0, top_p=1.0, min_p=0.0), VOCAB, KEY)
     assert sampler.top_k is sampler.top_p is sampler.min_p is None
 
 
@@ -282,7 +282,7 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
     count, order = 20_000, np.array([3, 0, 5, 1, 4, 2])  # not sorted already
     logits = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[order]
     options = {"temperature": 1.0, **options}
-    sampler = Sampling(**options).sampler(6, KEY)
+    sampler = Sampler.of(Sampling(**options), 6, KEY)
     draw = jax.jit(lambda: sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0)))
     observed = np.bincount(order[np.asarray(draw())], minlength=6)
     assert (observed[expected == 0] == 0).all()
@@ -306,7 +306,7 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
 )
 def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
     count = 20_000
-    sampler = Sampling(temperature=1.0, **options).sampler(6, KEY)
+    sampler = Sampler.of(Sampling(temperature=1.0, **options), 6, KEY)
     logits = jnp.asarray(np.log(PROBABILITIES), jnp.float32)  # all are negative
 
     @jax.jit
@@ -324,7 +324,7 @@ def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
 
 
 def test_repetition_penalty_divides_positive_logits():
-    sampler = Sampling(temperature=0.0, repetition_penalty=2.0).sampler(4, None)
+    sampler = Sampler.of(Sampling(temperature=0.0, repetition_penalty=2.0), 4, None)
     seen = Seen.of(jnp.asarray([[0, 1]], jnp.int32), jnp.ones((1, 2), bool), 4)
     logits = jnp.asarray([[3.0, -1.0, 3.0, -1.0]])
     assert sampler.adjusted(logits, seen).tolist() == [[1.5, -2.0, 3.0, -1.0]]

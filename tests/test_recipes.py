@@ -360,7 +360,6 @@ def test_beams_are_printed_with_scores(model_folder, capsys):
     [
         (["nowhere"], "'nowhere' is neither a folder nor on the shelf"),
         (["{folder}", "--stop", "ab", "--num-beams=2"], "stop='ab' is 2 tokens"),
-        (["{folder}", "--top-p=0"], "top_p=0.0"),
     ],
     ids=str,
 )
@@ -369,6 +368,9 @@ def test_invalid_generate_arguments_are_refused(model_folder, capsys, flags, mes
         continued(capsys, *(flag.format(folder=model_folder) for flag in flags))
     with pytest.raises(ValueError, match="num_beams=0: must be at least 1"):
         generate.Config(num_beams=0)
+    with pytest.raises(SystemExit):
+        continued(capsys, model_folder, "--top-p=0")
+    assert "top_p=0.0: must be" in capsys.readouterr().err
 
 
 # --- What goes wrong --------------------------------------------------------------------------

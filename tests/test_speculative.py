@@ -13,7 +13,7 @@ from helpers import drawn_rnn, drawn_transformer
 
 import zoo
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling
+from zoo.decoding.drawing import Sampler, Sampling
 from zoo.decoding.speculative import extend
 
 VOCAB = 7
@@ -126,7 +126,7 @@ def test_samples_have_the_distribution_of_the_model(options: dict):
         )  # fmt: skip
         counts.update(map(tuple, np.asarray(tokens)[:, 2:].tolist()))
     expected = {}
-    sampler = Sampling(**options).sampler(VOCAB, KEY)
+    sampler = Sampler.of(Sampling(**options), VOCAB, KEY)
     every = np.array([[3, 3, *t] for t in itertools.product(range(VOCAB), repeat=3)], np.int32)
     logits = eqx.filter_jit(model)(jnp.asarray(every))[:, 1:-1]
     probabilities = np.asarray(sampler.probabilities(logits))

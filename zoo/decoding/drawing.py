@@ -88,36 +88,6 @@ class Sampling:
         for token, bias in (self.logit_bias or {}).items():
             configuration.check_value(f"logit_bias[{token}]", bias, float)
 
-    def sampler(self, vocab_size: int, key: Key[Array, ""] | None) -> "Sampler":
-        """The sampler of a vocabulary; a ValueError for ids beyond it, or a missing key."""
-        bias = self._bias(vocab_size)
-        repetition = 1.0 if self.repetition_penalty is None else self.repetition_penalty
-        given = (repetition, self.presence_penalty, self.frequency_penalty)
-        penalties = None if given == (1, 0, 0) else tuple(map(jnp.float32, given))
-        temperature = 0.8 if self.temperature is None else self.temperature
-        if temperature == 0:
-            return Sampler(None, None, None, penalties=penalties, bias=bias)
-        if key is None:
-            raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
-        top_p = None if self.top_p in (None, 1) else jnp.float32(self.top_p)
-        min_p = jnp.float32(self.min_p) if self.min_p else None
-        top_k = self.top_k or None
-        return Sampler(jnp.float32(temperature), top_p, key, top_k, min_p, penalties, bias)
-
-    def _bias(self, vocab_size: int) -> Float[Array, "vocab"] | None:
-        """The biases of the logits: minus infinity for banned tokens."""
-        logit_bias, banned = self.logit_bias or {}, self.banned_tokens
-        configuration.check_ids("logit_bias", logit_bias, vocab_size)
-        configuration.check_ids("banned_tokens", banned, vocab_size)
-        if len(set(banned)) == vocab_size:
-            raise ValueError(f"banned_tokens are all {vocab_size} of the vocabulary: leave one out")
-        if not (logit_bias or banned):
-            return None
-        bias = np.zeros(vocab_size, np.float32)
-        bias[[*logit_bias]] = [*logit_bias.values()]
-        bias[[*banned]] = -np.inf
-        return jnp.asarray(bias)
-
 
 class SamplingOptions(TypedDict, total=False):
     """The fields of `Sampling` as keywords of a function."""
@@ -139,6 +109,21 @@ def _require(sampling: Sampling, name: str, holds: Callable[[Any], bool], text: 
     configuration.require(value is None or bool(holds(value)), f"{name}={value}: {text}")
 
 
+def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "vocab"] | None:
+    """The biases of the logits: minus infinity for banned tokens."""
+    logit_bias, banned = sampling.logit_bias or {}, sampling.banned_tokens
+    configuration.check_ids("logit_bias", logit_bias, vocab_size)
+    configuration.check_ids("banned_tokens", banned, vocab_size)
+    if len(set(banned)) == vocab_size:
+        raise ValueError(f"banned_tokens are all {vocab_size} of the vocabulary: leave one out")
+    if not (logit_bias or banned):
+        return None
+    bias = np.zeros(vocab_size, np.float32)
+    bias[[*logit_bias]] = [*logit_bias.values()]
+    bias[[*banned]] = -np.inf
+    return jnp.asarray(bias)
+
+
 class Sampler(eqx.Module):
     """A `Sampling` on the device: another temperature, `top_p` or penalty compiles nothing."""
 
@@ -151,6 +136,23 @@ class Sampler(eqx.Module):
     penalties: tuple[Float[Array, ""], ...] | None = None
     """Of repetition, presence and frequency."""
     bias: Float[Array, "vocab"] | None = None
+
+    @staticmethod
+    def of(sampling: Sampling, vocab_size: int, key: Key[Array, ""] | None) -> "Sampler":
+        """The sampler of a vocabulary; a ValueError for ids beyond it, or a missing key."""
+        bias = _bias(sampling, vocab_size)
+        repetition = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+        given = (repetition, sampling.presence_penalty, sampling.frequency_penalty)
+        penalties = None if given == (1, 0, 0) else tuple(map(jnp.float32, given))
+        temperature = 0.8 if sampling.temperature is None else sampling.temperature
+        if temperature == 0:
+            return Sampler(None, None, None, penalties=penalties, bias=bias)
+        if key is None:
+            raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
+        top_p = None if sampling.top_p in (None, 1) else jnp.float32(sampling.top_p)
+        min_p = jnp.float32(sampling.min_p) if sampling.min_p else None
+        top_k = sampling.top_k or None
+        return Sampler(jnp.float32(temperature), top_p, key, top_k, min_p, penalties, bias)
 
     def begin(
         self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int

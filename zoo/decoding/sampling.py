@@ -175,7 +175,7 @@ class Rows:
 
     def sampler(self, sampling: Sampling, key: Key[Array, ""] | None) -> Sampler:
         """How the tokens of these rows are drawn."""
-        sampler = sampling.sampler(self.decoder.config.vocab_size, key)
+        sampler = Sampler.of(sampling, self.decoder.config.vocab_size, key)
         if self.draft is not None and sampler.penalties is not None:
             raise ValueError(
                 "a draft cannot go with repetition_penalty, presence_penalty or frequency_penalty: "
