@@ -99,7 +99,7 @@ def _continuation(
     def call() -> tuple[np.ndarray, int]:
         rows = sampling.Rows(model, prompts, num_tokens, (), draft, count)
         key = None if temperature == 0 else jax.random.key(0)
-        drawn = rows.sampling(temperature=temperature, top_k=None, top_p=None, key=key)
+        drawn = rows.sampler(zoo.Sampling(temperature=temperature), key)
         state, advance = sampling._begin(rows, drawn)
         state = advance(state, num_tokens)
         tokens = np.asarray(state.tokens)[:, :num_tokens]

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -34,7 +34,7 @@ from zoo.publishing.adapters import nearest, whole
 from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
-from zoo.publishing.token_ids import GENERATION, SAMPLING, read_sampling
+from zoo.publishing.token_ids import GENERATION, read_sampling
 from zoo.runs.command_line import cli
 from zoo.runs.config import check_seed
 from zoo.tasks import generation
@@ -62,21 +62,8 @@ class Config:
     tokens; or text, as plain characters. If not given, parse, and text for turns of a chat."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
-    temperature: float | None = None
-    """Divides the logits: 0 is greedy, 1 samples the model's own probabilities. This one and the
-    next four are by default those of the model's generation_config.json; else it is 0.8."""
-    top_k: int | None = None
-    """Sample from the k likeliest tokens only; 0 is all."""
-    top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to p; 1 is all."""
-    min_p: float | None = None
-    """Sample from the tokens that have p times the probability of the likeliest; 0 is all."""
-    repetition_penalty: float | None = None
-    """More than 1 makes all earlier tokens less likely, the prompt's too."""
-    presence_penalty: float = 0.0
-    """Is subtracted from the logits of the tokens that have come after the prompt."""
-    frequency_penalty: float = 0.0
-    """Is subtracted from them as often as they have come."""
+    sampling: Annotated[zoo.Sampling, tyro.conf.OmitArgPrefixes] = zoo.Sampling()
+    """The first five are by default those of the model's generation_config.json."""
     draft: str | None = None
     """A smaller model with the same tokenizer, whose proposals this one judges: the same
     distribution, with fewer steps."""
@@ -123,23 +110,20 @@ class Config:
         """
         source = nearest(folder, GENERATION)
         found = read_sampling(source)
-        new = {name: x for name, x in found.items() if getattr(self, name) is None}
+        new = {name: x for name, x in found.items() if getattr(self.sampling, name) is None}
         if new:
             listed = ", ".join(f"{name}={x}" for name, x in new.items())
             print(f"(by {GENERATION}: {listed})", file=sys.stderr)
         try:
-            return dataclasses.replace(self, **new)
+            return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, **new))
         except ValueError as error:
             raise ValueError(f"{source / GENERATION}: {error}") from None
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options of `zoo.stream` but for the key."""
-        names = ["max_new_tokens", "draft_tokens", "presence_penalty", "frequency_penalty"]
-        chosen = {"temperature": 0.8} | {name: getattr(self, name) for name in names}
-        given = {name: getattr(self, name) for name in SAMPLING}
-        chosen |= {name: x for name, x in given.items() if x is not None}
-        return chosen | {"top_k": self.top_k or None}
+        names = ("max_new_tokens", "sampling", "draft_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 def main(config: Config) -> None:
@@ -165,7 +149,7 @@ def main(config: Config) -> None:
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
     check_finite(model, folder)
     draft = None if draft_folder is None else zoo.load(draft_folder, mesh=mesh)
-    stops = generation.make_stops(model, tokenizer, config.stop)
+    stops = generation.make_stops(model, tokenizer, config.stop, config.sampling.stop_tokens)
     if chat is not None:
         print_chat(config, model, tokenizer, chat, stops, draft)
     elif config.num_beams > 1:
@@ -185,7 +169,7 @@ def print_samples(
     """Print the first text as its tokens come, and then the others."""
     key = jax.random.key(config.seed)
     rows, steps = generation.stream_texts(
-        model, tokenizer, prompts, stops, key=key, draft=draft, **config.sampling
+        model, tokenizer, prompts, stops, key=key, draft=draft, **config.options
     )
     print(rows[0].prompt, end="", flush=True)
     times = []
@@ -209,7 +193,7 @@ def print_chat(
     for turn, text in enumerate(turns(config.prompts)):
         key = jax.random.fold_in(jax.random.key(config.seed), turn)
         [row], steps = generation.stream_texts(
-            model, tokenizer, [chat.ask(text)], stops, key=key, draft=draft, **config.sampling
+            model, tokenizer, [chat.ask(text)], stops, key=key, draft=draft, **config.options
         )
         try:
             for [new] in steps:

@@ -19,7 +19,7 @@ import recipes.generate
 import recipes.lm
 import recipes.mlp
 import recipes.rnn
-from zoo import bert, lora, mlp, rnn, tabular, text, transformer
+from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
 from zoo.base import configuration
 from zoo.nn.layers import RopeScaling
 from zoo.wrappers.classifier import Classifier
@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "positions": transformer.PositionsConfig(),
     "residual": transformer.ResidualConfig(),
     "lora": lora.Config(),
+    "sampling": Sampling(),
 }
 NO_VALUES = ([], {}, "foo", math.nan, -math.inf, 2**32, b"rms", ("rms",), object())
 
@@ -75,6 +76,10 @@ def test_values_of_wrong_type_are_refused(name: str):
         ("positions", {"scaling": (1.0,)}, "positions.scaling=.*must be a RopeScaling"),
         ("lora", {"targets": ("a", None)}, "must be a tuple, of a text each"),
         ("attention", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
+        ("sampling", {"temperature": "warm"}, "temperature='warm': must be a finite number or"),
+        ("sampling", {"top_k": True}, "top_k=True: must be an integer"),
+        ("sampling", {"banned_tokens": [1.5]}, r"banned_tokens=\(1.5,\): must be a tuple, of an"),
+        ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': must be a finite number"),
         ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
         ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),
         ("bert", {"mlp": "swiglu"}, "mlp='swiglu': choose one of .*'gelu', 'gelu_erf'"),
@@ -314,7 +319,7 @@ def test_finite_numbers_are_taken():
     )
     assert rnn.Config(vocab_size=8, dropout=0.1).dropout == 0.1
     assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
-    assert recipes.generate.Config(top_p=0.9).top_p == 0.9
+    assert Sampling(top_p=0.9).top_p == 0.9
     assert recipes.lm.Config(run_dir=Path("x")).clip_norm == 1.0
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling, Seen, sample
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
 from zoo.nn import parameters
 from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
@@ -171,9 +172,9 @@ def test_compiles_once_per_bucket():
         assert counter.compiles > once
 
 
-def test_top_p_of_one_is_off():
-    whole, none = Sampling.checked(0.8, None, 1.0, KEY), Sampling.checked(0.8, None, None, KEY)
-    assert whole.top_p is none.top_p is None
+def test_what_keeps_all_tokens_is_off():
+    sampler = Sampler.of(Sampling(top_k=0, top_p=1.0, min_p=0.0), VOCAB, KEY)
+    assert sampler.top_k is sampler.top_p is sampler.min_p is None
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
@@ -281,8 +282,9 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
     count, order = 20_000, np.array([3, 0, 5, 1, 4, 2])  # not sorted already
     logits = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[order]
     options = {"temperature": 1.0, **options}
-    draw = jax.jit(lambda key: sample(jnp.tile(logits[None], (count, 1)), key, **options))
-    observed = np.bincount(order[np.asarray(draw(KEY))], minlength=6)
+    sampler = Sampler.of(Sampling(**options), 6, KEY)
+    draw = jax.jit(lambda: sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0)))
+    observed = np.bincount(order[np.asarray(draw())], minlength=6)
     assert (observed[expected == 0] == 0).all()
     wanted = count * expected[expected > 0]
     chi_square = (np.square(observed[expected > 0] - wanted) / wanted).sum()
@@ -304,16 +306,16 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
 )
 def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
     count = 20_000
-    sampling = Sampling.checked(1.0, None, None, KEY, vocab_size=6, **options)
+    sampler = Sampler.of(Sampling(temperature=1.0, **options), 6, KEY)
     logits = jnp.asarray(np.log(PROBABILITIES), jnp.float32)  # all are negative
 
     @jax.jit
     def draw() -> Any:
         prompt = jnp.tile(jnp.asarray([[0, 5]], jnp.int32), (count, 1))
-        seen = sampling.begin(prompt, prompt == 0, 6)  # the second is padding
+        seen = sampler.begin(prompt, prompt == 0, 6)  # the second is padding
         for token in (1, 2, 2):
             seen = seen and seen.add(jnp.full(count, token, jnp.int32))
-        return sampling.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0), seen)
+        return sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0), seen)
 
     observed = np.bincount(np.asarray(draw()), minlength=6)
     assert (observed[expected == 0] == 0).all()
@@ -322,10 +324,10 @@ def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
 
 
 def test_repetition_penalty_divides_positive_logits():
-    sampling = Sampling.checked(0.0, None, None, None, vocab_size=4, repetition_penalty=2.0)
+    sampler = Sampler.of(Sampling(temperature=0.0, repetition_penalty=2.0), 4, None)
     seen = Seen.of(jnp.asarray([[0, 1]], jnp.int32), jnp.ones((1, 2), bool), 4)
     logits = jnp.asarray([[3.0, -1.0, 3.0, -1.0]])
-    assert sampling.adjusted(logits, seen).tolist() == [[1.5, -2.0, 3.0, -1.0]]
+    assert sampler.adjusted(logits, seen).tolist() == [[1.5, -2.0, 3.0, -1.0]]
 
 
 @pytest.mark.parametrize("name", ["rotary", "lstm"])
@@ -375,23 +377,23 @@ def test_log_probabilities_end_with_the_text(model: Any):
         ({}, "temperature=0.8 samples, and needs a key"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, "top_p=0.0 in"),
-        ({"top_p": 1.5}, "top_p=1.5 in"),
+        ({"top_k": -1}, "top_k=-1: must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5: must be"),
         ({"prompt": PROMPT[:, :0]}, "prompt is empty"),
         ({"prompt": [[1], []]}, "prompt is empty"),
         ({"prompt": []}, "give int32"),
         ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: the model's are 0 to {VOCAB - 1}"),
         ({"prompt": [[-1]]}, "prompt has the id -1"),
         ({"stop_tokens": [VOCAB]}, "stop_tokens has the id"),
-        ({"min_p": 1.5}, "min_p=1.5 must be in"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive"),
-        ({"presence_penalty": 1e3}, "presence_penalty=1000.0 must be from -100 to 100"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be from -100"),
+        ({"min_p": 1.5}, "min_p=1.5: must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
+        ({"presence_penalty": 1e3}, "presence_penalty=1000.0: must be from -100 to 100"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan: must be a finite"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias has the id"),
-        ({"logit_bias": {1: float("inf")}}, r"logit_bias=\{1: inf\} must be a number"),
+        ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]=inf: must be a finite"),
         ({"banned_tokens": [-1]}, "banned_tokens has the id -1"),
-        ({"banned_tokens": range(VOCAB)}, f"banned_tokens are all {VOCAB} that there are"),
+        ({"banned_tokens": range(VOCAB)}, f"banned_tokens are all {VOCAB} of the vocabulary"),
     ],
     ids=str,
 )
@@ -399,6 +401,30 @@ def test_invalid_generation_arguments_are_refused(model: Any, options: dict, mes
     options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(model, **options)
+
+
+def test_options_replace_those_of_a_sampling(model: Any):
+    generate = functools.partial(zoo.generate, model, PROMPT, max_new_tokens=6, key=KEY)
+    plain, other = (generate(temperature=x, stop_tokens=()).tolist() for x in (0.8, 5.0))
+    assert plain != other
+    sampling = zoo.Sampling(temperature=5.0, stop_tokens=[])
+    assert generate(sampling=sampling).tolist() == other
+    assert generate(sampling=sampling, temperature=0.8).tolist() == plain
+    assert generate(stop_tokens=()).tolist() == plain  # the default temperature
+    steps = zoo.stream(model, PROMPT, max_new_tokens=6, key=KEY, sampling=sampling)
+    assert np.stack(list(steps), 1).tolist() == np.array(other)[:, PROMPT.shape[1] :].tolist()
+    with pytest.raises(TypeError, match="temperatur"):
+        generate(temperatur=0.8)  # type: ignore[call-arg]
+
+
+def test_the_options_are_the_fields_of_sampling():
+    hints = typing.get_type_hints(SamplingOptions)
+    assert hints == typing.get_type_hints(Sampling)
+    assert "temperature" in hints
+    given = Sampling(banned_tokens=[3], stop_tokens=range(2))
+    assert (given.banned_tokens, given.stop_tokens) == ((3,), (0, 1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        given.top_k = 3  # type: ignore[misc]
 
 
 def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):

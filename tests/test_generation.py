@@ -138,23 +138,23 @@ def test_settings_of_the_folder_are_taken_over(
     def sampled(*flags: str, folder: Path = folder) -> tuple:
         args = [str(folder), "ab", "--max-new-tokens=1", *flags]
         generate.main(tyro.cli(generate.Config, args=args))
-        return tuple(asked[-1][1].get(name) for name in names)
+        return tuple(getattr(asked[-1][1]["sampling"], name) for name in names)
 
     assert sampled() == (0.6, 20, 0.9)
     said = "(by generation_config.json: temperature=0.6, top_k=20, top_p=0.9)"
     assert said in capsys.readouterr().err
-    assert sampled("--temperature=0.3", "--top-k=0", "--top-p=1") == (0.3, None, 1.0)
+    assert sampled("--temperature=0.3", "--top-k=0", "--top-p=1") == (0.3, 0, 1.0)
     # Adapters are on a folder that says it, unless their own does.
     adapted = zoo.lora.adapt(zoo.load(folder), zoo.lora.Config(rank=1), key=jax.random.key(0))
     zoo.save_adapters(tmp_path / "adapters", adapted, base=folder)
     assert sampled(folder=tmp_path / "adapters") == (0.6, 20, 0.9)
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     assert sampled() == (0.0, None, None)
-    (folder / "generation_config.json").write_text('{"temperature": "warm"}')
-    with pytest.raises(ValueError, match=r"model/generation_config.json: temperature='warm'"):
+    (folder / "generation_config.json").write_text('{"temperature": -1.0}')
+    with pytest.raises(ValueError, match=r"model/generation_config.json: temperature=-1.0"):
         sampled()
     (folder / "generation_config.json").unlink()
-    assert sampled() == (0.8, None, None)
+    assert sampled() == (None, None, None)
 
 
 class Model:
@@ -166,6 +166,8 @@ def test_stops_are_the_model_s_or_else_the_tokenizer_s(tokenizer: BPETokenizer):
     assert generation.make_stops(Model(), tokenizer) == Stops((7,))
     assert generation.make_stops(None, tokenizer) == Stops((id_of(tokenizer, "</s>"),))
     assert generation.make_stops(None, ByteTokenizer()) == Stops((256,))
+    assert generation.make_stops(Model(), tokenizer, own=[3]) == Stops((3,))
+    assert generation.make_stops(Model(), tokenizer, own=()) == Stops(())
 
 
 def test_given_stops_are_special_tokens_or_texts(tokenizer: BPETokenizer, caplog: Any):
@@ -279,6 +281,16 @@ def test_a_conversation_goes_on_by_lines(
         expected += f"> {text}\n{answer}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("\nand you?\n"))  # an empty line is no turn
     assert run(capsys, folder, "hi", "--chat", "--system=S") == expected
+
+
+def test_stop_tokens_replace_those_of_the_model(folder: Path, tokenizer: BPETokenizer, capsys: Any):
+    model, prompt = zoo.load(folder), ids_of(tokenizer, "hi")
+    options: dict = {"max_new_tokens": 8, "temperature": 0.0, "stop_tokens": ()}
+    new = zoo.generate(model, [prompt], **options)[0][len(prompt) :]
+    kept = new[: new.index(new[2]) + 1]
+    assert len(kept) < 8
+    printed = run(capsys, folder, "hi", "--stop-tokens", new[2])
+    assert printed == f"hi{tokenizer.decode(kept)}\n"
 
 
 def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):

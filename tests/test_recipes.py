@@ -52,11 +52,15 @@ def train(shared, monkeypatch):
 
 def flag_names(name: str) -> list[str]:
     config_class = importlib.import_module(f"recipes.{name}").Config
-    positional = {f.name for f in dataclasses.fields(config_class) if "Positional" in repr(f.type)}
+    types = {f.name: repr(f.type) for f in dataclasses.fields(config_class)}
+    positional = {name for name, text in types.items() if "Positional" in text}
+    unprefixed = {name for name, text in types.items() if "OmitArgPrefixes" in text}
 
     def walk(config, prefix):
         for field, value in config.items():
-            if isinstance(value, dict):
+            if field in unprefixed:
+                yield from walk(value, prefix)
+            elif isinstance(value, dict):
                 yield from walk(value, f"{prefix}{field}.")
             elif field not in positional:
                 yield f"recipes.{name} --{prefix}{field}".replace("_", "-")
@@ -356,7 +360,6 @@ def test_beams_are_printed_with_scores(model_folder, capsys):
     [
         (["nowhere"], "'nowhere' is neither a folder nor on the shelf"),
         (["{folder}", "--stop", "ab", "--num-beams=2"], "stop='ab' is 2 tokens"),
-        (["{folder}", "--top-k=-1"], "top_k=-1"),
     ],
     ids=str,
 )
@@ -365,6 +368,9 @@ def test_invalid_generate_arguments_are_refused(model_folder, capsys, flags, mes
         continued(capsys, *(flag.format(folder=model_folder) for flag in flags))
     with pytest.raises(ValueError, match="num_beams=0: must be at least 1"):
         generate.Config(num_beams=0)
+    with pytest.raises(SystemExit):
+        continued(capsys, model_folder, "--top-p=0")
+    assert "top_p=0.0: must be" in capsys.readouterr().err
 
 
 # --- What goes wrong --------------------------------------------------------------------------

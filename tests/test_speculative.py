@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 import zoo
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampling
+from zoo.decoding.drawing import Sampler, Sampling
 from zoo.decoding.sampling import Rows, _begin
 from zoo.decoding.speculative import Draft, Drafted, _step, extend
 
@@ -214,13 +214,13 @@ def test_kept_and_redrawn_tokens_have_the_distribution_of_the_model(options: dic
     model, draft, runs = trigram(0, 4), Draft(trigram(1, 4), 2), 20000
 
     def run(key: Array) -> Array:
-        sampling = Sampling.checked(**{"top_k": None, **options}, top_p=None, key=key)
+        sampler = Sampler.of(Sampling(**options), 4, key)
         before, empty = jnp.zeros(2, jnp.int32), jnp.zeros((2, 10), jnp.int32)
         state = Drafted(
             empty.at[:, 0].set(1), jnp.int32(1), before > 0, before, before, jnp.int32(0), None
         )
         for _ in range(3):  # a token each, at least
-            state = _step(model, draft, sampling, jnp.zeros(0, jnp.int32), state)
+            state = _step(model, draft, sampler, jnp.zeros(0, jnp.int32), state)
         return state.tokens[:, 1:4]
 
     found = jax.jit(jax.vmap(run))(jax.random.split(KEY, runs))
@@ -237,8 +237,8 @@ def test_all_tokens_of_a_draft_that_is_the_model_are_kept(
     temperature: float, drafted: int, steps: int
 ):
     rows = Rows(trigram(0), PROMPTS, 21, (), trigram(0), drafted)
-    sampling = rows.sampling(temperature=temperature, top_k=None, top_p=None, key=KEY)
-    state, proceed = _begin(rows, sampling)
+    sampler = Sampler.of(Sampling(temperature=temperature), VOCAB, KEY)
+    state, proceed = _begin(rows, sampler)
     state = proceed(state, 21)  # the first token is the prompt's, and a step adds one to its draft
     assert (int(state.count), int(state.steps)) == (21, steps)
 

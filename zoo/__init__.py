@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.data.token_plans import PackedPlan as PackedPlan
     from zoo.data.tokenizer import Tokenizer as Tokenizer
     from zoo.decoding.beam_search import beam_search as beam_search
+    from zoo.decoding.drawing import Sampling as Sampling
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
     from zoo.nn.derivatives import forward_mode as forward_mode

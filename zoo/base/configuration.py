@@ -11,7 +11,7 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,7 +213,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
-    if origin is tuple:  # of any length: tuple[item, ...]
+    if origin in (tuple, Sequence):  # of any length: tuple[item, ...]
         return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
     if annotation is bool or isinstance(value, bool):
         return annotation is bool and isinstance(value, bool)
@@ -239,7 +239,7 @@ def _text(annotation: Any) -> str:
         return " or ".join(map(repr, arguments))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_text, arguments))
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return f"a tuple, of {_text(arguments[0])} each"
     if dataclasses.is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"

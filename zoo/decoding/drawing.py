@@ -4,14 +4,17 @@ Penalties come before the temperature, and what is cut off after it, in the orde
 the `top_k` likeliest, of these `top_p`, of these `min_p`.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.base import configuration
 
 
 class Seen(eqx.Module):
@@ -35,62 +38,121 @@ class Seen(eqx.Module):
         return Seen(self.prompt, self.counts.at[rows, tokens].add(1))
 
 
-class Sampling(eqx.Module):
-    """How the next token is drawn; without a temperature it is the likeliest."""
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and which of them end a text: the options of `zoo.generate`.
+
+    Penalties come first, then biases, the temperature, `top_k`, `top_p` and `min_p`.
+
+    Raises:
+        ValueError: it names the option that is out of range.
+    """
+
+    temperature: float | None = None
+    """Divides the logits: 0 is greedy and needs no key, 1 samples the model's own probabilities;
+    0.8 if not given."""
+    top_k: int | None = None
+    """Sample from the k likeliest tokens only; 0 is all, as if not given."""
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities add up to p (Holtzman et al. 2020); 1 is
+    all, as if not given."""
+    min_p: float | None = None
+    """Sample from the tokens that have p times the probability of the likeliest (Nguyen et al.
+    2024); 0 is all, as if not given."""
+    repetition_penalty: float | None = None
+    """Divides the positive logits of all earlier tokens, the prompt's too, and multiplies their
+    negative ones (Keskar et al. 2019): more than 1 makes them less likely; 1 if not given."""
+    presence_penalty: float = 0.0
+    """Is subtracted from the logits of the tokens that have come after the prompt."""
+    frequency_penalty: float = 0.0
+    """Is subtracted from them as often as they have come."""
+    logit_bias: Mapping[int, float] | None = None
+    """Numbers that are added to the logits of some ids."""
+    banned_tokens: Sequence[int] = ()
+    """Ids that never come."""
+    stop_tokens: Sequence[int] | None = None
+    """Ids that end a text: the model's own `eos_ids` if not given, and none if empty."""
+
+    def __post_init__(self) -> None:
+        for name in ("banned_tokens", "stop_tokens"):
+            if (ids := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(np.asarray(ids).reshape(-1).tolist()))
+        configuration.check(self)
+        _require(self, "temperature", lambda x: x >= 0, "must not be negative; 0 is greedy")
+        _require(self, "top_k", lambda x: x >= 0, "must be at least 1; 0 is all")
+        _require(self, "top_p", lambda x: 0 < x <= 1, "must be above 0 and at most 1, which is all")
+        _require(self, "min_p", lambda x: 0 <= x <= 1, "must be from 0, which is all, to 1")
+        _require(self, "repetition_penalty", lambda x: x > 0, "must be positive; 1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(self, name, lambda x: abs(x) <= 100, "must be from -100 to 100")
+        for token, bias in (self.logit_bias or {}).items():
+            configuration.check_value(f"logit_bias[{token}]", bias, float)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keywords of a function."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    banned_tokens: Sequence[int]
+    stop_tokens: Sequence[int] | None
+
+
+def _require(sampling: Sampling, name: str, holds: Callable[[Any], bool], text: str) -> None:
+    value = getattr(sampling, name)
+    configuration.require(value is None or bool(holds(value)), f"{name}={value}: {text}")
+
+
+def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "vocab"] | None:
+    """The biases of the logits: minus infinity for banned tokens."""
+    logit_bias, banned = sampling.logit_bias or {}, sampling.banned_tokens
+    configuration.check_ids("logit_bias", logit_bias, vocab_size)
+    configuration.check_ids("banned_tokens", banned, vocab_size)
+    if len(set(banned)) == vocab_size:
+        raise ValueError(f"banned_tokens are all {vocab_size} of the vocabulary: leave one out")
+    if not (logit_bias or banned):
+        return None
+    bias = np.zeros(vocab_size, np.float32)
+    bias[[*logit_bias]] = [*logit_bias.values()]
+    bias[[*banned]] = -np.inf
+    return jnp.asarray(bias)
+
+
+class Sampler(eqx.Module):
+    """A `Sampling` on the device: another temperature, `top_p` or penalty compiles nothing."""
 
     temperature: Float[Array, ""] | None
+    """None is greedy."""
     top_p: Float[Array, ""] | None
     key: Key[Array, ""] | None
-    top_k: int | None = eqx.field(static=True)
+    top_k: int | None = eqx.field(static=True, default=None)
     min_p: Float[Array, ""] | None = None
     penalties: tuple[Float[Array, ""], ...] | None = None
     """Of repetition, presence and frequency."""
     bias: Float[Array, "vocab"] | None = None
 
     @staticmethod
-    def checked(
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        key: Key[Array, ""] | None,
-        *,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        banned_tokens: Sequence[int] = (),
-        vocab_size: int = 0,
-    ) -> "Sampling":
-        """The sampling of these parameters; a ValueError names the one out of range."""
-        if not temperature >= 0:
-            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
-        if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-            raise ValueError(f"top_k={top_k} must be at least 1, and top_p={top_p} in (0, 1]")
-        if min_p is not None and not 0 <= min_p <= 1:
-            raise ValueError(f"min_p={min_p} must be in [0, 1]: a share of the likeliest's")
-        if not 0 < repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty={repetition_penalty} must be positive; 1 is none, and more "
-                "makes repetitions less likely"
-            )
-        added = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
-        for name, penalty in added.items():
-            if not -100 <= penalty <= 100:
-                raise ValueError(f"{name}={penalty} must be from -100 to 100; 0 is none")
-        given = (repetition_penalty, presence_penalty, frequency_penalty)
+    def of(sampling: Sampling, vocab_size: int, key: Key[Array, ""] | None) -> "Sampler":
+        """The sampler of a vocabulary; a ValueError for ids beyond it, or a missing key."""
+        bias = _bias(sampling, vocab_size)
+        repetition = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+        given = (repetition, sampling.presence_penalty, sampling.frequency_penalty)
         penalties = None if given == (1, 0, 0) else tuple(map(jnp.float32, given))
-        bias = _bias(logit_bias or {}, banned_tokens, vocab_size)
+        temperature = 0.8 if sampling.temperature is None else sampling.temperature
         if temperature == 0:
-            return Sampling(None, None, None, None, None, penalties, bias)
+            return Sampler(None, None, None, penalties=penalties, bias=bias)
         if key is None:
             raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
-        whole = top_p is None or top_p == 1
-        top_p_array = None if whole else jnp.float32(top_p)
-        min_p_array = jnp.float32(min_p) if min_p else None
-        return Sampling(
-            jnp.float32(temperature), top_p_array, key, top_k, min_p_array, penalties, bias
-        )
+        top_p = None if sampling.top_p in (None, 1) else jnp.float32(sampling.top_p)
+        min_p = jnp.float32(sampling.min_p) if sampling.min_p else None
+        top_k = sampling.top_k or None
+        return Sampler(jnp.float32(temperature), top_p, key, top_k, min_p, penalties, bias)
 
     def begin(
         self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int
@@ -123,8 +185,9 @@ class Sampling(eqx.Module):
         if self.temperature is None or self.key is None:
             return logits.argmax(-1).astype(jnp.int32)
         key = jax.random.fold_in(self.key, step)
-        logits, ids = _left(logits, self.temperature, self.top_k, self.top_p, self.min_p)
-        return _drawn(logits, ids, key)
+        logits, ids = self._left(logits)
+        drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+        return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
 
     def probabilities(self, logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
         """The probability of each token to be drawn, without penalties."""
@@ -132,76 +195,29 @@ class Sampling(eqx.Module):
         flat = self.adjusted(logits.reshape(-1, vocab), None)
         if self.temperature is None:
             return jax.nn.one_hot(flat.argmax(-1), vocab).reshape(logits.shape)
-        left, ids = _left(flat, self.temperature, self.top_k, self.top_p, self.min_p)
+        left, ids = self._left(flat)
         found = jax.nn.softmax(left, axis=-1)
         if ids is not None:
             rows = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
             found = jnp.zeros_like(flat).at[rows, ids].set(found)
         return found.reshape(logits.shape)
 
-
-def _bias(
-    logit_bias: Mapping[int, float], banned_tokens: Sequence[int], vocab_size: int
-) -> Float[Array, "vocab"] | None:
-    """The biases of the logits: minus infinity for banned tokens."""
-    named = {"logit_bias": [*logit_bias], "banned_tokens": [*banned_tokens]}
-    for name, ids in named.items():
-        if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-            raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
-    if wrong_bias := [(i, x) for i, x in logit_bias.items() if not math.isfinite(x)]:
-        token, x = wrong_bias[0]
-        raise ValueError(f"logit_bias={{{token}: {x}}} must be a number; name it in banned_tokens")
-    if len(set(banned_tokens)) == vocab_size > 0:
-        raise ValueError(f"banned_tokens are all {vocab_size} that there are: leave one")
-    if not (logit_bias or banned_tokens):
-        return None
-    bias = np.zeros(vocab_size, np.float32)
-    bias[[*logit_bias]] = [*logit_bias.values()]
-    bias[[*banned_tokens]] = -np.inf
-    return jnp.asarray(bias)
-
-
-def sample(
-    logits: Float[Array, "batch vocab"],
-    key: Key[Array, ""],
-    *,
-    temperature: float | Float[Array, ""],
-    top_k: int | None = None,
-    top_p: float | Float[Array, ""] | None = None,
-    min_p: float | Float[Array, ""] | None = None,
-) -> Int[Array, "batch"]:
-    """One token id per row, int32[batch], from logits float32[batch, vocab]."""
-    left, ids = _left(logits, temperature, top_k, top_p, min_p)
-    return _drawn(left, ids, key)
-
-
-def _left(
-    logits: Float[Array, "batch vocab"],
-    temperature: float | Float[Array, ""],
-    top_k: int | None,
-    top_p: float | Float[Array, ""] | None,
-    min_p: float | Float[Array, ""] | None,
-) -> tuple[Float[Array, "batch left"], Int[Array, "batch left"] | None]:
-    """The logits of the tokens to draw from, and their ids if these are not in order."""
-    logits, ids = logits / temperature, None
-    if top_k is not None or top_p is not None:
-        # Only those candidates are drawn from; ties fall to the lower id.
-        logits, ids = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
-    if top_p is not None:
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        # A token stays if those before it have not reached p, so at least one does.
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        logits = jnp.where(before < top_p, logits, -jnp.inf)
-    if min_p is not None:
-        least = logits.max(-1, keepdims=True) + jnp.log(jnp.float32(min_p))
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
-    return logits, ids
-
-
-def _drawn(
-    logits: Float[Array, "batch left"],
-    ids: Int[Array, "batch left"] | None,
-    key: Key[Array, ""],
-) -> Int[Array, "batch"]:
-    drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
-    return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
+    def _left(
+        self, logits: Float[Array, "batch vocab"]
+    ) -> tuple[Float[Array, "batch left"], Int[Array, "batch left"] | None]:
+        """The logits of the tokens to draw from, and their ids if these are not in order."""
+        assert self.temperature is not None
+        logits, ids = logits / self.temperature, None
+        if self.top_k is not None or self.top_p is not None:
+            # Only those candidates are drawn from; ties fall to the lower id.
+            vocab = logits.shape[-1]
+            logits, ids = jax.lax.top_k(logits, min(self.top_k or vocab, vocab))
+        if self.top_p is not None:
+            probabilities = jax.nn.softmax(logits, axis=-1)
+            # A token stays if those before it have not reached p, so at least one does.
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            logits = jnp.where(before < self.top_p, logits, -jnp.inf)
+        if self.min_p is not None:
+            least = logits.max(-1, keepdims=True) + jnp.log(self.min_p)
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        return logits, ids

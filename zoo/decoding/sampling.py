@@ -5,10 +5,11 @@ and padded to a bucket, so that a model's two programs, one that reads prompts a
 continues them, are compiled once per bucket. A model computes in the dtype of its parameters.
 """
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
-from zoo.decoding.drawing import Sampling, Seen
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
 from zoo.decoding.speculative import Draft, Drafted, advance
 from zoo.sharding import constrain
 
@@ -32,37 +33,21 @@ def generate(
     prompt: Prompt,
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    banned_tokens: Sequence[int] = (),
-    stop_tokens: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
     draft: PyTree | None = None,
     draft_tokens: int = 4,
     key: Key[Array, ""] | None = None,
     logprobs: bool = False,
+    **options: Unpack[SamplingOptions],
 ) -> Any:
     """The prompts and up to `max_new_tokens` sampled tokens after each.
 
+    The `options` are the fields of `zoo.Sampling`, such as `temperature=0.5`: they replace those of
+    `sampling`. A row's tokens depend neither on the other rows nor on the mesh of the model.
+
     A prompt int32[batch, prompt] gives int32[batch, prompt + max_new_tokens], in which a row that
     has come to one of the `stop_tokens` repeats it to its end. Lists of ids, of any lengths, give
-    lists of ids, which end with the stop token. `stop_tokens` are the `eos_ids` of the model's
-    configuration if not given, and none if empty.
-
-    Temperature 0 is greedy and needs no key. `top_k` keeps the k likeliest tokens, `top_p` the
-    fewest whose probabilities add up to p (Holtzman et al. 2020), `min_p` those that have p times
-    the probability of the likeliest (Nguyen et al. 2024). A row's tokens depend neither on the
-    other rows nor on the mesh that the model lies on.
-
-    `repetition_penalty` divides the positive logits of all earlier tokens, and multiplies their
-    negative ones (Keskar et al. 2019). Of a token that has come after the prompt,
-    `presence_penalty` is subtracted, and `frequency_penalty` as often as it has come. `logit_bias`
-    is added to the logits of some ids, and `banned_tokens` never come.
+    lists of ids, which end with the stop token.
 
     `draft` is a smaller model with the same tokenizer, of any family: it proposes `draft_tokens`
     tokens at a time, which the model judges at once. The tokens have the same distribution as
@@ -77,22 +62,12 @@ def generate(
             tokens than it has positions, a sampling parameter out of range, a missing key, a draft
             of another vocabulary or mesh, or one together with penalties.
     """
-    rows = Rows(model, prompt, max_new_tokens, stop_tokens, draft, draft_tokens)
-    sampling = rows.sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        key=key,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        banned_tokens=banned_tokens,
-    )
+    sampling = dataclasses.replace(sampling or Sampling(), **options)
+    rows = Rows(model, prompt, max_new_tokens, sampling.stop_tokens, draft, draft_tokens)
+    sampler = rows.sampler(sampling, key)
     new, logs = np.zeros((2, len(rows.prompts), 0))
     if max_new_tokens > 0:
-        state, advance = _begin(rows, sampling, logprobs)
+        state, advance = _begin(rows, sampler, logprobs)
         state = advance(state, max_new_tokens)
         new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
         count = int(state.count)
@@ -120,19 +95,11 @@ def stream(
     prompt: Prompt,
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    banned_tokens: Sequence[int] = (),
-    stop_tokens: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
     draft: PyTree | None = None,
     draft_tokens: int = 4,
     key: Key[Array, ""] | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[Int[np.ndarray, "batch"]]:
     """The tokens of `generate` as they come, int32[batch] at a time, until all rows have stopped.
 
@@ -141,22 +108,12 @@ def stream(
     Raises:
         ValueError: as for `generate`, at the call.
     """
-    rows = Rows(model, prompt, max_new_tokens, stop_tokens, draft, draft_tokens)
-    sampling = rows.sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        key=key,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        banned_tokens=banned_tokens,
-    )
+    sampling = dataclasses.replace(sampling or Sampling(), **options)
+    rows = Rows(model, prompt, max_new_tokens, sampling.stop_tokens, draft, draft_tokens)
+    sampler = rows.sampler(sampling, key)
 
     def tokens() -> Iterator[np.ndarray]:
-        state, advance = _begin(rows, sampling)
+        state, advance = _begin(rows, sampler)
         done = 0
         while done < max_new_tokens:
             state = advance(state, done + 1)
@@ -216,15 +173,15 @@ class Rows:
         # The last token is never read.
         self.length = bucket_of(bucket + max_new_tokens - 1 + ahead)
 
-    def sampling(self, **options: Any) -> Sampling:
-        """How tokens are drawn; the options are those of `Sampling.checked`."""
-        sampling = Sampling.checked(**options, vocab_size=self.decoder.config.vocab_size)
-        if self.draft is not None and sampling.penalties is not None:
+    def sampler(self, sampling: Sampling, key: Key[Array, ""] | None) -> Sampler:
+        """How the tokens of these rows are drawn."""
+        sampler = Sampler.of(sampling, self.decoder.config.vocab_size, key)
+        if self.draft is not None and sampler.penalties is not None:
             raise ValueError(
                 "a draft cannot go with repetition_penalty, presence_penalty or frequency_penalty: "
                 "leave the one or the others out"
             )
-        return sampling
+        return sampler
 
     def cut(self, tokens: np.ndarray) -> list[int]:
         """A row's new tokens up to its first stop token."""
@@ -279,14 +236,14 @@ class _State(eqx.Module):
 
 
 def _begin(
-    rows: Rows, sampling: Sampling, logprobs: bool = False
+    rows: Rows, sampler: Sampler, logprobs: bool = False
 ) -> tuple[Any, Callable[[Any, int], Any]]:
     """The state behind the prompts and one token, and the function that continues it to a limit."""
     inputs = (rows.tokens, rows.mask)
     with sharding.use(rows.mesh, sharding.whole_rows()):
-        arrays = (rows.decoder, sampling, *inputs, rows.stops, rows.is_padding)
+        arrays = (rows.decoder, sampler, *inputs, rows.stops, rows.is_padding)
         state: Any = _read_prompts(arrays, rows.length, rows.room, logprobs)
-        fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampling, rows.stops)
+        fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampler, rows.stops)
         proceed: Callable[..., Any] = _advance
         if rows.draft is not None:
             decoder = rows.draft.decoder
@@ -320,19 +277,19 @@ def for_decoding(decoder: Decoder) -> Decoder:
 @eqx.filter_jit
 def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> _State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
-    decoder, sampling, tokens, mask, stops, is_padding = arrays
+    decoder, sampler, tokens, mask, stops, is_padding = arrays
     logits, cache = decoder.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
-    seen = sampling.begin(tokens, mask, logits.shape[1])
+    seen = sampler.begin(tokens, mask, logits.shape[1])
     logs = jnp.zeros(empty.shape) if logprobs else None
     state = _State(empty, jnp.int32(0), is_padding, cache, seen, logs)
-    return _append(state, sampling, logits, stops)
+    return _append(state, sampler, logits, stops)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
     """Continue to `limit` tokens in all, or until all rows have stopped."""
-    decoder, sampling, stops, limit = arrays
+    decoder, sampler, stops, limit = arrays
 
     def unfinished(state: _State) -> Array:
         return (state.count < limit) & ~state.done.all()
@@ -341,17 +298,17 @@ def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
         logits, cache = decoder.decode(last, state.cache)
         state = eqx.tree_at(lambda s: s.cache, state, cache)
-        return _append(state, sampling, logits, stops)
+        return _append(state, sampler, logits, stops)
 
     return _whole(jax.lax.while_loop(unfinished, step, state))
 
 
-def _append(state: _State, sampling: Sampling, logits: Array, stops: Array) -> _State:
+def _append(state: _State, sampler: Sampler, logits: Array, stops: Array) -> _State:
     """The state with one more token per row; a row that has stopped repeats its last."""
     before = jax.lax.dynamic_index_in_dim(
         state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
     )
-    drawn = sampling.draw(logits, state.count, state.seen)
+    drawn = sampler.draw(logits, state.count, state.seen)
     token = jnp.where(state.done, before, drawn)
     tokens = jax.lax.dynamic_update_index_in_dim(state.tokens, token, state.count, 1)
     logprobs = state.logprobs

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
-from zoo.decoding.drawing import Sampling
+from zoo.decoding.drawing import Sampler
 from zoo.sharding import constrain
 
 
@@ -107,13 +107,13 @@ class Drafted(eqx.Module):
 @eqx.filter_jit(donate="all-except-first")
 def advance(arrays: tuple[Any, ...], state: Drafted) -> Drafted:
     """Continue to `limit` tokens or more, at most a draft more, or until all rows have stopped."""
-    decoder, draft, sampling, stops, limit = arrays
+    decoder, draft, sampler, stops, limit = arrays
 
     def unfinished(state: Drafted) -> Array:
         return (state.count < limit) & ~state.done.all()
 
     def step(state: Drafted) -> Drafted:
-        return _step(decoder, draft, sampling, stops, state)
+        return _step(decoder, draft, sampler, stops, state)
 
     state = jax.lax.while_loop(unfinished, step, state)
     whole = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
@@ -124,16 +124,16 @@ def advance(arrays: tuple[Any, ...], state: Drafted) -> Drafted:
 
 
 def _step(
-    decoder: Decoder, draft: Draft, sampling: Sampling, stops: Array, state: Drafted
+    decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: Drafted
 ) -> Drafted:
     """One step of the model: the drafted tokens that it keeps, and one of its own."""
     num = draft.num_tokens
     last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
-    key = None if sampling.key is None else jax.random.fold_in(sampling.key, state.count)
-    drafted, q_BDV = _draft(draft, sampling, key, last, state.draft_cache)
+    key = None if sampler.key is None else jax.random.fold_in(sampler.key, state.count)
+    drafted, q_BDV = _draft(draft, sampler, key, last, state.draft_cache)
     block = jnp.concatenate([last[:, None], drafted], axis=1)
     logits, pending = extend(decoder, block, state.cache)
-    p_BTV = sampling.probabilities(logits)
+    p_BTV = sampler.probabilities(logits)
 
     at_draft = drafted[:, :, None]
     p, q = (jnp.take_along_axis(x, at_draft, 2)[:, :, 0] for x in (p_BTV[:, :num], q_BDV))
@@ -167,14 +167,14 @@ def _step(
 
 
 def _draft(
-    draft: Draft, sampling: Sampling, key: Array | None, last: Array, cache: PyTree
+    draft: Draft, sampler: Sampler, key: Array | None, last: Array, cache: PyTree
 ) -> tuple[Int[Array, "batch drafted"], Float[Array, "batch drafted vocab"]]:
     """The drafted tokens, and the distribution that each of them is drawn from."""
 
     def step(carry: tuple[Array, PyTree], index: Array) -> tuple[tuple, tuple[Array, Array]]:
         token, cache = carry
         logits, cache = draft.decoder.decode(token, cache)
-        q = sampling.probabilities(logits)
+        q = sampler.probabilities(logits)
         if key is None:
             token = q.argmax(-1)
         else:

@@ -183,7 +183,7 @@ def load_tasks(names: Sequence[str], include: Path | None = None) -> list[Any]:
             f"task={name!r} is no task of lm-eval's, no task of {' or '.join(map(str, folders))}, "
             f"and no file{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
         )
-    loaded = []
+    loaded: list[Any] = []
     for name in names:
         found = manager.load(name)
         loaded += [*found["groups"].values()][:1] or found["tasks"].values()

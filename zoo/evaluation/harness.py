@@ -23,6 +23,7 @@ from zoo.data.chats import ChatTemplate
 from zoo.data.special_tokens import begun, end_id
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer, reading
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
+from zoo.nn.codes import Kind
 from zoo.nn.precision import DTypeName
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
@@ -75,7 +76,7 @@ class ZooLM(TemplateLM):
         *,
         mesh: Mesh | str | None = None,
         dtype: str | None = None,
-        quantize: str | None = None,
+        quantize: Kind | None = None,
         max_length: int | None = None,
         batch_tokens: int = 8192,
         begin: bool = True,
@@ -89,7 +90,8 @@ class ZooLM(TemplateLM):
         if isinstance(mesh, str):
             mesh = sharding.make_mesh(mesh) if mesh else None
         info: dict[str, Any] = {}
-        model, classes = pretrained, ()
+        model: Any = pretrained
+        classes: tuple[str, ...] = ()
         if isinstance(pretrained, str | Path):
             folder = find(pretrained)
             if not (nearest(folder, FILE_NAME) / FILE_NAME).is_file():
@@ -276,7 +278,7 @@ class ZooLM(TemplateLM):
         """
         template = self._template
         ids = template.ends_of_turn
-        self._ends = [template.tokenizer.tokenizer.id_to_token(i) for i in ids]
+        self._ends = [str(template.tokenizer.tokenizer.id_to_token(i)) for i in ids]
         text = template(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text

@@ -188,7 +188,7 @@ class Scorer:
         lengths = [len(ids) for ids in cut]
         batches = batched(lengths, room, self._batch_tokens, beside=max_new_tokens)
         for number, batch in enumerate(batches):
-            given = [cut[place] for place in batch.places]
+            given = [[*cut[place]] for place in batch.places]
             given += given[-1:] * (batch.rows - len(given))  # the shape of the other batches
             rows, steps = stream_texts(
                 self._model,

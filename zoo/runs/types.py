@@ -7,6 +7,7 @@ from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
 from zoo.data.token_plans import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
+from zoo.decoding.drawing import SamplingOptions as SamplingOptions
 from zoo.decoding.sampling import Prompt as Prompt
 from zoo.nn import codes, remat
 from zoo.nn.layers import Linear as Linear

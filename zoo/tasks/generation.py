@@ -50,15 +50,22 @@ class Stops(NamedTuple):
     texts: tuple[str, ...] = ()
 
 
-def make_stops(model: PyTree, tokenizer: Tokenizer, given: Sequence[str] = ()) -> Stops:
-    """The model's own ends of text, or if it has none the tokenizer's, and some `given` ones.
+def make_stops(
+    model: PyTree,
+    tokenizer: Tokenizer,
+    given: Sequence[str] = (),
+    own: Sequence[int] | None = None,
+) -> Stops:
+    """The `own` ends of text and some `given` ones.
 
-    Of those the name of a special token is that token, and any other a text.
+    `own` are the model's if not given, or if it has none the tokenizer's. Of the `given` ones the
+    name of a special token is that token, and any other a text.
 
     Raises:
         ValueError: an empty text.
     """
-    own = getattr(getattr(model, "config", None), "eos_ids", ()) or tokenizer_eos_ids(tokenizer)
+    if own is None:
+        own = getattr(getattr(model, "config", None), "eos_ids", ()) or tokenizer_eos_ids(tokenizer)
     ids, texts = [*own], []
     for stop in given:
         if not stop:
