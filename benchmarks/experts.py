@@ -20,6 +20,7 @@ from zoo.nn import grouped_products
 from zoo.nn.parameters import cast, gather
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
+from zoo.transformer.config import ExpertsConfig
 from zoo.transformer.dispatch import Dispatch
 from zoo.transformer.moe import MoE
 
@@ -127,14 +128,11 @@ def compiled(
 
     def make(key: Any) -> MoE:
         made = MoE(
+            ExpertsConfig(num_experts=experts, per_token=choices, dispatch=dispatch),
             width,
             hidden,
-            num_experts=experts,
-            experts_per_token=choices,
-            normalize=True,
             activation=jax.nn.silu,
             num_layers=1,
-            dispatch=dispatch,
             key=key,
         )
         return cast(made, jnp.bfloat16)

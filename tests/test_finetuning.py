@@ -346,10 +346,11 @@ def write_llama_like(folder):
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
-    shape = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    shape = {"d_model": 32, "num_layers": 2, "num_heads": 4}
+    heads = transformer.AttentionConfig(num_kv_heads=2, head_dim=8)
     shape |= {"d_ff": 48, "max_seq_len": 128}
     config = transformer.Config(
-        320, positions=transformer.PositionsConfig(scaling=scaling), **shape
+        320, attention=heads, positions=transformer.PositionsConfig(scaling=scaling), **shape
     )
     model = transformer.Transformer(config, key=jax.random.key(0))
     # Adapters leave the head as it is, which has to be able to tell tokens apart.

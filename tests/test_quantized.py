@@ -12,6 +12,7 @@ import pytest
 
 import zoo
 from zoo import sharding, transformer
+from zoo.base import configuration
 from zoo.nn import codes as codes_module
 from zoo.nn.codes import NF4
 from zoo.nn.quantized import Quantized, dequantize, is_quantized, quantize
@@ -344,7 +345,7 @@ def assert_same_step(found, expected, rtol):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A folder of a model whose inputs are eight groups, and its first steps on one device."""
-    config = dataclasses.replace(CONFIG, d_model=512, head_dim=16)
+    config = configuration.replaced(CONFIG, {"d_model": 512, "attention.head_dim": 16})
     folder = tmp_path_factory.mktemp("wide") / "model"
     zoo.save(folder, transformer.Transformer(config, key=jax.random.key(0)))
     return folder, {}
