@@ -262,7 +262,7 @@ def compiled(tune, monkeypatch):
     class Compiled(Exception):
         pass
 
-    def train(run, training, hooks, step_fn, state):
+    def train(run, training, hooks, step_fn, state, *_):
         raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
 
     monkeypatch.setattr(loop, "_train", train)
