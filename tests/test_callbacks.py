@@ -622,7 +622,7 @@ def test_unfit_decays_are_refused(tmp_path):
     callbacks.Average(0.0)
     with pytest.raises(ValueError, match=r"average=1\.5: must be in \[0, 1\)"):
         config(tmp_path, average=1.5)
-    with pytest.raises(ValueError, match="keep_best='average/eval_loss': without --average"):
+    with pytest.raises(ValueError, match="keep_best='average/eval_loss': needs --average"):
         config(tmp_path, keep_best="average/eval_loss")
 
 

@@ -382,6 +382,7 @@ CHOICES = [{"context": x, "choices": ["ab", "c", f"{i}"], "answer": i % 3}
            for i, x in enumerate("abcdefghij")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("multiple_choice", 30), ("generate_until", 10),
                                              ("loglikelihood_rolling", 10)])  # fmt: skip
 def test_an_evaluation_resumes_from_its_answers(kind, count, folder, tmp_path, monkeypatch, capsys):
@@ -557,6 +558,9 @@ def test_a_killed_evaluation_resumes_to_the_same_table(folder, many, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="answers of several processes are not kept for the next start"
+)
 def test_two_processes_get_the_results_of_one(folder, many, tmp_path):
     alone = table(finish(start(folder, *many, f"--out={tmp_path / 'o'}")))
     with socket.socket() as free:

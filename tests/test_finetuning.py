@@ -282,7 +282,7 @@ def test_remat_of_a_loaded_model_saves_memory(compiled, tmp_path):
     zoo.save(tmp_path / "base", model, tokenizer=ByteTokenizer())
     flags = (f"--model={tmp_path / 'base'}", "--precision=fp32")
     memory, plain, training = compiled(*flags)
-    more = ("--remat=full", "--dropout=0", "--attention=xla", "--scan-layers=True")
+    more = ("--remat=full", "--dropout=0", "--kernel=xla", "--scan-layers=True")
     memory_with_remat, given, _ = compiled(*flags, *more)
     assert (plain.config.remat, plain.config.dropout, plain.config.attention.kernel) == (
         "none",

@@ -280,8 +280,6 @@ def test_bad_content_is_refused(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.json", "is one value, and no lines: jq -c '.[]' FILE.json > FILE.jsonl; or leave it"),
-        ("a.json.gz", "is one value, and no lines"),
         ("a.tar.gz", "unpack the archive"),
         ("a.zip", "unpack the archive"),
         ("a.jsonl.bz2", "compress it as .gz or .zst instead"),

@@ -140,6 +140,7 @@ def test_a_task_is_written_as_it_is_made(tmp_path, monkeypatch, capsys):
         for kind in kinds:
             for source in ("custom_dataset", "dataset_path", "dataset_kwargs"):
                 kind.pop(source, None)
+            kind["metadata"].pop("config_source", None)  # where the file lies
         assert kinds[0] == kinds[1]
     assert python_files(documents) == [{"text": documents[-1].text}]
     with pytest.raises(ValueError, match=r"'python-body' is no task .*: python-bodies, python-sig"):
