@@ -125,7 +125,7 @@ def leaves(folder: Path, path: Path) -> bool:
 
 
 def files_below(folder: Location) -> dict[str, dict[str, Any]]:
-    """What the store says of each file below a folder at an address, by their names in it.
+    """The store's record of each file below a folder at an address, by name in the folder.
 
     Raises:
         AddressError: a name that leads out of the folder.

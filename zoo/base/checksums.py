@@ -204,7 +204,7 @@ def _read(folder: Location) -> dict:
 
 
 def _kind(path: Location) -> str | None:
-    """What a path is if it is no regular file: a pipe or a device might be read for ever."""
+    """The kind of a path that is not a regular file: a pipe or a device may be read for ever."""
     if path.is_dir():
         return "a folder"
     return None if is_remote(path) or stat.S_ISREG(path.stat().st_mode) else "no regular file"

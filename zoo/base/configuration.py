@@ -102,7 +102,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration by dotted name, those of the configurations in it too."""
+    """The values of a configuration by dotted name, with the configurations in it."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)

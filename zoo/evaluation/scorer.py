@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Rows of one shape: their length, their number, and the places of those not of padding."""
+    """Rows of one shape: their length, their number, and the places without padding."""
 
     bucket: int
     rows: int

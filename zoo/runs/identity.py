@@ -30,7 +30,7 @@ _SMALL = 2**20  # bytes of an array that is compared
 
 
 def of_training(training: Training) -> dict[str, Any]:
-    """What a checkpoint keeps of a training, to compare it with that of a later start."""
+    """The identity of a training in a checkpoint, to compare with a later start's."""
     return {
         DATA: training.fingerprint or plans.fingerprint(training.data),
         LOSS: described(LOSS, training.loss_fn),

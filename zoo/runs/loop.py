@@ -206,7 +206,7 @@ def _train(
 
 
 def _accepted(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> Accepted:
-    """What batches may hold; nan too, where the run skips a step of it."""
+    """The values that batches may hold; nan too, where the run skips such a step."""
     stated = step_fn.accepted(state)
     skips = run.config.on_nonfinite == "skip"
     return {**dict.fromkeys(plan.row(plan.buckets[0])), **stated} if skips else stated

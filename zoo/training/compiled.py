@@ -132,7 +132,7 @@ class CompiledStep:
         return outputs
 
     def accepted(self, state: PyTree) -> Accepted:
-        """What the entries of its batches may hold, for `zoo.data.loader.batches`."""
+        """The values that the entries of its batches may hold, for `zoo.data.loader.batches`."""
         return {} if self._checks is None else self._checks.accepted(state)
 
     def check_sums(self, state: PyTree, batch: PyTree) -> None:

@@ -29,8 +29,8 @@ class Piece:
     end: int
     """First byte of the next piece."""
     version: str = ""
-    """What tells the file from another of its name and size: the hash of its first MiB and, of a
-    larger one, the time of its last change; at an address the time alone. Empty: not known."""
+    """A mark that differs in another file of the same name and size: the hash of its first MiB and,
+    of a larger one, the time of its last change; at an address the time alone. Empty: not known."""
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from zoo.data import tokenizer
 from zoo.publishing.errors import PublishError
 
 # No pickled weights, and none in the formats of other libraries.
@@ -10,26 +11,12 @@ FILES = [
     "adapter_config.json",
     "adapter_model.safetensors",
     "config.json",
-    "generation_config.json",
     "model.safetensors",
     "model-*.safetensors",
     "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    tokenizer.FILE_NAME,
+    tokenizer.CONFIG_NAME,
+    *tokenizer.BESIDE,
 ]
 
 
