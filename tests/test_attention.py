@@ -181,7 +181,7 @@ def assert_equal(got: tuple, wanted: tuple) -> None:
 
 @pytest.mark.slow
 def test_splash_matches_chunked_attention_on_a_mesh():
-    with sharding.rules.use(sharding.make_mesh("fsdp=2,tensor=4")):
+    with sharding.use(sharding.make_mesh("fsdp=2,tensor=4")):
         assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4)))
 
 
@@ -200,7 +200,7 @@ def test_splash_matches_chunked_attention(
 @pytest.mark.parametrize("heads", [(8, 2), (8, 4), (24, 8)])
 def test_splash_takes_whole_kv_heads_beside_split_queries(heads: tuple[int, int]):
     rules = {**sharding.RULES, "kv_heads": None}
-    with sharding.rules.use(sharding.make_mesh("fsdp=2,tensor=4"), rules):
+    with sharding.use(sharding.Layout("fsdp=2,tensor=4", rules)):
         assert_equal(*splash_and_chunked(Mask(True, None), None, True, heads, 128))
 
 

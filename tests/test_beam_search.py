@@ -108,7 +108,7 @@ def test_array_prompts_give_arrays_on_any_mesh(monkeypatch: pytest.MonkeyPatch):
         assert 2 not in beam or {*beam[beam.index(2) :]} == {2}
     mesh = zoo.make_mesh("data=2,tensor=2")
     rules = {**sharding.RULES, "vocab": None}
-    with sharding.use(mesh, rules):
+    with sharding.use(zoo.Layout(mesh, rules)):
         placed = jax.device_put(model, sharding.shardings(model, mesh))
         again, same_scores = zoo.beam_search(placed, prompt, **options)
     np.testing.assert_array_equal(again, tokens)

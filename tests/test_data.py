@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 import xla
+from jax.sharding import PartitionSpec as P
 
+import zoo
 from zoo.base import checksums
 from zoo.data import loader, packing, plans, token_plans
 from zoo.data.corpus import Corpus
@@ -355,6 +357,15 @@ def test_loaded_batches_match_on_any_mesh(make_plan, spec):
                 assert array.sharding.is_equivalent_to(batch_sharding(mesh, 2), 2)
                 shape = plan.shapes(mesh)[plan.bucket(k)][name]
                 assert shape.sharding.is_equivalent_to(array.sharding, 2)
+
+
+def test_batches_lie_as_their_layout_says():
+    plan = zoo.ArrayPlan({"x": np.arange(16.0, dtype=np.float32)}, batch_size=8, seed=0)
+    layout = zoo.Layout("data=2,tensor=4", {"batch": "tensor"})
+    [(_, batch)] = loader.batches(plan, layout, stop=1)
+    assert batch["x"].sharding.spec == P("tensor")
+    assert plan.shapes(layout)[plan.bucket(0)]["x"].sharding == batch["x"].sharding
+    np.testing.assert_array_equal(batch["x"], plan.batch(0)["x"])
 
 
 def test_each_row_range_is_built_once():

@@ -139,9 +139,9 @@ def test_members_follow_a_custom_rule():
     rules = {**sharding.RULES, "member": "data", "batch": "fsdp"}
     mesh = sharding.make_mesh("data=4,fsdp=2")
     model = Ensemble(make_mlp, NUM_MEMBERS, key=KEY)
-    names = sharding.shardings(eqx.filter(model, eqx.is_array), mesh, rules)
+    names = sharding.shardings(eqx.filter(model, eqx.is_array), sharding.Layout(mesh, rules))
     assert names.members.first.linear.bias.shard_shape((8, 8)) == (2, 4)
-    with sharding.use(mesh, rules):
+    with sharding.use(sharding.Layout(mesh, rules)):
         outputs = eqx.filter_jit(lambda model: model(POINTS))(eqx.filter_shard(model, names))
     assert outputs.sharding.shard_shape(outputs.shape) == (2, 4, 3)
     np.testing.assert_allclose(outputs, model(POINTS), atol=1e-5)

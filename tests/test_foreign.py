@@ -96,7 +96,7 @@ def test_unresolved_annotations_are_named():
     model = Unresolved(x, {"a": x})
     with pytest.raises(ShardingError, match=r"Unresolved\.lost can't be resolved: .*'Missing'"):
         logical_axes(model)
-    with sharding.use(None, axes={"lost.*": "mlp"}):
+    with sharding.use(zoo.Layout(axes={"lost.*": "mlp"})):
         assert logical_axes(model).lost == {"a": ("mlp",)}
 
 
@@ -112,8 +112,8 @@ def test_unknown_names_want_rules_or_axes():
     with pytest.raises(ShardingError, match=r"weight: the logical axis 'out' is not in .* rules"):
         sharding.shardings(model, make_mesh(SPLIT))
     rules = {**sharding.RULES, "out": "tensor", "in": None}
-    assert sharding.shardings(model, make_mesh(SPLIT), rules).weight.spec == P("tensor", None)
-    named = sharding.shardings(model, make_mesh(SPLIT), axes={"weight": "mlp embed"})
+    assert sharding.shardings(model, zoo.Layout(SPLIT, rules)).weight.spec == P("tensor", None)
+    named = sharding.shardings(model, zoo.Layout(SPLIT, axes={"weight": "mlp embed"}))
     assert named.weight.spec == P("tensor", "fsdp")
 
 
@@ -280,7 +280,7 @@ class Annotated(eqx.Module):
 
 def test_given_names_come_before_built_in_ones():
     axes = {"*.weight": "mlp embed", "linear.*": "embed", "table": "_ mlp"}
-    placed = sharding.shardings(net(), make_mesh(SPLIT), axes=axes)
+    placed = sharding.shardings(net(), zoo.Layout(SPLIT, axes=axes))
     assert placed["linear"].weight.spec == P("tensor", "fsdp")  # the first that matches
     assert placed["linear"].bias.spec == P("fsdp")
     assert placed["table"].spec == P(None, "tensor")
@@ -291,7 +291,7 @@ def test_names_may_be_given_by_a_function():
     def axes(path: str, leaf: Any) -> str | None:
         return "embed" if path == "vector" and leaf.shape == (8,) else None
 
-    placed = sharding.shardings(net(), make_mesh(SPLIT), axes=axes)
+    placed = sharding.shardings(net(), zoo.Layout(SPLIT, axes=axes))
     assert placed["vector"].spec == P("fsdp")
     assert placed["linear"].weight.spec == P("tensor", "fsdp")
 
@@ -308,11 +308,11 @@ def test_names_may_be_given_by_a_function():
     ],
 )
 def test_names_that_do_not_fit_are_refused(axes: Any, message: str):
-    sgd, mesh = optax.sgd(1.0), make_mesh(SPLIT)
+    sgd, layout = optax.sgd(1.0), zoo.Layout(SPLIT, axes=axes)
     for place in (
-        lambda: sharding.shardings(net(), mesh, axes=axes),
-        lambda: sharding.placement_table(net(), mesh, axes=axes),
-        lambda: abstract_state(net, sgd, key=KEY, mesh=mesh, axes=axes),
+        lambda: sharding.shardings(net(), layout),
+        lambda: sharding.placement_table(net(), layout),
+        lambda: abstract_state(net, sgd, key=KEY, mesh=layout),
     ):
         with pytest.raises(ShardingError, match=message):
             place()
@@ -327,21 +327,21 @@ def test_names_that_do_not_fit_are_refused(axes: Any, message: str):
 )
 def test_names_in_another_form_are_refused(axes: Any, message: str):
     with pytest.raises(ShardingError, match=message):
-        sharding.check_axes(axes)
+        zoo.Layout(axes=axes)
 
 
 def test_given_names_must_divide():
     with pytest.raises(ShardingError, match=r"table of shape \(6, 4\): the size 6 .* tensor=4 of"):
-        sharding.shardings(net(), make_mesh("tensor=4"), axes={"table": "mlp embed"})
+        sharding.shardings(net(), zoo.Layout("tensor=4", axes={"table": "mlp embed"}))
 
 
 def test_patterns_are_checked_without_a_mesh():
     with pytest.raises(ShardingError, match=r"'lienar': 'mlp'\} matches no array"):
-        zoo.init_state(net, optax.sgd(1.0), key=KEY, axes={"lienar": "mlp"})
+        zoo.init_state(net, optax.sgd(1.0), key=KEY, mesh=zoo.Layout(axes={"lienar": "mlp"}))
     with pytest.raises(
         ShardingError, match=r"table of shape \(6, 4\): nothing names its axes, and"
     ):
-        zoo.init_state(net, optax.sgd(1.0), key=KEY, strict=True)
+        zoo.init_state(net, optax.sgd(1.0), key=KEY, mesh=zoo.Layout(strict=True))
 
 
 # Defaults, and what the mesh does not divide
@@ -367,7 +367,7 @@ def rows_of(table: str) -> dict[str, str]:
 def test_the_placement_table_says_who_named_the_axes():
     mesh = make_mesh("fsdp=8")
     odd = {**net(), "odd": eqx.nn.Linear(3, 16, key=KEY)}
-    table = sharding.placement_table(odd, mesh, axes={"vector": "embed"})
+    table = sharding.placement_table(odd, zoo.Layout(mesh, axes={"vector": "embed"}))
     rows = rows_of(table)
     whole = "default, fsdp=8 does not divide 6 or 4"
     assert rows["table"] == f"6×4 float32 unnamed unnamed · · {whole} 96"
@@ -380,7 +380,9 @@ def test_the_placement_table_says_who_named_the_axes():
     assert len({len(line) for line in lines}) == 1
     assert "axes={'table': 'embed mlp'}" in advice
     assert advice in sharding.placement_table(odd, mesh)  # also where a vector comes last
-    named = sharding.placement_table(net(), mesh, axes={"table": "_ _", "vector": "embed"})
+    named = sharding.placement_table(
+        net(), zoo.Layout(mesh, axes={"table": "_ _", "vector": "embed"})
+    )
     assert "default" not in named
     annotated = sharding.placement_table(net()["annotated"], mesh)
     assert "axes by" not in annotated
@@ -399,16 +401,16 @@ def test_strict_refuses_what_nobody_asked_for():
     mesh, named = make_mesh("fsdp=8"), {"vector": "embed", "table": "_ _"}
     for place in (sharding.shardings, sharding.placement_table):
         with pytest.raises(ShardingError, match=r"table of shape \(6, 4\): nothing names its axes"):
-            place(net(), mesh, strict=True)
-        place(net(), mesh, axes=named, strict=True)
+            place(net(), zoo.Layout(mesh, strict=True))
+        place(net(), zoo.Layout(mesh, axes=named, strict=True))
         odd = {**net(), "odd": eqx.nn.Linear(3, 16, key=KEY)}
         with pytest.raises(ShardingError, match=r"odd.weight of .* fsdp=8 does not divide 3 of th"):
-            place(odd, mesh, axes=named, strict=True)
+            place(odd, zoo.Layout(mesh, axes=named, strict=True))
 
 
 def test_rules_move_the_built_in_axes():
     rules = {**sharding.RULES, "fan_out": ("tensor", "fsdp"), "fan_in": None, "unnamed": "tensor"}
-    placed = sharding.shardings(net(), make_mesh(SPLIT), rules)
+    placed = sharding.shardings(net(), zoo.Layout(SPLIT, rules))
     assert placed["linear"].weight.spec == P(("fsdp", "tensor"), None)
     assert placed["table"].spec == P("tensor", None)
 
@@ -444,7 +446,7 @@ def test_matrices_of_foreign_modules_are_found():
     assert dimensions.plain == numbers((0,), (1,))
     assert dimensions.embedding.weight is None
     assert dimensions.conv.bias is None
-    with sharding.use(None, axes={"plain": "embed classes"}):
+    with sharding.use(zoo.Layout(axes={"plain": "embed classes"})):
         assert optimizers.muon_dimensions(Kinds()).plain is None
 
 

@@ -413,7 +413,7 @@ def test_loaded_weights_are_sharded(name: str, dtype: Any, copy: Any):
     mesh = zoo.make_mesh("fsdp=2,tensor=1" if name == "mixtral" else "fsdp=4")
     want = zoo.load(folder)
     got = zoo.load(folder, mesh=mesh, dtype=dtype)
-    placed = sharding.shardings(got, mesh, rules)
+    placed = sharding.shardings(got, zoo.Layout(mesh, rules))
     for (path, x), where in zip(arrays(got).items(), jax.tree.leaves(placed), strict=True):
         whole = arrays(want)[path]
         assert x.sharding.is_equivalent_to(where, x.ndim), path

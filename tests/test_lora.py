@@ -348,7 +348,9 @@ class Grouped(eqx.Module):
 def test_adapters_keep_their_matrix_axes():
     stacked = Grouped(jnp.zeros((3, 2, 8, 4)))  # three layers
     members = ensemble.Ensemble(lambda key: Grouped(jnp.zeros((2, 8, 4))), 3, key=KEY)
-    with sharding.use(None, {**sharding.RULES, "group": sharding.Axis("tensor", "stack")}):
+    with sharding.use(
+        zoo.Layout(rules={**sharding.RULES, "group": sharding.Axis("tensor", "stack")})
+    ):
         for model, first in [(stacked, None), (members, "member")]:
             adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
             [axes] = jax.tree.leaves(logical_axes(adapted), is_leaf=lora.is_adapted)

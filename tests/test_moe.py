@@ -92,9 +92,9 @@ def value_and_gradient(spec: str, **rules: Any) -> Any:
     batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
     loss = losses.balanced_next_token(0.1)
     mesh, rules = zoo.make_mesh(spec), {**sharding.RULES, **rules}
-    with sharding.use(mesh, rules):
+    with sharding.use(zoo.Layout(mesh, rules)):
         function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
-        return copy(function(jax.device_put(model, sharding.shardings(model, mesh, rules))))
+        return copy(function(jax.device_put(model, sharding.shardings(model, mesh))))
 
 
 ON_ONE_DEVICE = functools.cache(lambda: value_and_gradient(""))
@@ -155,8 +155,8 @@ def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
         out, backward = eqx.filter_vjp(forward, made, x_BTE)
         return out, backward((g_BTE, jax.tree.map(jnp.ones_like, out[1])))
 
-    with sharding.use(mesh, {**sharding.RULES, **rules}):
-        placed = jax.device_put(made, sharding.shardings(made, mesh, {**sharding.RULES, **rules}))
+    with sharding.use(zoo.Layout(mesh, {**sharding.RULES, **rules})):
+        placed = jax.device_put(made, sharding.shardings(made, mesh))
         return copy(run(placed, x_BTE))
 
 

@@ -345,9 +345,9 @@ def test_models_without_a_counterpart_are_refused():
     # Its outputs come first, and its place is not known.
     linear = eqx.nn.Linear(4, 4, key=KEY)
     refused(lambda key: [Unnamed(matrix, None), linear], 8, "1.weight .* named by eqx.nn.Linear")
-    with sharding.use(None, axes={"1.weight": "classes embed"}):
+    with sharding.use(zoo.Layout(axes={"1.weight": "classes embed"})):
         refused(lambda key: [Unnamed(matrix, None), linear], 8, "1.weight .* named by given")
-    with sharding.use(None, axes={"1.weight": "mlp embed"}):
+    with sharding.use(zoo.Layout(axes={"1.weight": "mlp embed"})):
         assert found(lambda key: [Unnamed(matrix, None), linear], 1)["1.weight"] == HIDDEN
 
     class Two(eqx.Module):

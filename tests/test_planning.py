@@ -517,7 +517,7 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
         return flops.count(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))
 
     own = counted(chunked.chunked)
-    with sharding.rules.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
+    with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
         kernel = counted(functools.partial(splash.splash, blocks=Blocks(512, 512, 512)))
     # Of the same chunks; its two kernels of the backward pass both compute the logits.
     output_times_gradient = 2 * math.prod(q.shape)
@@ -536,7 +536,7 @@ def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
         traced = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q)
         return flops.count(traced), flops.kernel_bytes(traced)
 
-    with sharding.rules.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
+    with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
         assert counted(policy) == counted("none")
         assert counted("none")[0] > 0
 

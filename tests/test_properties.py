@@ -328,7 +328,7 @@ def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     def check(world: World) -> None:
         jax.clear_caches()  # hundreds of programs would use up the process's memory maps
         expected_loss, expected = loss_and_gradient(world)
-        loss, gradient = loss_and_gradient(world, mesh=zoo.make_mesh(world.mesh), rules=world.rules)
+        loss, gradient = loss_and_gradient(world, mesh=zoo.Layout(world.mesh, world.rules))
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         largest = max(np.abs(x).max() for x in arrays(expected).values())
         assert largest > 0

@@ -146,6 +146,15 @@ def test_dtype_names_are_recognised(folder):
             zoo.load(folder, dtype=dtype)
 
 
+def test_models_load_on_a_layout(folder):
+    layout = zoo.Layout("fsdp=4,tensor=2", {**sharding.RULES, "embed": "tensor"})
+    model = zoo.load(folder, mesh=layout)
+    assert_same(model, net())
+    w = model.blocks[0].w
+    assert w.sharding == sharding.shardings(model, layout).blocks[0].w
+    assert w.sharding != sharding.shardings(model, layout.mesh).blocks[0].w
+
+
 @pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2", "fsdp=8"])
 def test_sharded_loading_reads_only_slices(folder, tmp_path, spec, monkeypatch):
     mesh = make_mesh(spec)

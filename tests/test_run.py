@@ -472,9 +472,9 @@ def test_exit_waits_for_pending_saves(tmp_path):
 
 def test_sequence_parallel_selects_its_rules(tmp_path):
     with Run(config(tmp_path)) as run:
-        assert run.rules == sharding.RULES
+        assert run.layout.rules == sharding.RULES
     with Run(config(tmp_path, sequence_parallel=True)) as run:
-        assert run.rules == sharding.SEQUENCE_PARALLEL
+        assert run.layout.rules == sharding.SEQUENCE_PARALLEL
 
 
 # --- The command line -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """zoo.sharding: annotations place parameters, and what does not fit is an error by name."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 import uuid
@@ -11,7 +12,6 @@ from unittest.mock import Mock
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from helpers import small_config
 from jax.sharding import AxisType, NamedSharding
@@ -25,7 +25,6 @@ from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
 from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.sharding.specs import between
-from zoo.training.state import abstract_state
 
 CUBE = "data=2,fsdp=2,tensor=2"
 
@@ -167,7 +166,7 @@ def test_shardings_follow_the_rules():
     assert placed.parts[1].weight == NamedSharding(mesh, P(None, "fsdp", "tensor"))
     assert placed.by_name["down"].weight == NamedSharding(mesh, P("tensor", "fsdp"))
     rules = {**sharding.RULES, "embed": None, "mlp": ("tensor", "fsdp")}
-    placed = sharding.shardings(model(), mesh, rules)
+    placed = sharding.shardings(model(), zoo.Layout(mesh, rules))
     assert placed.parts[0].weight == NamedSharding(mesh, P(None, ("tensor", "fsdp")))
 
 
@@ -268,12 +267,12 @@ def test_unknown_axis_kinds_are_refused():
 def test_rules_set_the_axis_kind(rule: Any, of_scale: bool):
     rules = {**sharding.RULES, "group": rule}
     mesh = make_mesh("fsdp=2,tensor=2")
-    with sharding.use(mesh, rules):
+    with sharding.use(zoo.Layout(mesh, rules)):
         assert optimizers.matrices(grouped()) == Grouped(of_scale, True)
         assert (optimizers.muon_dimensions(grouped()).scale is None) is not of_scale
         with sharding.mapped("group"):
             assert is_matrix(("group", "embed")) is of_scale
-    spec = sharding.shardings(grouped(), mesh, rules).weight.spec
+    spec = sharding.shardings(grouped(), zoo.Layout(mesh, rules)).weight.spec
     assert spec == P("tensor", "fsdp", None)  # the group has taken what would be for "mlp"
 
 
@@ -283,12 +282,12 @@ def test_weight_decay_uses_the_step_rules():
     mesh, key = make_mesh("tensor=2"), jax.random.key(0)
     config = optimizers.Config(learning_rate=0.1, warmup_steps=0, schedule="constant")
     optimizer = optimizers.make_optimizer(config, 10)
-    state = zoo.init_state(grouped, optimizer, key=key, mesh=mesh, rules=rules)
+    state = zoo.init_state(grouped, optimizer, key=key, mesh=zoo.Layout(mesh, rules))
 
     def loss(model: Any, batch: Any, key: Any) -> tuple:
         return 0.0 * (model.scale.sum() + model.weight.sum()), jnp.float32(1), {}
 
-    step = zoo.make_train_step(loss, optimizer, mesh=mesh, rules=rules, precision="fp32")
+    step = zoo.make_train_step(loss, optimizer, mesh=zoo.Layout(mesh, rules), precision="fp32")
     state, _ = step(state, {"x": jnp.zeros((2, 1))})
     assert (state.model.scale == 1).all()
     assert (state.model.weight < 1).all()
@@ -315,31 +314,10 @@ def test_the_placement_table_adds_up():
     assert len({len(line) for line in lines}) == 1
 
 
-SGD = optax.sgd(1.0)
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError("the rules are looked at before the model is made")
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda rules: sharding.use(None, rules).__enter__(),
-        lambda rules: sharding.shardings(part(), make_mesh(), rules),
-        lambda rules: sharding.placement_table(part(), make_mesh(), rules),
-        lambda rules: sharding.batch_sharding(make_mesh(), 2, rules),
-        lambda rules: sharding.num_batch_parts(make_mesh(), rules),
-        lambda rules: zoo.init_state(never, SGD, key=jax.random.key(0), rules=rules),
-        lambda rules: abstract_state(never, SGD, key=jax.random.key(0), rules=rules),
-        lambda rules: zoo.make_train_step(never, SGD, mesh=make_mesh(CUBE), rules=rules),
-        lambda rules: zoo.make_eval_step(never, rules=rules),
-    ],
-)
 @pytest.mark.parametrize("axes", ["tensro", ("fsdp", "tensro")])
-def test_rules_for_unknown_mesh_axes_are_refused(axes: Any, take: Any):
+def test_rules_for_unknown_mesh_axes_are_refused(axes: Any):
     with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
-        take({**sharding.RULES, "experts": axes})
+        zoo.Layout(rules={**sharding.RULES, "experts": axes})
 
 
 # Optimizer state and batches
@@ -394,7 +372,7 @@ def inside(mesh: Any, function: Any, x: Any, rules: Any = None) -> Any:
 
     # A program from the cache of an earlier run calls nobody back.
     program.__name__ = f"program_{uuid.uuid4().hex}"
-    with sharding.use(mesh, rules):
+    with sharding.use(zoo.Layout(mesh, rules)):
         jax.jit(program).lower(x).compile()
     return found[0]
 
@@ -458,10 +436,10 @@ def test_constrain_shards_an_activation():
 
 def test_mesh_axes_of_a_dimension_are_text():
     assert sharding.split_by("seq") == ""
-    with sharding.use(make_mesh("fsdp=2,context=4"), sharding.SEQUENCE_PARALLEL):
+    with sharding.use(zoo.Layout("fsdp=2,context=4", sharding.SEQUENCE_PARALLEL)):
         assert sharding.split_by("seq") == "context=4"
         assert sharding.split_by("mlp") == ""
-        with sharding.use(None, sharding.whole_rows()):
+        with sharding.use(zoo.Layout(rules=sharding.whole_rows())):
             assert sharding.split_by("seq") == ""
             assert sharding.split_by("batch") == "fsdp=2"
 
@@ -492,7 +470,7 @@ def test_mismatched_constraints_are_refused(shape: Any, names: Any, message: str
 )
 def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
     mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
-    tree = eqx.filter_shard(part(), sharding.shardings(part(), mesh, rules))
+    tree = eqx.filter_shard(part(), sharding.shardings(part(), zoo.Layout(mesh, rules)))
     assert tree.weight.sharding.spec == stored
     found = inside(mesh, lambda tree: gather(tree).weight * 1, tree, rules)
     assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
@@ -533,11 +511,11 @@ def test_gathered_gradients_are_sharded_as_stored():
 
 def test_arrays_without_annotations_are_gathered_as_a_whole_model():
     mesh, tree = make_mesh(CUBE), {"part": part(), "table": jnp.zeros((8, 4))}
-    stored = sharding.shardings(tree, mesh, axes={"table": "embed mlp"})
+    stored = sharding.shardings(tree, zoo.Layout(mesh, axes={"table": "embed mlp"}))
     tree = eqx.filter_shard(tree, stored)
 
     def uses(gather: Any) -> list[P]:
-        with sharding.use(None, axes={"table": "embed mlp"}):
+        with sharding.use(zoo.Layout(axes={"table": "embed mlp"})):
             found = [
                 inside(mesh, lambda tree, get=get: get(gather(tree)) * 1, tree)
                 for get in (lambda tree: tree["table"], lambda tree: tree["part"].weight)
@@ -553,7 +531,7 @@ def test_arrays_without_annotations_are_gathered_as_a_whole_model():
         loss = lambda table: gather_foreign({**tree, "table": table})["table"].sum()
         return jax.grad(loss)(tree["table"])
 
-    with sharding.use(None, axes={"table": "embed mlp"}):
+    with sharding.use(zoo.Layout(axes={"table": "embed mlp"})):
         assert inside(mesh, gradient, tree).is_equivalent_to(
             NamedSharding(mesh, P("fsdp", "tensor")), 2
         )
@@ -567,9 +545,9 @@ def test_gather_without_mesh_is_identity():
 
 def test_rules_and_mesh_are_scoped():
     mesh = make_mesh(CUBE)
-    with sharding.use(mesh, {"seq": "data"}):
+    with sharding.use(zoo.Layout(mesh, {"seq": "data"})):
         assert sharding.partition_spec(("seq",), mesh) == P("data")
-        with sharding.use(None, {"seq": "fsdp"}):
+        with sharding.use(zoo.Layout(rules={"seq": "fsdp"})):
             assert sharding.partition_spec(("seq",), mesh) == P("fsdp")
             assert not jax.sharding.get_abstract_mesh().empty
         assert sharding.partition_spec(("seq",), mesh) == P("data")
@@ -625,7 +603,7 @@ def test_multiprocess_meshes_need_all_devices(monkeypatch):
 
 def test_batch_parts_match_its_mesh_axes():
     assert sharding.num_batch_parts(make_mesh(CUBE)) == 4
-    assert sharding.num_batch_parts(make_mesh(CUBE), {"batch": "tensor"}) == 2
+    assert sharding.num_batch_parts(zoo.Layout(CUBE, {"batch": "tensor"})) == 2
     assert sharding.num_batch_parts(make_mesh()) == 1
 
 
@@ -648,3 +626,17 @@ def test_mapped_axes_reserve_their_mesh_axes():
 def test_mesh_axes_named_twice_are_refused():
     with pytest.raises(ShardingError, match="'data=4,data=1': each axis is named once"):
         make_mesh("data=4,data=1")
+
+
+def test_a_layout_is_made_of_a_text_or_a_mesh():
+    layout = zoo.Layout(CUBE, {"batch": "tensor"})
+    assert layout.mesh == make_mesh(CUBE)
+    assert layout == zoo.Layout(make_mesh(CUBE), {"batch": "tensor"})
+    assert sharding.layout_of(layout) is layout
+    assert sharding.layout_of(make_mesh(CUBE)) == zoo.Layout(CUBE)
+    assert sharding.layout_of(None).mesh is None
+    assert sharding.num_batch_parts(zoo.Layout()) == sharding.num_batch_parts(None) == 1
+    with pytest.raises(ShardingError, match="'tensro=2': no axis 'tensro'"):
+        zoo.Layout("tensro=2")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.strict = True

@@ -47,8 +47,7 @@ KEEP_GRADIENT = optax.trace(decay=0.0)
 
 def state_and_step(make_model: Any, loss: Any, optimizer: Any = KEEP_GRADIENT, **options: Any):
     """A state, and a step in fp32 without clipping unless told otherwise."""
-    mesh, rules = options.get("mesh"), options.get("rules")
-    state = zoo.init_state(make_model, optimizer, key=KEY, mesh=mesh, rules=rules)
+    state = zoo.init_state(make_model, optimizer, key=KEY, mesh=options.get("mesh"))
     options = {"precision": "fp32", "clip_norm": None, **options}
     return state, zoo.make_train_step(loss, optimizer, **options)
 
@@ -98,8 +97,7 @@ def train_five_steps(family: Family, mesh_name: str) -> Trained:
             family.make_model(0.1),
             family.loss,
             optimizer=optax.adamw(1e-2),
-            mesh=zoo.make_mesh(spec),
-            rules=rules,
+            mesh=zoo.Layout(spec, rules),
         )
         initial, first_state = copy(state.model), state
         placed = {path: x.sharding for path, x in arrays(state).items()}
@@ -762,7 +760,7 @@ def test_changed_state_shardings_are_refused(buckets: Buckets):
     path = next(p for p, x in arrays(buckets.state).items() if "fsdp" in str(x.sharding))
 
     def gather_one(at: Any, x: Any) -> Any:
-        mesh = buckets.step._mesh
+        mesh = buckets.step._layout.mesh
         return jax.device_put(x, sharding.replicated(mesh)) if keystr(at) == path else x
 
     state = jtu.tree_map_with_path(gather_one, buckets.state)

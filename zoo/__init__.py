@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.runs.evaluation import evaluator as evaluator
     from zoo.runs.loop import fit as fit
     from zoo.runs.run import Run as Run
+    from zoo.sharding import Layout as Layout
     from zoo.sharding import make_mesh as make_mesh
     from zoo.tasks import classification as classification
     from zoo.tasks import distillation as distillation

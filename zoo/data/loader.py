@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from zoo.data.checks import Accepted, check_values
 from zoo.data.plans import HostBatch, Plan, check_batch_size, check_plan
-from zoo.sharding import batch_sharding
+from zoo.sharding import Layout, batch_sharding, layout_of
 
 Batch = dict[str, Array]
 Rows = tuple[int, int]
@@ -20,7 +20,7 @@ Rows = tuple[int, int]
 
 def batches(
     plan: Plan,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Layout | None = None,
     *,
     start: int = 0,
     stop: int | None = None,
@@ -57,7 +57,7 @@ def batches(
 
 
 def _dataset(
-    plan: Plan, mesh: Mesh | None, indices: range, accepted: Accepted
+    plan: Plan, mesh: Mesh | Layout | None, indices: range, accepted: Accepted
 ) -> Iterable[tuple[int, Batch]]:
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
@@ -82,11 +82,12 @@ def _dataset(
     return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
 
 
-def held_rows(batch_size: int, mesh: Mesh | None) -> list[Rows]:
+def held_rows(batch_size: int, mesh: Mesh | Layout | None) -> list[Rows]:
     """The rows of the global batch that this process's devices hold, as (start, stop)."""
-    if mesh is None:
+    layout = layout_of(mesh)
+    if layout.mesh is None:
         return [(0, batch_size)]
-    sharding = batch_sharding(mesh, 1)
+    sharding = batch_sharding(layout, 1)
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
 
@@ -96,9 +97,9 @@ def _bounds(rows: slice, batch_size: int) -> Rows:
     return start, stop
 
 
-def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | None) -> Batch:
-    first = next(iter(parts.values()))
-    if mesh is None:
+def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | Layout | None) -> Batch:
+    first, layout = next(iter(parts.values())), layout_of(mesh)
+    if layout.mesh is None:
         return jax.device_put(first)
 
     def place(name: str) -> Array:
@@ -108,6 +109,6 @@ def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | None) -> 
             assert index is not None  # it is None only on devices of other processes
             return parts[_bounds(index[0], batch_size)][name]
 
-        return jax.make_array_from_callback(shape, batch_sharding(mesh, len(shape)), shard)
+        return jax.make_array_from_callback(shape, batch_sharding(layout, len(shape)), shard)
 
     return {name: place(name) for name in first}

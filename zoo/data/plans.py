@@ -17,16 +17,16 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from zoo.base import checksums
-from zoo.sharding import batch_sharding, num_batch_parts, partition_spec
+from zoo.sharding import Layout, batch_sharding, layout_of, num_batch_parts, partition_spec
 from zoo.sharding.specs import num_shards
 
 HostBatch = dict[str, np.ndarray]
 Row = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, dtype)
 
 
-def check_batch_size(batch_size: int, mesh: Mesh | None, accumulate: int = 1) -> None:
+def check_batch_size(batch_size: int, mesh: Mesh | Layout | None, accumulate: int = 1) -> None:
     """Raise a ValueError where the mesh and the microbatches do not divide the batch size."""
-    parts = accumulate * (1 if mesh is None else num_batch_parts(mesh))
+    parts = accumulate * num_batch_parts(mesh)
     if batch_size % parts:
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {parts}, the number of its parts on "
@@ -60,8 +60,8 @@ def check_memory(plan: "Plan") -> None:
             )
 
 
-def _described(mesh: Mesh | None) -> str:
-    sizes = {} if mesh is None else mesh.shape
+def _described(mesh: Mesh | Layout | None) -> str:
+    sizes = getattr(layout_of(mesh).mesh, "shape", {})
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
@@ -130,7 +130,7 @@ def fingerprint(plan: Plan) -> str:
 
 
 def batch_shapes(
-    plan: Plan, mesh: Mesh | None = None
+    plan: Plan, mesh: Mesh | Layout | None = None
 ) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
     """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
 
@@ -140,9 +140,10 @@ def batch_shapes(
     """
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
+    layout = layout_of(mesh)
 
     def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
-        placed = None if mesh is None else batch_sharding(mesh, 1 + len(shape))
+        placed = None if layout.mesh is None else batch_sharding(layout, 1 + len(shape))
         return jax.ShapeDtypeStruct((plan.batch_size, *shape), dtype, sharding=placed)
 
     return {
@@ -193,7 +194,9 @@ class SeededPlan(abc.ABC):
             raise IndexError(f"batch {k}: batches count from 0")
         return self._build(k, range(self.batch_size)[rows or slice(None)])
 
-    def shapes(self, mesh: Mesh | None = None) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
+    def shapes(
+        self, mesh: Mesh | Layout | None = None
+    ) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
         """See `batch_shapes`."""
         return batch_shapes(self, mesh)
 

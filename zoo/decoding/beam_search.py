@@ -60,7 +60,7 @@ def beam_search(
     scores = np.zeros((count, num_best), np.float32)
     if max_new_tokens > 0:
         arrays = (rows.decoder, rows.tokens, rows.mask, rows.stops, np.float32(length_penalty))
-        with sharding.use(rows.mesh, sharding.whole_rows()):
+        with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
             found = _search(arrays, rows.length, num_beams, max_new_tokens, early_stopping)
         new, scores = (np.asarray(x)[:count, :num_best] for x in (found.tokens, found.scores))
     if isinstance(prompt, list | tuple):

@@ -154,7 +154,7 @@ class Rows:
         self.prompts = [ids.astype(np.int32) for ids in self.prompts]  # once they are known to fit
         self.stops = stops.astype(np.int32)
         self.mesh = sharding.mesh_of(model)
-        parts = 1 if self.mesh is None else sharding.num_batch_parts(self.mesh)
+        parts = sharding.num_batch_parts(self.mesh)
         num_rows = -(-len(self.prompts) // parts) * parts
         bucket = bucket_of(longest)
         self.tokens = np.zeros((num_rows, bucket), np.int32)
@@ -240,7 +240,7 @@ def _begin(
 ) -> tuple[Any, Callable[[Any, int], Any]]:
     """The state behind the prompts and one token, and the function that continues it to a limit."""
     inputs = (rows.tokens, rows.mask)
-    with sharding.use(rows.mesh, sharding.whole_rows()):
+    with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
         arrays = (rows.decoder, sampler, *inputs, rows.stops, rows.is_padding)
         state: Any = _read_prompts(arrays, rows.length, rows.room, logprobs)
         fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampler, rows.stops)
@@ -255,7 +255,7 @@ def _begin(
     def to(state: Any, limit: int) -> Any:
         if limit == 1:  # it is there
             return state
-        with sharding.use(rows.mesh, sharding.whole_rows()):
+        with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
             return proceed((*fixed, np.int32(limit)), state)
 
     return state, to

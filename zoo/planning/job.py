@@ -133,12 +133,13 @@ def make_estimate(
     """
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
+    layout = sharding.Layout(mesh, rules)
     began = time.monotonic()
-    state, traced = _trace(job, mesh, rules)
+    state, traced = _trace(job, layout)
     compiled, refusal = (compiled, "") if compiled else _compile(traced, target, quick)
     text = "" if compiled is None else compiled.as_text()
     program = None if compiled is None else hlo.read(text)
-    parts = sharding.num_batch_parts(mesh, rules)
+    parts = sharding.num_batch_parts(layout)
     batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in job.batch.values()) / parts
     return Estimate(
         job=job,
@@ -161,15 +162,12 @@ def make_estimate(
     )
 
 
-def _trace(
-    job: Job, mesh: Mesh | None, rules: sharding.Rules | None = None
-) -> tuple[TrainState, Any]:
+def _trace(job: Job, mesh: Mesh | sharding.Layout) -> tuple[TrainState, Any]:
     """The skeleton of the state, and the step on it."""
     with remat.overridden(job.remat):
-        state = job.training.skeleton(jax.random.key(0), mesh=mesh, rules=rules)
+        state = job.training.skeleton(jax.random.key(0), mesh=mesh)
         step = job.training.step(
             mesh=mesh,
-            rules=rules,
             precision=job.precision,
             accumulate=job.accumulate,
             clip_norm=job.clip_norm,

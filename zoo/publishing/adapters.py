@@ -134,7 +134,11 @@ def check_format(format: Format, model: PyTree, config: lora.Config, base: Path 
 
 
 def load_adapters(
-    folder: Path | str, base: Any, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
+    folder: Path | str,
+    base: Any,
+    *,
+    mesh: Mesh | sharding.Layout | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Any:
     """The model `base` with the adapters in a folder; `zoo.load` also loads the base itself.
 
@@ -150,11 +154,12 @@ def load_adapters(
     """
     folder = downloads.fetched(folder) if is_remote(folder) else local_path(folder, "folder")
     dtype = parse_dtype(dtype)
-    opened = _open(folder, base)
-    read = opened.read(opened.adapters, mesh, dtype)
-    adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))
-    if mesh is not None:  # the seeds of dropout, which are new
-        adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, mesh))
+    opened, layout = _open(folder, base), sharding.layout_of(mesh)
+    with sharding.use(layout.without_mesh):
+        read = opened.read(opened.adapters, layout.mesh, dtype)
+        adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))
+        if layout.mesh is not None:  # the seeds of dropout, which are new
+            adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, layout.mesh))
     origin = base_in(folder)
     origin.check_values(adapted, folder)
     return _with_ends(adapted, origin, folder)

@@ -47,6 +47,7 @@ from zoo.publishing.tensors import (
     stored_dtypes,
     write_tensors,
 )
+from zoo.sharding import Layout
 from zoo.sharding.axes import is_parameter, keystr
 
 Format = Literal["zoo", "hf"]
@@ -151,7 +152,7 @@ def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dic
 def load(
     name_or_folder: str | Path,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Layout | None = None,
     dtype: DTypeLike | None = None,
     quantize: Kind | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -161,10 +162,10 @@ def load(
 ) -> Any:
     """The model in a folder, given its path, its name on the shelf or its Hugging Face hub id.
 
-    It is sharded over `mesh` (None: on one device): each device reads its own slices, so that no
-    device or host holds the whole model. Floating point parameters are cast to `dtype` slice by
-    slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored). Checksums are
-    verified first; Hugging Face's folders have none.
+    It is sharded over `mesh` or a `zoo.Layout` (None: on one device): each device reads its own
+    slices, so that no device or host holds the whole model. Floating point parameters are cast to
+    `dtype` slice by slice: "bf16", "fp16", "fp32", or any floating point dtype (None: as stored).
+    Checksums are verified first; Hugging Face's folders have none.
 
     With `quantize` of "int8", "int4" or "nf4" matrices have 8 or 4 bits per value, and some for
     scales (see `zoo.nn.quantized`). They are quantised layer by layer as they are read, and stay

@@ -62,7 +62,7 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 def read_tensors(
     path: Path,
     skeleton: PyTree,
-    mesh: Mesh | None,
+    mesh: Mesh | sharding.Layout | None,
     dtype: DTypeLike | None,
     quantize: Kind | None = None,
 ) -> Any:
@@ -106,7 +106,7 @@ def _check_shapes(path: Path, file: Any, skeleton: PyTree) -> None:
 
 def fill(
     skeleton: PyTree,
-    mesh: Mesh | None,
+    mesh: Mesh | sharding.Layout | None,
     make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], Any],
     read: Read | None = None,
 ) -> Any:
@@ -114,22 +114,22 @@ def fill(
 
     With `read` quantised matrices are made of parts of whole ones, `read(name, slices)`.
     """
-    one = SingleDeviceSharding(jax.local_devices()[0])
-    placed = skeleton if mesh is None else sharding.shardings(skeleton, mesh)
+    one, layout = SingleDeviceSharding(jax.local_devices()[0]), sharding.layout_of(mesh)
+    placed = skeleton if layout.mesh is None else sharding.shardings(skeleton, layout)
 
     def array(path: tuple, leaf: Any, where: Any) -> Any:
         if is_quantized(leaf) and read is not None:
             return matrix(path, leaf, where, read)
         if not is_parameter(leaf):
             return leaf
-        return make(keystr(path), leaf.shape, one if mesh is None else where)
+        return make(keystr(path), leaf.shape, one if layout.mesh is None else where)
 
     def matrix(path: tuple, leaf: Quantized, where: Any, read: Read) -> Quantized:
         names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
         made = quantize_parts(leaf, names, keystr(path), read)
 
         def place(array: np.ndarray, where: Any) -> jax.Array:
-            place_at = one if mesh is None else where
+            place_at = one if layout.mesh is None else where
             return jax.make_array_from_callback(array.shape, place_at, lambda index: array[index])
 
         return jax.tree.map(place, made, where)
@@ -137,7 +137,8 @@ def fill(
     def is_made(x: Any) -> bool:  # not so of the base of adapters, which are read alone
         return read is not None and is_quantized(x) and is_parameter(x.codes)
 
-    return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_made)
+    with sharding.use(layout.without_mesh):
+        return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_made)
 
 
 class Tensor(NamedTuple):

@@ -118,9 +118,7 @@ class Evaluation:
 
     def __init__(self, run: Run[Config], loss_fn: LossFunction):
         self._run = run
-        self._step = make_eval_step(
-            loss_fn, mesh=run.mesh, rules=run.rules, precision=run.precision
-        )
+        self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
         self._seconds: float | None = None  # per batch, as measured last
 
     def compile(self, model: PyTree, plan: Plan) -> None:

@@ -100,14 +100,14 @@ def fit(
     origin = identity.of_training(training)
     state, start = _restore_or_init(run, training, hooks, origin)
     # The names of axes are for evaluations: a step has its own.
-    with hooks.running(start, state), sharding.use(None, axes=training.axes):
+    with hooks.running(start, state), sharding.use(sharding.Layout(axes=training.axes)):
         if start >= config.steps or hooks.loop.stopped:
             return _trained(hooks, state, _finished(run, training, hooks, state))
         if run.mesh.size > 1:
-            run.say(sharding.placement_table(state.model, run.mesh, run.rules, training.axes))
+            table = dataclasses.replace(run.layout, axes=training.axes)
+            run.say(sharding.placement_table(state.model, table))
         step_fn = training.step(
-            mesh=run.mesh,
-            rules=run.rules,
+            mesh=run.layout,
             precision=run.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
@@ -234,21 +234,20 @@ def _restore_or_init(
 ) -> tuple[TrainState, int]:
     """The state to begin with, the callbacks' too, and the steps that it has behind it."""
     key = jax.random.key(run.config.seed)
-    where: Any = {"mesh": run.mesh, "rules": run.rules}
-    skeleton = training.skeleton(key, **where)
+    skeleton = training.skeleton(key, mesh=run.layout)
     vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
     if vocab_size is not None:
         check_ids(training.data, vocab_size)
     while True:
         restored = run.restore(training.saved(skeleton))
         if restored is None:
-            state = training.init(key, **where)
+            state = training.init(key, mesh=run.layout)
             hooks.begin(state, 0, {})
             return state, 0
         state, step, meta = restored
         identity.check(run, step, meta, origin)
         if training.base:
-            state = eqx.combine(state, training.frozen(key, **where))
+            state = eqx.combine(state, training.frozen(key, mesh=run.layout))
         try:
             hooks.begin(state, step, meta)
             break

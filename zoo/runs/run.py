@@ -89,8 +89,9 @@ class Run(Generic[ConfigT]):
             cache = files.local_path(config.compilation_cache, "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", str(cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        self.rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
+        rules = sharding.SEQUENCE_PARALLEL if config.sequence_parallel else sharding.RULES
         self.mesh = sharding.make_mesh("" if config.plan else config.mesh)
+        self.layout = sharding.Layout(self.mesh, rules)
         if not config.plan:  # of a plan, the target's devices matter
             check_precision(self.precision, self.mesh)
         if config.batch_size is not None:  # now, as the data may take long to read

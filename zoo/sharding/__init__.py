@@ -6,9 +6,12 @@ from zoo.sharding.constraints import is_sharding as is_sharding
 from zoo.sharding.constraints import mapped as mapped
 from zoo.sharding.constraints import num_parts as num_parts
 from zoo.sharding.constraints import split_by as split_by
+from zoo.sharding.mesh import Layout as Layout
 from zoo.sharding.mesh import abstract_mesh as abstract_mesh
+from zoo.sharding.mesh import layout_of as layout_of
 from zoo.sharding.mesh import make_mesh as make_mesh
 from zoo.sharding.mesh import storage_mesh as storage_mesh
+from zoo.sharding.mesh import use as use
 from zoo.sharding.placement import batch_sharding as batch_sharding
 from zoo.sharding.placement import canonical as canonical
 from zoo.sharding.placement import like_parameters as like_parameters
@@ -27,10 +30,7 @@ from zoo.sharding.rules import Axes as Axes
 from zoo.sharding.rules import Axis as Axis
 from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.rules import ShardingError as ShardingError
-from zoo.sharding.rules import check_axes as check_axes
-from zoo.sharding.rules import check_rules as check_rules
 from zoo.sharding.rules import mesh_axes as mesh_axes
-from zoo.sharding.rules import use as use
 from zoo.sharding.rules import whole_rows as whole_rows
 from zoo.sharding.specs import partition_spec as partition_spec
 from zoo.sharding.specs import spec_in_use as spec_in_use

@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 from zoo.sharding import foreign
 from zoo.sharding.annotations import field_hint, names_of
 from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
-from zoo.sharding.rules import Axes, ShardingError, axes_in_use, kind_of, use
+from zoo.sharding.mesh import Layout, use
+from zoo.sharding.rules import ShardingError, axes_in_use, kind_of
 
 
 def keystr(path: tuple) -> str:
@@ -38,30 +39,30 @@ def map_named(fn: Any, tree: PyTree) -> Any:
     return jtu.tree_map_with_path(visit, tree)
 
 
-def check_model(tree: PyTree, axes: Axes | None, *, strict: bool) -> None:
+def check_model(tree: PyTree, layout: Layout) -> None:
     """Refuse names from outside of which one names nothing in a whole model.
 
-    `strict` also refuses an array that nothing names.
+    A strict layout also refuses an array that nothing names.
 
     Raises:
         ShardingError: such a pattern, or such an array; and as `logical_axes`.
     """
-    if axes is None and not strict:
+    if layout.axes is None and not layout.strict:
         return
     found: dict[str, Named] = {}
 
     def add(path: tuple, named: Named, leaf: Any) -> None:
         found[keystr(path)] = named
-        if strict and named.by == DEFAULT:
+        if layout.strict and named.by == DEFAULT:
             raise ShardingError(
                 f"{keystr(path)} of shape {leaf.shape}: nothing names its axes, and strict=True "
                 "refuses the default; annotate it, as weight: Float[Array, 'embed mlp'], or give "
                 f"names from outside, as axes={{{keystr(path)!r}: 'embed mlp'}}"
             )
 
-    with use(None, axes=axes):
+    with use(layout.without_mesh):
         map_named(add, tree)
-    foreign.check_patterns(axes or {}, found)
+    foreign.check_patterns(layout.axes or {}, found)
 
 
 def _named(tree: PyTree, path: tuple, leaf: Any) -> Named:

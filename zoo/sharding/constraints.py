@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array
 
-from zoo.sharding.rules import ShardingError, mesh_axes, use, without_axes
+from zoo.sharding.mesh import Layout, use
+from zoo.sharding.rules import ShardingError, mesh_axes, without_axes
 from zoo.sharding.specs import Name, check_divides, num_shards, partition_spec
 
 
@@ -63,5 +64,5 @@ def mapped(*names: str) -> Iterator[tuple[str, ...] | None]:
     mesh = jax.sharding.get_abstract_mesh()
     [entry] = partition_spec([names], mesh)
     taken = mesh_axes([entry])
-    with use(None, without_axes(taken)):
+    with use(Layout(rules=without_axes(taken))):
         yield taken or None

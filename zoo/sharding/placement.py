@@ -12,54 +12,48 @@ from jaxtyping import PyTree
 
 from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
-from zoo.sharding.rules import LOGICAL_AXES, Axes, Rules, mesh_axes, rules_in_use, use
+from zoo.sharding.mesh import Layout, layout_of, use
+from zoo.sharding.rules import LOGICAL_AXES, mesh_axes, rules_in_use
 from zoo.sharding.specs import left_whole, num_shards, parameter_spec, partition_spec
 
 
 def shardings(
     tree: PyTree,
-    mesh: Mesh,
-    rules: Rules | None = None,
-    axes: Axes | None = None,
-    *,
-    strict: bool = False,
+    mesh: Mesh | Layout,
 ) -> Any:
     """The NamedSharding of each parameter; other leaves stay as they are.
 
-    `axes` names arrays that have no annotation with names of axes, by patterns of their dotted
-    paths, as {"*.query_proj.weight": "heads embed"}, or by a function of path and array. Equinox's
-    layers have names built in. Of any other array `fsdp`, `expert` and `context` each shard the
-    largest dimension that they divide, and vectors are replicated; `strict` refuses that.
+    An array without an annotation has the names that a `Layout` gives it; Equinox's layers have
+    names built in. Of any other array `fsdp`, `expert` and `context` each shard the largest
+    dimension that they divide, and vectors are replicated; a strict layout refuses that.
 
     Raises:
         ShardingError: as `logical_axes`; an axis that the rules do not know; a size that the mesh
             axis does not divide, where an annotation or `axes` asks for it; or a pattern that
             names nothing.
     """
+    layout = layout_of(mesh)
 
     def place(path: tuple, named: Named, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, parameter_spec(named, leaf.shape, mesh, field=keystr(path)))
+        spec = parameter_spec(named, leaf.shape, layout.mesh, field=keystr(path))
+        return NamedSharding(layout.mesh, spec)
 
-    with use(None, rules, axes, strict=strict):
-        check_model(tree, axes, strict=strict)
+    with use(layout.without_mesh):
+        check_model(tree, layout)
         return map_named(place, tree)
 
 
 def like_parameters(
     tree: PyTree,
     parameters: PyTree,
-    mesh: Mesh,
-    rules: Rules | None = None,
-    axes: Axes | None = None,
-    *,
-    strict: bool = False,
+    mesh: Mesh | Layout,
 ) -> Any:
     """The NamedSharding of optimizer state: each array as the parameter that its path ends in.
 
     An array of the parameter's shape, or of that shape less one axis (a factored second moment),
     is sharded alike. What belongs to no parameter is replicated: counters, placeholders.
     """
-    placed = shardings(parameters, mesh, rules, axes, strict=strict)
+    placed, on = shardings(parameters, mesh), layout_of(mesh).mesh
     leaves = jtu.tree_leaves_with_path(parameters)
     table = {
         path: (leaf.shape, sharding.spec)
@@ -73,11 +67,11 @@ def like_parameters(
         suffixes = (path[start:] for start in range(len(path)))
         shape, spec = next((table[s] for s in suffixes if s in table), ((), PartitionSpec()))
         if leaf.shape == shape:
-            return NamedSharding(mesh, spec)
+            return NamedSharding(on, spec)
         for axis in range(len(shape)):
             if leaf.shape == shape[:axis] + shape[axis + 1 :]:
-                return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
-        return replicated(mesh)
+                return NamedSharding(on, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+        return replicated(on)
 
     return jtu.tree_map_with_path(place, tree)
 
@@ -87,10 +81,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh, ndim: int, rules: Rules | None = None) -> NamedSharding:
+def batch_sharding(mesh: Mesh | Layout, ndim: int) -> NamedSharding:
     """The sharding of one array of a batch, of rank `ndim`: the first axis over the batch axes."""
     names = ("batch",) + (None,) * (ndim - 1) if ndim else ()
-    return NamedSharding(mesh, partition_spec(names, mesh, rules))
+    return NamedSharding(layout_of(mesh).mesh, partition_spec(names, mesh))
 
 
 def canonical(placed: jax.sharding.Sharding) -> Any:
@@ -125,9 +119,10 @@ def mesh_of(tree: PyTree) -> Mesh | None:
     return None
 
 
-def num_batch_parts(mesh: Mesh | AbstractMesh, rules: Rules | None = None) -> int:
-    """Into how many parts the mesh cuts a batch."""
-    return num_shards(partition_spec(["batch"], mesh, rules), mesh)
+def num_batch_parts(mesh: Mesh | AbstractMesh | Layout | None) -> int:
+    """Into how many parts the mesh cuts a batch; without one it is whole."""
+    layout = layout_of(mesh)
+    return 1 if layout.mesh is None else num_shards(partition_spec(["batch"], layout), layout.mesh)
 
 
 def max_parameter_parts(mesh: Mesh | AbstractMesh) -> int:
@@ -138,11 +133,7 @@ def max_parameter_parts(mesh: Mesh | AbstractMesh) -> int:
 
 def placement_table(
     tree: PyTree,
-    mesh: Mesh,
-    rules: Rules | None = None,
-    axes: Axes | None = None,
-    *,
-    strict: bool = False,
+    mesh: Mesh | Layout,
 ) -> str:
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
@@ -153,28 +144,29 @@ def placement_table(
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
     rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]
     by_default: list[tuple[str, int]] = []
-    total = 0
+    layout, total = layout_of(mesh), 0
+    on: Mesh = layout.mesh
 
     def add(path: tuple, named: Named, leaf: Any) -> None:
         nonlocal total
-        spec = parameter_spec(named, leaf.shape, mesh, field=keystr(path))
-        shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+        spec = parameter_spec(named, leaf.shape, on, field=keystr(path))
+        shard = NamedSharding(on, spec).shard_shape(leaf.shape)
         size = math.prod(shard) * leaf.dtype.itemsize
         total += size
         shape = "×".join(map(str, leaf.shape))
         names = " ".join(name or "·" for name in named.names)
-        large = [[axis for axis in mesh_axes([entry]) if mesh.shape[axis] > 1] for entry in spec]
+        large = [[axis for axis in mesh_axes([entry]) if on.shape[axis] > 1] for entry in spec]
         placed = " ".join("+".join(found) or "·" for found in large)
-        whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, mesh)
+        whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, on)
         by = ", ".join([named.by, *whole])
         rows.append((keystr(path), shape, str(leaf.dtype), names, placed, by, f"{size:,}"))
         if named.by == DEFAULT:
             by_default.append((keystr(path), leaf.ndim))
 
-    with use(None, rules, axes, strict=strict):
-        check_model(tree, axes, strict=strict)
+    with use(layout.without_mesh):
+        check_model(tree, layout)
         map_named(add, tree)
-        legend = _legend(by_default, mesh)
+        legend = _legend(by_default, on)
     column = titles.index("axes by")
     if {row[column] for row in rows[1:]} <= {ANNOTATION}:
         rows = [row[:column] + row[column + 1 :] for row in rows]

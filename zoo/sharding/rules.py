@@ -4,15 +4,11 @@ Its first column is `RULES`; a user's rules may take their place. No file outsid
 a mesh axis. `use` sets the rules, and the names that a user gives to arrays of other people's.
 """
 
-import contextlib
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
-
-import jax
-from jax.sharding import Mesh
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -111,22 +107,23 @@ class _InUse(NamedTuple):
 
 
 _OUTSIDE = _InUse(RULES, types.MappingProxyType({}), False)
-_in_use: ContextVar[_InUse] = ContextVar("zoo_sharding", default=_OUTSIDE)
+in_force: ContextVar[_InUse] = ContextVar("zoo_sharding", default=_OUTSIDE)
+"""What `use` has set."""
 
 
 def rules_in_use() -> Rules:
     """The rules of the innermost `use`, or `RULES`."""
-    return _in_use.get().rules
+    return in_force.get().rules
 
 
 def axes_in_use() -> Axes:
     """The names given from outside, of the innermost `use` that has any."""
-    return _in_use.get().axes
+    return in_force.get().axes
 
 
 def strict_in_use() -> bool:
     """Whether a `use` around refuses arrays that nothing names."""
-    return _in_use.get().strict
+    return in_force.get().strict
 
 
 def without_axes(taken: Collection[str]) -> Rules:
@@ -174,65 +171,3 @@ def mesh_axes(entries: Iterable[Rule]) -> tuple[str, ...]:
         axes = entry.mesh if isinstance(entry, Axis) else entry
         found.extend((axes,) if isinstance(axes, str) else axes or ())
     return tuple(found)
-
-
-def check_rules(rules: Rules | None) -> None:
-    """Refuse rules for a mesh axis that no mesh has, which would shard nothing in silence.
-
-    Raises:
-        ShardingError: such a rule, by name.
-    """
-    for name, axes in (rules or {}).items():
-        for axis in mesh_axes([axes]):
-            if axis not in MESH_AXES:
-                raise ShardingError(
-                    f"the sharding rule {name!r}: {axes!r}: no mesh has an axis {axis!r}; "
-                    f"the axes are {MESH_AXES}"
-                )
-
-
-def check_axes(axes: Any) -> None:
-    """Refuse names from outside that are neither a mapping between texts nor a function.
-
-    Raises:
-        ShardingError: such names.
-    """
-    if isinstance(axes, Mapping):
-        for pattern, names in axes.items():
-            if not (isinstance(pattern, str) and isinstance(names, str)):
-                raise ShardingError(
-                    f"axes={{{pattern!r}: {names!r}}}: a pattern of dotted paths and the names of "
-                    "axes are texts, as in {'*.query_proj.weight': 'heads embed'}"
-                )
-    elif axes is not None and not callable(axes):
-        raise ShardingError(
-            f"axes={axes!r}: give a mapping from patterns of dotted paths to names, or a function "
-            "from a dotted path and an array to names or None"
-        )
-
-
-@contextlib.contextmanager
-def use(
-    mesh: Mesh | None,
-    rules: Rules | None = None,
-    axes: Axes | None = None,
-    *,
-    strict: bool = False,
-) -> Iterator[None]:
-    """Set the mesh, the rules and the given names that placement, `constrain` and `gather` see.
-
-    None leaves each as it is. Within `strict`, an array that nothing names is refused.
-
-    Raises:
-        ShardingError: rules for a mesh axis that no mesh has, or names in another form.
-    """
-    check_rules(rules)
-    check_axes(axes)
-    changes: dict[str, Any] = {"rules": rules, "axes": axes, "strict": strict or None}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    token = _in_use.set(_in_use.get()._replace(**changes))
-    try:
-        with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-            yield
-    finally:
-        _in_use.reset(token)

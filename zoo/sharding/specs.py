@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from zoo.sharding.foreign import Named
+from zoo.sharding.mesh import Layout, layout_of
 from zoo.sharding.rules import (
     EXPERT_AXES,
     LOGICAL_AXES,
     STORAGE_AXES,
-    Rules,
     ShardingError,
-    check_rules,
     mesh_axes,
     rules_in_use,
     strict_in_use,
@@ -25,8 +24,7 @@ Name = str | tuple[str, ...] | None
 
 def partition_spec(
     names: Sequence[Name],
-    mesh: Mesh | AbstractMesh,
-    rules: Rules | None = None,
+    mesh: Mesh | AbstractMesh | Layout,
     *,
     without: frozenset[str] = frozenset(),
     field: str = "",
@@ -37,10 +35,10 @@ def partition_spec(
     `without` are left out, and so are those of size 1.
 
     Raises:
-        ShardingError: a name that the rules do not know, or rules for an axis that no mesh has.
+        ShardingError: a name that the rules do not know.
     """
-    check_rules(rules)
-    rules = rules_in_use() if rules is None else rules
+    layout = layout_of(mesh)
+    rules = rules_in_use() if layout.rules is None else layout.rules
     used = set(without)
     entries: list[str | tuple[str, ...] | None] = []
     for merged in names:
@@ -49,7 +47,9 @@ def partition_spec(
             if name not in rules:
                 raise unknown_axis(name, parts, field, rules)
         axes = mesh_axes(rules[name] for name in parts)
-        free = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1 and axis not in used)
+        free = tuple(
+            axis for axis in axes if layout.mesh.shape.get(axis, 1) > 1 and axis not in used
+        )
         used.update(free)
         entries.append(free[0] if len(free) == 1 else free or None)
     return PartitionSpec(*entries)
@@ -59,7 +59,6 @@ def parameter_spec(
     named: Named,
     shape: Sequence[int],
     mesh: Mesh | AbstractMesh,
-    rules: Rules | None = None,
     *,
     field: str,
 ) -> PartitionSpec:
@@ -70,22 +69,22 @@ def parameter_spec(
 
     Raises:
         ShardingError: as `partition_spec`; a size that the mesh does not divide where somebody
-            asked for its name, and anywhere within `use(..., strict=True)`. `field` names the
+            asked for its name, and anywhere within `use(Layout(strict=True))`. `field` names the
             parameter.
     """
     if named.is_asked_for:
-        spec = partition_spec(named.names, mesh, rules, field=field)
+        spec = partition_spec(named.names, mesh, field=field)
         check_divides(field, shape, spec, mesh)
         return spec
     entries: list[tuple[str, ...]] = [() for _ in shape]
-    for axis, dimensions in _wanted(named, mesh, rules).items():
+    for axis, dimensions in _wanted(named, mesh).items():
         parts = mesh.shape[axis]
         fits = [i for i in dimensions if shape[i] % (num_shards([entries[i]], mesh) * parts) == 0]
         if fits:
             largest = max(fits, key=lambda i: (shape[i], -i))
             entries[largest] += (axis,)
     spec = PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in entries))
-    if strict_in_use() and (whole := left_whole(named, shape, spec, mesh, rules)):
+    if strict_in_use() and (whole := left_whole(named, shape, spec, mesh)):
         raise ShardingError(
             f"{field} of shape {tuple(shape)}: {' and '.join(whole)} of the mesh, and strict=True "
             f"does not leave it whole; change the size or the mesh, or the names that it has by "
@@ -99,22 +98,20 @@ def left_whole(
     shape: Sequence[int],
     spec: PartitionSpec,
     mesh: Mesh | AbstractMesh,
-    rules: Rules | None = None,
 ) -> list[str]:
     """The mesh axes that the names of a parameter ask for, and that divide none of its sizes."""
     used = mesh_axes(spec)
     return [
         f"{axis}={mesh.shape[axis]} does not divide {' or '.join(str(shape[i]) for i in wanted)}"
-        for axis, wanted in _wanted(named, mesh, rules).items()
+        for axis, wanted in _wanted(named, mesh).items()
         if wanted and axis not in used
     ]
 
 
-def _wanted(named: Named, mesh: Mesh | AbstractMesh, rules: Rules | None) -> dict[str, list[int]]:
+def _wanted(named: Named, mesh: Mesh | AbstractMesh) -> dict[str, list[int]]:
     """The dimensions of a parameter that each mesh axis may shard."""
-    rules = rules_in_use() if rules is None else rules
     # Rules that were written without a thought of these names leave them as they are.
-    table = {**LOGICAL_AXES, **rules}
+    table = {**LOGICAL_AXES, **rules_in_use()}
     mapped = [() if name is None else mesh_axes([table.get(name)]) for name in named.names]
     large = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     return {axis: [i for i, axes in enumerate(mapped) if axis in axes] for axis in large}

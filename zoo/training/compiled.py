@@ -43,20 +43,15 @@ class CompiledStep:
         self,
         function: Callable[[PyTree, PyTree], tuple[Any, Metrics]],
         *,
-        mesh: Mesh | None,
-        rules: sharding.Rules | None,
-        axes: sharding.Axes | None = None,
-        strict: bool = False,
+        mesh: Mesh | sharding.Layout | None,
         accumulate: int = 1,
         donate: bool = False,
         checks: Any = None,
     ):
         """`checks` are `zoo.training.first_step.Checks`, if any."""
-        sharding.check_rules(rules)
-        sharding.check_axes(axes)
         self._function = function
-        self._mesh, self._rules = mesh, rules
-        self._in_use = functools.partial(sharding.use, mesh, rules, axes, strict=strict)
+        self._layout = layout = sharding.layout_of(mesh)
+        self._in_use = functools.partial(sharding.use, layout)
         self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Program] = {}
         self._checks = checks
@@ -138,7 +133,7 @@ class CompiledStep:
     def check_sums(self, state: PyTree, batch: PyTree) -> None:
         """Before the first step, warn of a loss that is no sum over rows; a batch may be shapes."""
         if self._checks is not None:
-            parts = sharding.num_batch_parts(self._mesh, self._rules) if self._mesh else 1
+            parts = sharding.num_batch_parts(self._layout)
             self._checks.sums(state, batch, parts, self._in_use)
 
     def _program(self, state: PyTree, batch: PyTree) -> "Program":
@@ -162,9 +157,9 @@ class CompiledStep:
                     "them for its first axis"
                 )
             rows = np.shape(x)[0]
-            mesh = self._mesh
-            target = mesh and sharding.batch_sharding(mesh, np.ndim(x), self._rules)
-            parts = sharding.num_batch_parts(mesh, self._rules) if mesh else 1
+            on_mesh = self._layout.mesh is not None
+            target = sharding.batch_sharding(self._layout, np.ndim(x)) if on_mesh else None
+            parts = sharding.num_batch_parts(self._layout)
             if rows == 0 or rows % (parts * self._accumulate):
                 raise ValueError(
                     f"batch{jtu.keystr(path)} has {rows} rows: make the batch size a multiple of "

@@ -1,5 +1,6 @@
 """The description of a training: all that `zoo.fit` trains from, and that a plan compiles."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,43 +59,40 @@ class Training:
     pretrained: PyTree = None
     """A model to begin with, or a `Pretrained`, which is evaluated before the first step."""
     axes: sharding.Axes | None = None
-    """Names for arrays without an annotation, by patterns of paths; see `sharding.shardings`."""
+    """Names for arrays without an annotation, by patterns of paths; see `zoo.Layout`."""
     strict: bool = False
     """Refuse arrays that neither an annotation nor `axes` names."""
     remat: Policy | None = None
     """The policy that `remat_flag` chose, where there is that flag."""
     remat_flag: str = "--model.remat"
 
-    def init(
-        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
-    ) -> TrainState:
+    def init(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
         """The state at step 0; see `init_state`."""
-        return self._state(init_state, key, mesh, rules)
+        return self._state(init_state, key, mesh)
 
-    def skeleton(
-        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
-    ) -> TrainState:
+    def skeleton(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
         """The state's shapes, dtypes and shardings; see `abstract_state`."""
-        return self._state(abstract_state, key, mesh, rules)
+        return self._state(abstract_state, key, mesh)
 
-    def _state(self, make: Callable[..., TrainState], key: Array, mesh: Any, rules: Any) -> Any:
+    def layout(self, mesh: Mesh | sharding.Layout | None) -> sharding.Layout:
+        """The layout of this training's arrays on a mesh; its own `axes` come first."""
+        found: sharding.Layout = sharding.layout_of(mesh)
+        axes = found.axes if self.axes is None else self.axes
+        return dataclasses.replace(found, axes=axes, strict=self.strict or found.strict)
+
+    def _state(self, make: Callable[..., TrainState], key: Array, mesh: Any) -> Any:
         return make(
             self.make_model,
             self.optimizer,
             key=key,
-            mesh=mesh,
-            rules=rules,
-            axes=self.axes,
-            strict=self.strict,
+            mesh=self.layout(mesh),
             trainable=self.trainable,
             pretrained=self.pretrained,
         )
 
-    def frozen(
-        self, key: Key[Array, ""], *, mesh: Mesh | None, rules: sharding.Rules | None = None
-    ) -> TrainState:
+    def frozen(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
         """The part of the state at step 0 that no step changes; see `frozen_state`."""
-        return self._state(frozen_state, key, mesh, rules)
+        return self._state(frozen_state, key, mesh)
 
     @property
     def base(self) -> str:
@@ -108,8 +106,7 @@ class Training:
     def step(
         self,
         *,
-        mesh: Mesh | None,
-        rules: sharding.Rules | None = None,
+        mesh: Mesh | sharding.Layout | None,
         precision: Precision,
         accumulate: int = 1,
         clip_norm: float | None = 1.0,
@@ -118,10 +115,7 @@ class Training:
         return make_train_step(
             self.loss_fn,
             self.optimizer,
-            mesh=mesh,
-            rules=rules,
-            axes=self.axes,
-            strict=self.strict,
+            mesh=self.layout(mesh),
             precision=precision,
             accumulate=accumulate,
             clip_norm=clip_norm if self.clips else None,

@@ -45,31 +45,28 @@ def init_state(
     optimizer: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    axes: sharding.Axes | None = None,
-    strict: bool = False,
+    mesh: Mesh | sharding.Layout | None = None,
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
     """The state that training starts from, born sharded: no device ever holds a whole parameter.
 
     `make_model(key)` builds the model; or, given a `pretrained` one, `make_model(key, pretrained)`
-    adapts that. Initialisation and dropout take separate streams of `key`. Parameters that are not
-    `trainable` (see `make_train_step`) keep their dtype, and have no optimizer state; the others
-    are float32. A `pretrained` model stays the caller's, and the state has a copy of it; of a
-    `Pretrained`, which is loaded here, the state takes over the arrays themselves. `axes` names
-    what has no annotation, and `strict` refuses what nothing names (see `sharding.shardings`).
+    adapts that. `mesh` may be a `zoo.Layout`, which also names what has no annotation.
+    Initialisation and dropout take separate streams of `key`. Parameters that are not `trainable`
+    (see `make_train_step`) keep their dtype, and have no optimizer state; the others are float32. A
+    `pretrained` model stays the caller's, and the state has a copy of it; of a `Pretrained`, which
+    is loaded here, the state takes over the arrays themselves.
 
     Raises:
-        ShardingError: a parameter that the rules or the mesh cannot shard, a rule for a mesh axis
-            that there is not, or a pattern of `axes` that names nothing.
+        ShardingError: a parameter that the rules or the mesh cannot shard, or a pattern of the
+            layout's `axes` that names nothing.
         TypeError: a model in place of `make_model`, or `optimizer` is not an optax transformation.
     """
-    names = (rules, axes, strict)
-    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
-    with sharding.use(None, rules, axes, strict=strict):
-        return eqx.combine(_made(blueprint, pretrained, mesh, True), blueprint[-1])
+    layout = sharding.layout_of(mesh)
+    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
+    with sharding.use(layout.without_mesh):
+        return eqx.combine(_made(blueprint, pretrained, layout.mesh, True), blueprint[-1])
 
 
 def abstract_state(
@@ -77,19 +74,16 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    axes: sharding.Axes | None = None,
-    strict: bool = False,
+    mesh: Mesh | sharding.Layout | None = None,
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
     """The result of `init_state` with a sharded ShapeDtypeStruct for each array, for a restore."""
-    names = (rules, axes, strict)
-    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
-    if mesh is not None:
-        with sharding.use(None, rules, axes, strict=strict):
-            placed = state_shardings(skeleton, mesh)
+    layout = sharding.layout_of(mesh)
+    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
+    if layout.mesh is not None:
+        with sharding.use(layout.without_mesh):
+            placed = state_shardings(skeleton, layout.mesh)
         skeleton = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             skeleton,
@@ -103,21 +97,18 @@ def frozen_state(
     optimizer: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    axes: sharding.Axes | None = None,
-    strict: bool = False,
+    mesh: Mesh | sharding.Layout | None = None,
     trainable: Trainable | None = None,
     pretrained: PyTree = None,
 ) -> TrainState:
     """The frozen parameters of the result of `init_state`, with None in all other places."""
-    names = (rules, axes, strict)
-    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, *names)
+    layout = sharding.layout_of(mesh)
+    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
     *_, skeleton, static = blueprint
     chosen = jax.tree.map(lambda _: False, skeleton)
     frozen = frozen_leaves(eqx.combine(skeleton, static).model, trainable)
-    with sharding.use(None, rules, axes, strict=strict):
-        return _made(blueprint, pretrained, mesh, _with_model(chosen, frozen))
+    with sharding.use(layout.without_mesh):
+        return _made(blueprint, pretrained, layout.mesh, _with_model(chosen, frozen))
 
 
 def without_frozen(state: TrainState, trainable: Trainable | None) -> TrainState:
@@ -159,13 +150,9 @@ def _blueprint(
     key: Key[Array, ""],
     trainable: Any,
     pretrained: PyTree,
-    rules: sharding.Rules | None,
-    axes: sharding.Axes | None,
-    strict: bool,
+    layout: sharding.Layout,
 ) -> tuple[Any, Any, Any, Any]:
     """The function that builds a state, its arguments, the skeleton of its arrays, and the rest."""
-    sharding.check_rules(rules)
-    sharding.check_axes(axes)
     check_optimizer(optimizer)
     has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
     if has_arrays or not callable(make_model):
@@ -178,11 +165,11 @@ def _blueprint(
 
     def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
-        with sharding.use(None, rules, axes):  # which say what the axes of its parameters are
+        with sharding.use(layout.without_mesh):  # which say what the axes of its parameters are
             model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
         trained = trained_leaves(model, trainable)
         model = _with_master_weights(model, trained)
-        with standard_promotion(), sharding.use(None, rules, axes):
+        with standard_promotion(), sharding.use(layout.without_mesh):
             opt_state = optimizer.init(eqx.filter(model, trained))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
@@ -190,8 +177,8 @@ def _blueprint(
     skeleton, static = eqx.partition(
         eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
     )
-    with sharding.use(None, rules):
-        check_model(skeleton.model, axes, strict=strict)
+    with sharding.use(layout.without_mesh):
+        check_model(skeleton.model, layout)
     return build, given, skeleton, static
 
 
@@ -258,12 +245,12 @@ def _is_never_trained(node: Any) -> bool:
     return is_kept(node) or is_quantized(node)
 
 
-def state_shardings(state: TrainState, mesh: Mesh, rules: sharding.Rules | None = None) -> Any:
+def state_shardings(state: TrainState, mesh: Mesh) -> Any:
     """The NamedSharding of each array of a state (or of its skeleton): None for other leaves."""
     arrays = eqx.filter(state, is_parameter)
     counters = jax.tree.map(lambda _: sharding.replicated(mesh), arrays)
-    model = sharding.shardings(arrays.model, mesh, rules)
-    opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh, rules)
+    model = sharding.shardings(arrays.model, mesh)
+    opt_state = sharding.like_parameters(arrays.opt_state, arrays.model, mesh)
     return eqx.tree_at(lambda s: (s.model, s.opt_state), counters, (model, opt_state))
 
 

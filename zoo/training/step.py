@@ -52,10 +52,7 @@ def make_train_step(
     loss_fn: LossFunction,
     optimizer: optax.GradientTransformation,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    axes: sharding.Axes | None = None,
-    strict: bool = False,
+    mesh: Mesh | sharding.Layout | None = None,
     precision: Precision = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
@@ -68,7 +65,7 @@ def make_train_step(
     loss, gradient or new parameters are not finite leaves parameters and optimizer state as they
     were, and counts as skipped.
     Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
-    it has no gradient, and stays as it is bit for bit. `axes` and `strict` are `init_state`'s.
+    it has no gradient, and stays as it is bit for bit. `mesh` is `init_state`'s.
 
     For a model that is not the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
@@ -102,26 +99,22 @@ def make_train_step(
             another optimizer, a metric whose name is taken or that is no number, a total that is no
             sum, a State of other shapes or dtypes, a batch without an
             entry that the loss names, or "int8" for a model that multiplies nothing in it.
-        ShardingError: a rule for an unknown mesh axis; at the first call, a pattern of
-            `axes` that names nothing.
+        ShardingError: at the first call, a pattern of a layout's `axes` that names nothing.
     """
+    layout = sharding.layout_of(mesh)
     settings = _Settings(
-        loss_fn, optimizer, mesh, rules, precision, accumulate, clip_norm, trainable
+        loss_fn, optimizer, layout.mesh, precision, accumulate, clip_norm, trainable
     )
-
     watch = watch_precision(loss_fn, precision)
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
-        check_model(state.model, axes, strict=strict)
+        check_model(state.model, layout)
         outputs = _train_step(settings, batch, state)
         watch(model=state.model, batch=batch, key=state.key)
         return outputs
 
-    names: Any = {"rules": rules, "axes": axes, "strict": strict}
     checks = Checks(loss_fn, precision, clip_norm)
-    return CompiledStep(
-        train_step, mesh=mesh, **names, accumulate=accumulate, donate=True, checks=checks
-    )
+    return CompiledStep(train_step, mesh=layout, accumulate=accumulate, donate=True, checks=checks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +124,6 @@ class _Settings:
     loss_fn: LossFunction
     optimizer: optax.GradientTransformation
     mesh: Mesh | None
-    rules: sharding.Rules | None
     precision: Precision
     accumulate: int
     clip_norm: float | None
@@ -181,7 +173,7 @@ def _train_step(
     metrics |= {"loss_scale": scale} if is_fp16 else {}
     if mesh is not None:
         # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
-        state = eqx.filter_shard(state, state_shardings(state, mesh, settings.rules))
+        state = eqx.filter_shard(state, state_shardings(state, mesh))
         metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
     return state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
 
@@ -209,7 +201,7 @@ def _gradient(
     with exact_products(settings.precision):
         grads, (share, sums, new_states) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
     if settings.mesh is not None:  # reduced to the devices that keep them, not to all
-        placed = sharding.shardings(params, settings.mesh, settings.rules)
+        placed = sharding.shardings(params, settings.mesh)
         grads = eqx.filter_shard(grads, placed)
     return grads, share, sums, new_states
 
@@ -294,9 +286,7 @@ def _means(sums: Mapping[str, Any]) -> dict[str, Array]:
 def make_eval_step(
     loss_fn: LossFunction,
     *,
-    mesh: Mesh | None = None,
-    rules: sharding.Rules | None = None,
-    axes: sharding.Axes | None = None,
+    mesh: Mesh | sharding.Layout | None = None,
     precision: Precision = "bf16",
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
@@ -306,7 +296,7 @@ def make_eval_step(
     tells an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which
     is ignored. Errors and warnings are `make_train_step`'s.
     """
-    check_precision(precision, mesh)
+    check_precision(precision, sharding.layout_of(mesh).mesh)
     check_loss(loss_fn)
     watch = watch_precision(loss_fn, precision)
 
@@ -318,7 +308,7 @@ def make_eval_step(
         return None, sums
 
     checks = Checks(loss_fn, precision)
-    return CompiledStep(eval_step, mesh=mesh, rules=rules, axes=axes, checks=checks)
+    return CompiledStep(eval_step, mesh=mesh, checks=checks)
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo import sharding
 from zoo.base.checksums import Digest
 from zoo.nn.codes import Kind
 from zoo.publishing.errors import PublishError
@@ -39,7 +40,7 @@ def read_model(
     folder: Path,
     values: dict,
     *,
-    mesh: Mesh | None,
+    mesh: Mesh | sharding.Layout | None,
     dtype: DTypeLike | None,
     quantize: Kind | None = None,
     ignore: Collection[str] = (),

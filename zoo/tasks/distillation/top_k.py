@@ -44,7 +44,7 @@ def write_top_k(
         with in_precision(model, run.precision) as given:
             return None, top_k(given, batch, stored.top_k, temperature)
 
-    step = CompiledStep(teacher_step, mesh=run.mesh, rules=run.rules)
+    step = CompiledStep(teacher_step, mesh=run.layout)
     step.compile(model, *batch_shapes(plan, run.mesh).values())
     with (
         Transfer("the teacher's tokens", size) as done,

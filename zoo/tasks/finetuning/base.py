@@ -141,7 +141,7 @@ def _without_adapters(run: Run[Config], model: PyTree) -> PyTree:
     @eqx.filter_jit
     def make(model: PyTree) -> PyTree:
         model = lora.merge(model)
-        return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
+        return eqx.filter_shard(model, sharding.shardings(model, run.layout))
 
     return make(model)
 
@@ -160,7 +160,7 @@ def merge(run: Run[Config], model: PyTree) -> PyTree:
     def make_plain(model: PyTree) -> PyTree:
         model = dequantize(lora.merge(model))
         model = cast(model, jnp.result_type(*_dtypes(model)))
-        return eqx.filter_shard(model, sharding.shardings(model, run.mesh, run.rules))
+        return eqx.filter_shard(model, sharding.shardings(model, run.layout))
 
     return make_plain(model)
 
