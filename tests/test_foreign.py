@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -325,7 +326,8 @@ def test_names_that_do_not_fit_are_refused(axes: Any, message: str):
         (["table"], r"axes=\['table'\]: give a mapping .* or a function"),
     ],
 )
-def test_names_in_another_form_are_refused(axes: Any, message: str):
+def test_names_in_another_form_are_refused(axes: Any, message: str, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with pytest.raises(ShardingError, match=message):
         zoo.Layout(axes=axes)
 
