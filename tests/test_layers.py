@@ -212,3 +212,17 @@ def test_gradients_of_a_table_are_added_up_over_a_mesh_in_its_dtype():
     np.testing.assert_array_equal(found, wanted)
     assert np.mean(np.asarray(found) == unrounded) < 0.9
     np.testing.assert_allclose(found, unrounded, atol=0.1)
+
+
+def test_a_table_whose_rows_are_stored_where_tokens_are_cut_has_its_gradient():
+    """Rules may give one mesh axis to both: each device then holds rows, and tokens whole."""
+    rules = dict.fromkeys(sharding.RULES, None) | {"inner_seq": "tensor", "vocab": "tensor"}
+    table, ids = jax.random.normal(KEY, (8, 4)), jax.random.randint(KEY, (2, 6), 0, 8)
+
+    def loss(table: Array, ids: Array) -> Array:
+        return (layers.look_up(table, ids, ("vocab", "embed")) ** 2).sum()
+
+    with sharding.use(zoo.make_mesh("tensor=2"), rules):
+        found = jax.jit(jax.grad(loss))(table, ids)
+    times = np.bincount(np.ravel(ids), minlength=8).astype(np.float32)
+    np.testing.assert_allclose(found, 2 * table * times[:, None], rtol=1e-6)

@@ -545,7 +545,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(axes, kind):
 
 
 def bert_loss(model, batch, key):
-    features = model(batch["tokens"], mask=batch["weights"] > 0)  # taken for logits of as many classes
+    features = model(batch["tokens"], mask=batch["weights"] > 0)  # as logits
     targets = batch["targets"] % features.shape[-1]
     return *losses.cross_entropy(features, targets, batch["weights"])[:2], {}
 

@@ -15,7 +15,7 @@ from zoo.base.addresses import location
 
 SMALL = (
     "--steps=2", "--model.d-model=32", "--model.num-layers=1", "--model.num-heads=2",
-    "--model.num-kv-heads=2",
+    "--model.attention.num-kv-heads=2",
     "--data.seq-len=32", "--data.batch-size=8", "--sample-tokens=4",
 )  # fmt: skip
 

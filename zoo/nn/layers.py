@@ -117,7 +117,7 @@ def _parts(axes: tuple[str | None, str | None]) -> _Parts:
     mesh = jax.sharding.get_abstract_mesh()
     stored = partition_spec(axes, mesh)
     *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `gather` takes first
-    taken = frozenset(mesh_axes([table[1]]))
+    taken = frozenset(mesh_axes(table))
     tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
     batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))
     return _Parts(tokens, table, (batch, seq, embed))
