@@ -222,7 +222,7 @@ def test_a_table_whose_rows_are_stored_where_tokens_are_cut_has_its_gradient():
     def loss(table: Array, ids: Array) -> Array:
         return (layers.look_up(table, ids, ("vocab", "embed")) ** 2).sum()
 
-    with sharding.use(zoo.make_mesh("tensor=2"), rules):
+    with sharding.use(zoo.Layout("tensor=2", rules)):
         found = jax.jit(jax.grad(loss))(table, ids)
     times = np.bincount(np.ravel(ids), minlength=8).astype(np.float32)
     np.testing.assert_allclose(found, 2 * table * times[:, None], rtol=1e-6)
