@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
-from zoo.nn.attention import chunked, splash
+from zoo.nn.attention import chunked, masks, splash
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.nn.quantized import quantize
@@ -509,7 +509,7 @@ def test_a_kernel_without_a_table_of_its_steps_is_refused():
 @pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
 @pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 600), Mask(False, None)])
 def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch):
-    monkeypatch.setattr(chunked, "MOST_UNROLLED", 0)
+    monkeypatch.setattr(masks, "CPU_CHUNK", 512)
     q = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.float32)
 
     def counted(attend):

@@ -1,12 +1,12 @@
-"""Attention in plain XLA by chunks of queries: a few of them one after another, more in a scan.
+"""Attention in plain XLA: a scan over the pairs of chunks of which one sees the other.
 
-The scan is over the pairs of chunks of which one sees the other, with an online softmax (Milakov
-and Gimelshein 2018): outputs are rescaled as larger logits come. Legend of suffixes: as in
-`zoo.nn.attention.kernels`.
+With an online softmax (Milakov and Gimelshein 2018): outputs are rescaled as larger logits come.
+The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
+products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
+Legend of suffixes: as in `zoo.nn.attention.kernels`.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,19 +25,15 @@ from zoo.nn.attention.context_parallel import (
 )
 from zoo.nn.attention.masks import (
     MASKED,
-    Chunk,
-    Layout,
+    AxisOrder,
     Mask,
-    layout_for,
+    axis_order,
     logit_gradients,
     masked_logits,
     product,
 )
 from zoo.nn.attention.ulysses import Transfer
 from zoo.nn.derivatives import custom_vjp
-
-# Each chunk's program is larger than the one before it, and so is the time to compile it.
-MOST_UNROLLED = 4
 
 
 def chunked(
@@ -50,92 +46,12 @@ def chunked(
     soft_cap: float | None,
     transfer: Transfer = "auto",
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention in plain XLA; beyond a few chunks, a program of a size without regard to theirs."""
+    """Attention in plain XLA, whose program does not grow with the row."""
+    attend = functools.partial(scanned_pieces, mask=mask, scale=scale, soft_cap=soft_cap)
     if is_split():
-        attend = functools.partial(scanned_pieces, mask=mask, scale=scale, soft_cap=soft_cap)
         return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
-    few = math.ceil(q_BTNH.shape[1] / masks.CHUNK) <= MOST_UNROLLED
-    return (_unrolled if few else scanned)(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap
-    )
-
-
-# The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
-# products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
-@functools.partial(custom_vjp, nondiff_argnums=(4, 5, 6))
-def _unrolled(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    return _unrolled_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap)[0]
-
-
-def _unrolled_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    layout = layout_for(q_BTNH.dtype)
-    q = layout.of_queries(q_BTNH, k_BSKH.shape[2])
-    k, v = (jnp.einsum(f"bskh->{layout.keys}", x) for x in (k_BSKH, v_BSKH))
-    outputs, log_sums = [], []
-    for chunk in masks.chunks(q_BTNH.shape[1], k_BSKH.shape[1], mask):
-        q_chunk, k_chunk = layout.slice_queries(q, chunk), layout.slice_keys(k, chunk)
-        seen = _seen_by_chunk(mask, chunk, segment_ids)
-        logits, _ = masked_logits(q_chunk, k_chunk, seen, layout, scale, soft_cap)
-        # A softmax does not depend on what is subtracted: as a constant, it leaves gradients exact.
-        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        exponentials = jnp.exp(logits - top)
-        total = exponentials.sum(-1, keepdims=True)
-        weights = (exponentials / total).astype(v.dtype)
-        formula = f"bkgts,{layout.keys}->{layout.queries}"
-        outputs.append(product(formula, weights, layout.slice_keys(v, chunk)).astype(q.dtype))
-        log_sums.append(top + jnp.log(total))
-    out = jnp.concatenate(outputs, axis=layout.queries.index("t"))
-    return layout.to_heads(out, q_BTNH.shape), (q, k, v, segment_ids, out, log_sums)
-
-
-def _unrolled_backward(mask, scale, soft_cap, residuals, g_BTNH):
-    q, k, v, segment_ids, out, log_sums = residuals
-    layout = layout_for(q.dtype)
-    queries, keys = layout
-    num_queries, num_keys = q.shape[queries.index("t")], k.shape[keys.index("s")]
-    g = layout.of_queries(g_BTNH, k.shape[keys.index("k")])
-    delta = layout.sum_of_products(g, out)
-    dq, dk, dv = [], [], []
-    for chunk, log_sum in zip(masks.chunks(num_queries, num_keys, mask), log_sums, strict=True):
-        q_chunk, g_chunk = layout.slice_queries(q, chunk), layout.slice_queries(g, chunk)
-        k_chunk, v_chunk = layout.slice_keys(k, chunk), layout.slice_keys(v, chunk)
-        dlogits, weights = logit_gradients(
-            (q_chunk, k_chunk, v_chunk, g_chunk),
-            log_sum,
-            delta[:, :, :, chunk.start : chunk.stop],
-            _seen_by_chunk(mask, chunk, segment_ids),
-            layout,
-            scale,
-            soft_cap,
-        )
-        dq.append(product(f"bkgts,{keys}->{queries}", dlogits, k_chunk).astype(q.dtype))
-        of_keys = f"bkgts,{queries}->{keys}"
-        dk.append(layout.pad_keys(product(of_keys, dlogits, q_chunk), chunk, num_keys))
-        dv.append(layout.pad_keys(product(of_keys, weights, g_chunk), chunk, num_keys))
-    dq_BTNH = layout.to_heads(jnp.concatenate(dq, axis=queries.index("t")), g_BTNH.shape)
-    dk_BSKH, dv_BSKH = (
-        jnp.einsum(f"{keys}->bskh", functools.reduce(jnp.add, x)).astype(q.dtype) for x in (dk, dv)
-    )
-    return dq_BTNH, dk_BSKH, dv_BSKH, None
-
-
-def _seen_by_chunk(mask: Mask, chunk: Chunk, segment_ids: Array | None) -> Bool[Array, "b 1 1 t s"]:
-    segments = None
-    if segment_ids is not None:
-        of_queries = segment_ids[:, chunk.start : chunk.stop]
-        segments = of_queries, segment_ids[:, chunk.first_key : chunk.last_key]
-    return mask.seen(chunk.start, chunk.first_key, chunk.size, segments)
-
-
-_unrolled.defvjp(_unrolled_forward, _unrolled_backward)
-
-
-def scanned(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap):
-    """As `chunked`: the program does not grow with the row."""
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return scanned_pieces(
-        q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0, mask=mask, scale=scale, soft_cap=soft_cap
-    )
+    return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
 
 
 def scanned_pieces(
@@ -152,7 +68,7 @@ def scanned_pieces(
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Attention of one part of a row, whose queries have `places` among the keys."""
     length = q_BTNH.shape[1] // places.pieces
-    grid = Grid(min(masks.CHUNK, length), k_BSKH.shape[1])
+    grid = Grid(masks.chunk_size(length), k_BSKH.shape[1])
     work = _work(places, length, mask, grid)
     if segments is not None:
         segments = _pad(segments[0], places.pieces, grid), _pad(segments[1], 1, grid)
@@ -214,52 +130,52 @@ def _scanned(q_BTNH, k_BSKH, v_BSKH, segments, work, mask, scale, soft_cap, grid
 
 
 def _scanned_forward(q_BTNH, k_BSKH, v_BSKH, segments, work, mask, scale, soft_cap, grid):
-    layout = layout_for(q_BTNH.dtype)
-    q = layout.of_queries(q_BTNH, k_BSKH.shape[2])
-    k, v = (jnp.einsum(f"bskh->{layout.keys}", x) for x in (k_BSKH, v_BSKH))
+    order = axis_order(q_BTNH.dtype)
+    q = order.of_queries(q_BTNH, k_BSKH.shape[2])
+    k, v = (jnp.einsum(f"bskh->{order.keys}", x) for x in (k_BSKH, v_BSKH))
 
     def body(carry: Any, pair: Int[Array, "entries"]) -> tuple[Any, None]:
         out, top, total = carry
-        of_queries, of_keys = _slicers(layout, pair, grid)
+        of_queries, of_keys = _slicers(order, pair, grid)
         at = pair[0] * grid.size
         rows = functools.partial(_slice, axis=3, chunk=pair[0], size=grid.size)
         seen = _seen_by_pair(mask, pair, segments, work, grid)
-        logits, _ = masked_logits(of_queries(q), of_keys(k), seen, layout, scale, soft_cap)
+        logits, _ = masked_logits(of_queries(q), of_keys(k), seen, order, scale, soft_cap)
         # A softmax does not depend on what is subtracted: as a constant, it leaves gradients exact.
         new_top = jnp.maximum(rows(top), logits.max(-1, keepdims=True))
         new_top = jax.lax.stop_gradient(new_top)
         kept, exponentials = jnp.exp(rows(top) - new_top), jnp.exp(logits - new_top)
         new_total = kept * rows(total) + exponentials.sum(-1, keepdims=True)
-        formula = f"bkgts,{layout.keys}->{layout.queries}"
+        formula = f"bkgts,{order.keys}->{order.queries}"
         added = product(formula, exponentials.astype(v.dtype), of_keys(v))
-        new_out = _by_query(layout, kept) * of_queries(out) + added
+        new_out = _by_query(order, kept) * of_queries(out) + added
         update = jax.lax.dynamic_update_slice_in_dim
-        out = update(out, new_out, at, layout.queries.index("t"))
+        out = update(out, new_out, at, order.queries.index("t"))
         return (out, update(top, new_top, at, 3), update(total, new_total, at, 3)), None
 
-    per_query = jax.eval_shape(functools.partial(layout.sum_of_products, q), q).shape
+    per_query = jax.eval_shape(functools.partial(order.sum_of_products, q), q).shape
     empty: Any = (jnp.zeros(q.shape), jnp.full(per_query, MASKED), jnp.zeros(per_query))
     (out, top, total), _ = jax.lax.scan(body, empty, work.pairs)
-    out = (out / _by_query(layout, total)).astype(q.dtype)
+    out = (out / _by_query(order, total)).astype(q.dtype)
     residuals = (q_BTNH, k_BSKH, v_BSKH, segments, work, out, top + jnp.log(total))
-    return layout.to_heads(out, q_BTNH.shape), residuals
+    return order.to_heads(out, q_BTNH.shape), residuals
 
 
 def _scanned_backward(mask, scale, soft_cap, grid, residuals, g_BTNH):
     q_BTNH, k_BSKH, v_BSKH, segments, work, out, log_sum = residuals
-    layout = layout_for(q_BTNH.dtype)
-    queries, keys = layout
-    q, g = (layout.of_queries(x, k_BSKH.shape[2]) for x in (q_BTNH, g_BTNH))
+    order = axis_order(q_BTNH.dtype)
+    queries, keys = order
+    q, g = (order.of_queries(x, k_BSKH.shape[2]) for x in (q_BTNH, g_BTNH))
     k, v = (jnp.einsum(f"bskh->{keys}", x) for x in (k_BSKH, v_BSKH))
-    delta = layout.sum_of_products(g, out)
+    delta = order.sum_of_products(g, out)
 
     def body(carry: Any, pair: Int[Array, "entries"]) -> tuple[Any, None]:
-        of_queries, of_keys = _slicers(layout, pair, grid)
+        of_queries, of_keys = _slicers(order, pair, grid)
         rows = functools.partial(_slice, axis=3, chunk=pair[0], size=grid.size)
         inputs = (of_queries(q), of_keys(k), of_keys(v), of_queries(g))
         seen = _seen_by_pair(mask, pair, segments, work, grid)
         dlogits, weights = logit_gradients(
-            inputs, rows(log_sum), rows(delta), seen, layout, scale, soft_cap
+            inputs, rows(log_sum), rows(delta), seen, order, scale, soft_cap
         )
         added = (
             product(f"bkgts,{keys}->{queries}", dlogits, inputs[1]),
@@ -272,7 +188,7 @@ def _scanned_backward(mask, scale, soft_cap, grid, residuals, g_BTNH):
 
     zeros: Any = tuple(jnp.zeros(x.shape) for x in (q, k, v))
     (dq, dk, dv), _ = jax.lax.scan(body, zeros, work.pairs)
-    dq_BTNH = layout.to_heads(dq.astype(q.dtype), q_BTNH.shape)
+    dq_BTNH = order.to_heads(dq.astype(q.dtype), q_BTNH.shape)
     dk_BSKH, dv_BSKH = (jnp.einsum(f"{keys}->bskh", x).astype(q.dtype) for x in (dk, dv))
     return dq_BTNH, dk_BSKH, dv_BSKH, None, None
 
@@ -294,15 +210,15 @@ def _add(x: Array, added: Array, chunk: Array, axis: int, *, size: int) -> Array
     return jax.lax.dynamic_update_slice_in_dim(x, changed, chunk * size, axis)
 
 
-def _slicers(layout: Layout, pair: Array, grid: Grid) -> tuple[Any, Any]:
+def _slicers(order: AxisOrder, pair: Array, grid: Grid) -> tuple[Any, Any]:
     """Functions to the chunk of queries and to the chunk of keys."""
     chunk = functools.partial(_slice, size=grid.size)
-    of_queries = functools.partial(chunk, axis=layout.queries.index("t"), chunk=pair[0])
-    return of_queries, functools.partial(chunk, axis=layout.keys.index("s"), chunk=pair[1])
+    of_queries = functools.partial(chunk, axis=order.queries.index("t"), chunk=pair[0])
+    return of_queries, functools.partial(chunk, axis=order.keys.index("s"), chunk=pair[1])
 
 
-def _by_query(layout: Layout, x: Array) -> Array:
-    return jnp.einsum(f"bkgth->{layout.queries}", x)
+def _by_query(order: AxisOrder, x: Array) -> Array:
+    return jnp.einsum(f"bkgth->{order.queries}", x)
 
 
 def _seen_by_pair(

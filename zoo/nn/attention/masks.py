@@ -1,6 +1,6 @@
 """The keys that a query sees, by position, and the logits of queries and keys in plain XLA.
 
-Chunks have whole ranges of keys, and masks within them. A `Layout` is the order of axes inside.
+An `AxisOrder` is the order of axes inside.
 """
 
 import itertools
@@ -17,8 +17,15 @@ from zoo.nn.precision import platform
 
 MASKED = -1e30  # finite: a masked row gives no NaN, forward or backward
 
-# Long enough for efficient products, short enough that a causal chunk skips most of the future.
-CHUNK = 512
+# Long enough for efficient products, short enough that a causal chunk skips most of the future. On
+# a CPU the logits of a pair stay in the cache, which makes attention 1.3 to 3 times as fast.
+CHUNK, CPU_CHUNK = 512, 128
+
+
+def chunk_size(length: int) -> int:
+    """The queries of a chunk, and its keys: equal chunks of a row of `length`."""
+    largest = CPU_CHUNK if platform() == "cpu" else CHUNK
+    return math.ceil(length / math.ceil(length / largest))
 
 
 class Mask(NamedTuple):
@@ -54,29 +61,6 @@ class Mask(NamedTuple):
         return seen
 
 
-class Chunk(NamedTuple):
-    """A range of queries and the range of keys that they can see."""
-
-    start: int
-    stop: int
-    first_key: int
-    last_key: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The numbers of queries and of keys."""
-        return self.stop - self.start, self.last_key - self.first_key
-
-
-def chunks(num_queries: int, num_keys: int, mask: Mask) -> Iterator[Chunk]:
-    """Every query once, with the keys that it can see."""
-    # Two chunks at least, so that a short causal row skips a quarter of its products too.
-    size = min(CHUNK, max(64, math.ceil(num_queries / 2)))
-    for start in range(0, num_queries, size):
-        stop = min(start + size, num_queries)
-        yield Chunk(start, stop, *mask.keys_of(start, stop, num_keys))
-
-
 def pairs(length: int, mask: Mask, query_size: int, key_size: int) -> Iterator[tuple[int, int]]:
     """The blocks of queries and of keys, by number, of which some query sees some key."""
     yield from pairs_of_pieces((0,), length, length, mask, query_size, key_size)
@@ -99,7 +83,7 @@ def pairs_of_pieces(
             yield piece * per_piece + query, key
 
 
-class Layout(NamedTuple):
+class AxisOrder(NamedTuple):
     """The order of axes inside, as einsum letters: b batch, k, g heads, t, s time, h head size."""
 
     queries: str
@@ -118,30 +102,16 @@ class Layout(NamedTuple):
         return x[:, :time].reshape(batch, time, heads, size)
 
     def sum_of_products(self, x: Array, y: Array) -> Float[Array, "b k g t 1"]:
-        """The sum over h of the products of two arrays of queries' layout, in fp32."""
+        """The sum over h of the products of two arrays of queries' order, in fp32."""
         products = x.astype(jnp.float32) * y.astype(jnp.float32)
         return jnp.einsum(f"{self.queries}->bkgth", products).sum(-1, keepdims=True)
 
-    def slice_queries(self, x: Array, chunk: Chunk) -> Array:
-        """The queries of a chunk."""
-        return jax.lax.slice_in_dim(x, chunk.start, chunk.stop, axis=self.queries.index("t"))
 
-    def slice_keys(self, x: Array, chunk: Chunk) -> Array:
-        """The keys of a chunk."""
-        return jax.lax.slice_in_dim(x, chunk.first_key, chunk.last_key, axis=self.keys.index("s"))
-
-    def pad_keys(self, x: Array, chunk: Chunk, num_keys: int) -> Array:
-        """Zeros for the keys that a chunk does not see."""
-        unseen = [(0, 0)] * 4
-        unseen[self.keys.index("s")] = (chunk.first_key, num_keys - chunk.last_key)
-        return jnp.pad(x, unseen)
-
-
-def layout_for(dtype: Any) -> Layout:
-    """The faster layout: on CPU in fp32 heads before time, as batched products want them."""
+def axis_order(dtype: Any) -> AxisOrder:
+    """The faster order: on CPU in fp32 heads before time, as batched products want them."""
     if dtype == jnp.float32 and platform() == "cpu":
-        return Layout("bkgth", "bksh")
-    return Layout("btkgh", "bskh")
+        return AxisOrder("bkgth", "bksh")
+    return AxisOrder("btkgh", "bskh")
 
 
 def einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
@@ -171,12 +141,12 @@ def masked_logits(
     q: Array,
     k: Array,
     seen: Bool[Array, "#b 1 1 t s"],
-    layout: Layout,
+    order: AxisOrder,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
     """Logits of these queries and keys in fp32, masked, and before the mask."""
-    raw = product(f"{layout.queries},{layout.keys}->bkgts", q, k) * scale
+    raw = product(f"{order.queries},{order.keys}->bkgts", q, k) * scale
     if soft_cap is not None:
         raw = soft_cap * jnp.tanh(raw / soft_cap)
     return jnp.where(jnp.broadcast_to(seen, raw.shape), raw, MASKED), raw
@@ -187,7 +157,7 @@ def logit_gradients(
     log_sum: Float[Array, "b k g t 1"],
     delta: Float[Array, "b k g t 1"],
     seen: Bool[Array, "#b 1 1 t s"],
-    layout: Layout,
+    order: AxisOrder,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
@@ -196,9 +166,9 @@ def logit_gradients(
     `g` is the gradient of the output, `delta` the sum of its product with the output.
     """
     q, k, v, g = qkvg
-    logits, raw = masked_logits(q, k, seen, layout, scale, soft_cap)
+    logits, raw = masked_logits(q, k, seen, order, scale, soft_cap)
     weights = jnp.exp(logits - log_sum)
-    dweights = product(f"{layout.queries},{layout.keys}->bkgts", g, v)
+    dweights = product(f"{order.queries},{order.keys}->bkgts", g, v)
     dlogits = weights * (dweights - delta) * scale
     if soft_cap is not None:
         dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
