@@ -30,7 +30,7 @@ import zoo
 from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
 from zoo.nn import parameters
-from zoo.nn.precision import matmul
+from zoo.nn.products import matmul
 from zoo.planning import flops
 from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import keystr, logical_axes

@@ -110,7 +110,7 @@ class Training:
         *,
         mesh: Mesh | None,
         rules: sharding.Rules | None = None,
-        precision: Precision,
+        precision: Precision | str,
         accumulate: int = 1,
         clip_norm: float | None = 1.0,
     ) -> CompiledStep:

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
 from zoo.nn.balancing import moved
-from zoo.nn.precision import Precision, check_precision, exact_products, platform
+from zoo.nn.precision import Precision, check_precision, exact_products
+from zoo.nn.products import platform
 from zoo.nn.stateful import states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
@@ -56,7 +57,7 @@ def make_train_step(
     rules: sharding.Rules | None = None,
     axes: sharding.Axes | None = None,
     strict: bool = False,
-    precision: Precision = "bf16",
+    precision: Precision | str = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
     trainable: Trainable | None = None,
@@ -87,7 +88,7 @@ def make_train_step(
     and a line of the log that the first gradient was clipped.
 
     In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
-    `zoo.nn.rounded_products`.
+    `zoo.quantization.int8_training`.
 
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
@@ -132,7 +133,7 @@ class _Settings:
     optimizer: optax.GradientTransformation
     mesh: Mesh | None
     rules: sharding.Rules | None
-    precision: Precision
+    precision: Precision | str
     accumulate: int
     clip_norm: float | None
     trainable: Trainable | None
@@ -297,7 +298,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rules: sharding.Rules | None = None,
     axes: sharding.Axes | None = None,
-    precision: Precision = "bf16",
+    precision: Precision | str = "bf16",
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
