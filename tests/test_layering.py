@@ -70,7 +70,7 @@ CEILINGS = {
     **{"bert": 250, "wrappers": 642, "data": 7930, "training": 3030, "decoding": 1670},
     **{"publishing": 5740, "planning": 3510, "runs": 5520, "tasks": 2350, "evaluation": 1100},
     **{"quantization": 690},
-    **{"__main__": 170, "__init__": 100},
+    **{"__main__": 170, "__init__": 104},
 }
 
 
