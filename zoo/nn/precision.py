@@ -51,7 +51,7 @@ class Scheme(abc.ABC):
         """A layer of a model's blocks, with operands for the matrices that it multiplies."""
 
     @abc.abstractmethod
-    def check_device(self, device: jax.Device) -> None:
+    def check_device(self, device: Any) -> None:
         """Raise a ValueError, with precisions to take instead, for a device that lacks it."""
 
     @abc.abstractmethod

@@ -117,7 +117,7 @@ class SwitchBack(Scheme):
 
         return map_named(visit, layer)
 
-    def check_device(self, device: jax.Device) -> None:
+    def check_device(self, device: Any) -> None:
         """Raise a ValueError for a device without products of int8.
 
         They came to Cloud TPUs with v4, and to NVIDIA's GPUs with compute capability 7.5 (Turing).

@@ -75,11 +75,8 @@ class QuantizedMatrix(Quantized):
         """The product `matmul(x, self)`, dequantised as it is read."""
         if self.order is not None:
             flat = x.reshape(*x.shape[: x.ndim - contract], -1)
-            x = (
-                flat.at[..., self.order]
-                .get(unique_indices=True, mode="promise_in_bounds")
-                .reshape(x.shape)
-            )
+            found = flat.at[..., self.order].get(unique_indices=True, mode="promise_in_bounds")
+            x = found.reshape(x.shape)
         return multiply(x, None, self, contract=contract, dtype=dtype)
 
     def product(
@@ -116,10 +113,8 @@ class QuantizedMatrix(Quantized):
         """The gradient times the matrix transposed."""
         g, outputs = g.astype(dtype), g.shape[1]
         if self._shares_inputs(contract):
-            halves = (w.reshape(-1, outputs) for w in self._halves())
-            dxs = [
-                _product(g, w, True, dtype).reshape(len(g), self._num_groups, -1) for w in halves
-            ]
+            halves = (_product(g, w.reshape(-1, outputs), True, dtype) for w in self._halves())
+            dxs = [dx.reshape(len(g), self._num_groups, -1) for dx in halves]
             return jnp.stack(dxs, 2).reshape(len(g), -1)
         w = dequantized(self.codes, self.scales, self.zeros, self._form)
         w = w if self.is_transposed else w.reshape(-1, outputs)
