@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 import zoo
 from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
-from zoo.nn import products
+from zoo.nn import parameters, products
 from zoo.nn.products import matmul
 from zoo.planning import flops
 from zoo.publishing.errors import PublishError
