@@ -68,7 +68,8 @@ class Rounded(Codes):
         if contract != self.num_inputs:  # over other axes than those of a scale
             return matmul(x, self.weight, contract=contract, dtype=dtype)
         codes = eqx.tree_at(lambda x: x.weight, self, None)
-        return multiply(x, self.weight, codes, contract=contract, dtype=dtype)
+        y = multiply(x, self.weight, codes, contract=contract, dtype=dtype)
+        return checkpoint_name(y, PRODUCT)
 
     def product(
         self, rows: Float[Array, "rows k"], contract: int, dtype: DTypeLike
@@ -76,7 +77,7 @@ class Rounded(Codes):
         """Rows, rounded, times the codes."""
         codes, scales = rounded(rows, (1,))
         y = _product(codes, self._matrix, 0) * scales * self.scales.reshape(1, -1)
-        return checkpoint_name(y.astype(dtype), PRODUCT)
+        return y.astype(dtype)
 
     def input_gradient(
         self, g: Float[Array, "rows n"], contract: int, dtype: DTypeLike
