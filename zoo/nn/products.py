@@ -8,7 +8,6 @@ exception, `zoo.nn.grouped_products`.
 import abc
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -100,6 +99,7 @@ class Quantized(Codes):
     """A matrix of few bits per value in the place of a stored one; it is never trained."""
 
     kind: eqx.AbstractVar[str]
+    codes: eqx.AbstractVar[Array]
 
 
 def is_derived(x: Any) -> bool:
@@ -166,7 +166,8 @@ def multiply(
     With both, the codes give the product and the gradient of `x`, and the weight, which is not
     read, takes the gradient of a plain product. Codes alone have none.
     """
-    shape: Sequence[int] = codes.shape if w is None and codes is not None else jnp.shape(w)
+    matrix: Any = codes if w is None else w
+    shape = matrix.shape
     batch, out = x.shape[: x.ndim - contract], shape[contract:]
     inner = math.prod(shape[:contract])
     rows = x.reshape(batch[0] if batch else 1, math.prod(batch[1:]), inner)
@@ -194,7 +195,7 @@ def _multiply(
 
 def _forward(
     x: Array,
-    w: Array | None,
+    w: Any,
     codes: Codes | None,
     contract: int,
     dtype: Any,

@@ -35,8 +35,7 @@ class Rounded(Codes):
     Where products are the only use of it, the codes are what is gathered over the devices.
     """
 
-    weight: Float[Array, "*matrix"] | None
-    """None within a product, which does not read it."""
+    weight: Float[Array, "*matrix"]  # None within a product, which does not read it
     codes: Int8[Array, "*matrix"]
     scales: Float[Array, "*outputs"]
     """float32."""
