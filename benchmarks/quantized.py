@@ -21,8 +21,8 @@ from benchmarks.harness import Table, main
 from zoo import losses, sharding, text
 from zoo.data.loader import batches
 from zoo.decoding.decoder import decoder_of
-from zoo.nn.codes import Kind
 from zoo.nn.precision import native_precision
+from zoo.nn.products import Kind
 from zoo.planning import hlo, published, targets
 from zoo.planning.traffic import memory_traffic
 from zoo.publishing import models

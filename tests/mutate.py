@@ -66,9 +66,8 @@ TESTS = {
     "nn/attention/context_parallel": "tests/test_context.py -k 'attention or heads or padding' "
     "| tests/test_attention.py",
     "nn/precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
-    "nn/quantized_products": "tests/test_quantized.py -k 'product or codes or zero or table'",
+    "nn/products": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
     "nn/remat": "tests/test_remat.py",
-    "nn/rounded_products": "tests/test_rounded_products.py",
     "publishing/adapters": "tests/test_lora.py",
     "rnn/cells": "tests/test_rnn.py",
     "rnn/recurrence": "tests/test_rnn.py",

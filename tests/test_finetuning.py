@@ -25,7 +25,7 @@ from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.layers import RopeScaling
 from zoo.nn.parameters import cast
-from zoo.nn.quantized import is_quantized
+from zoo.nn.products import is_quantized
 from zoo.planning import report, targets
 from zoo.planning.job import Job, make_estimate
 from zoo.publishing.errors import PublishError

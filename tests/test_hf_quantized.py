@@ -24,9 +24,10 @@ import zoo
 from zoo import transformer
 from zoo.base import configuration
 from zoo.nn.parameters import resolve
-from zoo.nn.quantized import Quantized, is_quantized
+from zoo.nn.products import is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.models import skeleton
+from zoo.quantization.matrix import QuantizedMatrix
 from zoo.runs.metrics import read_metrics
 from zoo.sharding.axes import keystr
 from zoo.tasks import finetuning
@@ -60,7 +61,7 @@ def changed(
     return folder
 
 
-def matrices(model: Any) -> dict[str, Quantized]:
+def matrices(model: Any) -> dict[str, QuantizedMatrix]:
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_quantized)
     return {keystr(path): x for path, x in leaves if is_quantized(x)}
 

@@ -15,6 +15,7 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["base", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
+ROOMS += ["quantization"]
 ROOMS += ["data", "training", "decoding", "publishing", "planning", "runs", "tasks", "evaluation"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
@@ -24,8 +25,13 @@ IGNORANT = {"wrappers": FAMILIES, "data": {*FAMILIES, "nn"}, "training": FAMILIE
 
 def imports(path: Path) -> set[str]:
     """The modules that a file imports, in functions too; `from a import b` may mean a or a.b."""
+    return imports_in(path.read_text(), str(path))
+
+
+def imports_in(program: str, path: str = "") -> set[str]:
+    """The same of a program."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -55,15 +61,16 @@ def test_all_imports_are_found(tmp_path: Path):
 def test_every_module_has_a_room():
     assert {room(name) for name in MODULES} == set(ROOMS)
     entries = [path.name for path in ZOO.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 18, sorted(entries)
+    assert len(entries) <= 19, sorted(entries)
 
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    **{"base": 1070, "sharding": 1480, "nn": 3660, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 640, "data": 7940, "training": 3030, "decoding": 1670},
-    **{"publishing": 5850, "planning": 3510, "runs": 5520, "tasks": 2350, "evaluation": 1100},
-    **{"__main__": 170, "__init__": 100},
+    **{"base": 1100, "sharding": 1480, "nn": 3140, "transformer": 1200, "rnn": 970, "mlp": 210},
+    **{"bert": 250, "wrappers": 642, "data": 7940, "training": 3030, "decoding": 1670},
+    **{"publishing": 5740, "planning": 3510, "runs": 5520, "tasks": 2350, "evaluation": 1100},
+    **{"quantization": 690},
+    **{"__main__": 170, "__init__": 104},
 }
 
 
@@ -74,6 +81,31 @@ def test_rooms_stay_below_their_ceilings():
     assert {name: n for name, n in lines.items() if n > CEILINGS[name]} == {}
     # Nor is a ceiling far above its room: a deletion lowers it.
     assert {name: n for name, n in lines.items() if n < 0.9 * CEILINGS[name]} == {}
+
+
+# Rooms around the core, which finds by `zoo.base.plugins` what they bring, and the modules that
+# are outside of it.
+AROUND = re.compile(r"\bzoo[./]quantization\b")
+OUTSIDE = re.compile(r"(quantization|publishing/hf)/|__(init|main)__$")
+
+
+def rooms_around_in(program: str) -> set[str]:
+    """The imports and texts of a program, but for those that explain it, that name such a room."""
+    nodes = [*ast.walk(ast.parse(program))]
+    explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = {x.value for x in nodes if isinstance(x, ast.Constant) and id(x) not in explained}
+    return {x for x in {str(text) for text in texts} | imports_in(program) if AROUND.search(x)}
+
+
+def test_rooms_around_are_seen():
+    program = '"""zoo.quantization"""\nfrom zoo import quantization\nx = "zoo.quantization.a:b"'
+    assert rooms_around_in(program) == {"zoo.quantization", "zoo.quantization.a:b"}
+    assert rooms_around_in(MODULES["__init__"].read_text())
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if not OUTSIDE.match(n)))
+def test_the_core_names_no_room_around_it(name: str):
+    assert not rooms_around_in(MODULES[name].read_text())
 
 
 # No public name has what they need: see there.

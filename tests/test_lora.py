@@ -29,8 +29,8 @@ from jaxtyping import Array, Float
 import zoo
 from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.base import checksums
-from zoo.nn import parameters
-from zoo.nn.precision import matmul
+from zoo.nn import parameters, products
+from zoo.nn.products import matmul
 from zoo.planning import flops
 from zoo.publishing.errors import PublishError
 from zoo.sharding.axes import keystr, logical_axes
@@ -495,7 +495,7 @@ def test_the_norm_of_dora_has_no_gradient(use):
 
 
 class Linear(parameters.CastsInputs):
-    weight: Float[Array, "embed mlp"] | parameters.Operand
+    weight: Float[Array, "embed mlp"] | products.Operand
 
     def __call__(self, x):
         return matmul(x, parameters.gather(self).weight)
@@ -771,7 +771,7 @@ def test_every_use_of_an_adapted_matrix_is_one_of_its_value(dora):
     table = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
     node = longer(drawn(table, config=dataclasses.replace(CONFIG, dora=dora))).weight
     x, ids = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.asarray([[4, 9], [0, 1]])
-    rows, turned = node.rows(ids), parameters.transposed(node)
+    rows, turned = node.rows(ids), products.transposed(node)
     if not dora:  # the sum is not made
         assert lora.is_adapted(turned)
     back = matmul(rows, turned)

@@ -22,7 +22,6 @@ from zoo.nn import remat
 from zoo.nn.attention import chunked, masks, splash
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
-from zoo.nn.quantized import quantize
 from zoo.planning import (
     chips,
     collectives,
@@ -40,6 +39,7 @@ from zoo.planning import (
 )
 from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
+from zoo.quantization.matrix import quantize
 from zoo.runs import planned
 from zoo.runs.processes import RunError
 from zoo.sharding.axes import ShardingError, is_parameter

@@ -10,13 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FAMILIES, drawn_rnn, drawn_transformer, equations, value_and_gradients
+from helpers import (
+    FAMILIES,
+    drawn_rnn,
+    drawn_transformer,
+    equations,
+    token_batch,
+    value_and_gradients,
+)
 from jaxtyping import Array
 
 import zoo
 from zoo import ensemble, losses
 from zoo.nn import parameters, precision
-from zoo.nn.precision import LossScale, matmul
+from zoo.nn.precision import LossScale
+from zoo.nn.products import matmul
+from zoo.publishing.errors import PublishError
 from zoo.training import loss_values
 
 KEY = jax.random.key(0)
@@ -301,3 +310,45 @@ def test_no_gradient_of_a_frozen_matrix_is_computed(name: str):
 
     assert of_weights(frozen=True) == set()
     assert of_weights(frozen=False)
+
+
+THEIRS = """
+import jax, jax.numpy as jnp
+from zoo.nn.precision import Scheme
+from zoo.quantization import loading
+class Doubled(Scheme):
+    dtype = jnp.float32
+    def operands(self, layer): return jax.tree.map(lambda x: 2 * x, layer)
+    def check_device(self, device): pass
+    def check_loss(self, jaxpr):
+        if not jaxpr.eqns: raise ValueError("nothing")
+DOUBLED = Doubled()
+def quantized_skeleton(skeleton, kind): return loading.quantized_skeleton(skeleton, "int8")
+"""
+
+
+def test_a_package_brings_a_precision_and_a_quantization(tmp_path, monkeypatch):
+    (tmp_path / "their_matrices.py").write_text(THEIRS)
+    installed = tmp_path / "theirs-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    entries = "[zoo.precisions]\ndoubled = their_matrices:DOUBLED\n"
+    entries += "[zoo.quantizations]\ntheirs = their_matrices\n"
+    (installed / "entry_points.txt").write_text(entries)
+    with pytest.raises(ValueError, match=r"precision='doubled': choose one of \[.*'int8'\]"):
+        precision.compute_dtype("doubled")
+    model, batch = drawn_transformer(), token_batch()
+    zoo.save(tmp_path / "model", model)
+    with pytest.raises(PublishError, match="quantize='theirs': choose one of int8, int4, nf4, or"):
+        zoo.load(tmp_path / "model", quantize="theirs")
+    monkeypatch.syspath_prepend(tmp_path)
+    doubled = eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda x: 2 * x, model.blocks))
+    found = [
+        float(zoo.make_eval_step(losses.next_token, precision=name)(given, batch)[1]["loss"])
+        for name, given in (("doubled", model), ("fp32", doubled), ("fp32", model))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0] != pytest.approx(found[2], rel=1e-3)
+    theirs = zoo.load(tmp_path / "model", quantize="theirs")
+    ours = zoo.load(tmp_path / "model", quantize="int8")
+    assert eqx.tree_equal(theirs, ours)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import equinox as eqx
 import jax
@@ -13,16 +14,18 @@ import pytest
 import zoo
 from zoo import sharding, transformer
 from zoo.base import configuration
-from zoo.nn import codes as codes_module
-from zoo.nn.codes import NF4
-from zoo.nn.quantized import Quantized, dequantize, is_quantized, quantize
-from zoo.publishing import quantizing
+from zoo.nn.products import Kind, Quantized, dequantize, is_quantized
+from zoo.publishing import tensors
 from zoo.publishing.errors import PublishError
 from zoo.publishing.models import skeleton
+from zoo.quantization import codes as codes_module
+from zoo.quantization import loading
+from zoo.quantization.codes import NF4
+from zoo.quantization.matrix import quantize
 from zoo.training import losses
 from zoo.training.state import trained_leaves
 
-KINDS = codes_module.KINDS
+KINDS = get_args(Kind)
 CONFIG = transformer.Config(
     vocab_size=64,
     d_model=64,
@@ -172,7 +175,7 @@ def test_what_cannot_be_quantised_is_named():
     with pytest.raises(ValueError, match="group_size=4: must be at least 8"):
         quantize(jnp.zeros((8, 8)), ("embed", "mlp"), "int4", 4)
     with pytest.raises(PublishError, match="quantize='int3': choose one of int8, int4, nf4"):
-        quantizing.check_kind("int3")
+        tensors.check_kind("int3")
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +204,9 @@ def test_loading_by_layers_is_quantising_the_whole(folder, kind):
 
 def test_a_host_holds_a_layer_at_a_time(folder, monkeypatch):
     sizes = []
-    made = quantizing._quantize
+    made = loading._quantize
     monkeypatch.setattr(
-        quantizing,
+        loading,
         "_quantize",
         lambda part, *rest: (sizes.append(part.shape), made(part, *rest))[1],
     )

@@ -22,7 +22,7 @@ from zoo import __main__ as main
 from zoo import lora, mlp, rnn, sharding, transformer
 from zoo.base import checksums
 from zoo.nn.layers import LayerNorm, Linear
-from zoo.nn.precision import matmul
+from zoo.nn.products import matmul
 from zoo.publishing import parts, registry, slices, tensors
 from zoo.publishing.errors import PublishError
 from zoo.sharding import parts as parts_of_arrays

@@ -1,4 +1,4 @@
-"""zoo.nn.rounded_products: int8 products of blocks, beside their formula in float64."""
+"""zoo.quantization.int8_training: int8 products of blocks, beside their formula in float64."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,9 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from zoo import ensemble, losses, sharding
-from zoo.nn import derivatives, precision, rounded_products
-from zoo.nn.precision import in_precision, matmul
-from zoo.nn.rounded_products import Rounded, round_matrices, rounded
+from zoo.nn import derivatives, precision
+from zoo.nn.precision import in_precision
+from zoo.nn.products import matmul
+from zoo.quantization import int8_training
+from zoo.quantization.int8_training import INT8, Rounded, rounded
 
 # Shapes of an activation and a weight, and the number of axes that are contracted.
 PRODUCTS = [((2, 5, 8), (8, 6), 1), ((2, 5, 8), (8, 3, 4), 1), ((2, 5, 3, 4), (3, 4, 8), 2)]
@@ -52,7 +54,7 @@ def numpy_rounded(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of int8 themselves, as everywhere but on a CPU."""
-    monkeypatch.setattr(rounded_products, "platform", lambda: "tpu")
+    monkeypatch.setattr(int8_training, "platform", lambda: "tpu")
 
 
 @pytest.mark.parametrize(("x_shape", "w_shape", "contract"), PRODUCTS)
@@ -135,7 +137,7 @@ def test_a_mesh_gives_what_one_device_does(name: str):
 @contextlib.contextmanager
 def rounding_fp32(model: Any) -> Iterator[Any]:
     """The model as it computes in fp32, but for products of codes: without bf16's noise."""
-    with in_precision(model, "fp32") as given, precision._rounds_blocks(True):
+    with in_precision(model, "fp32") as given, precision._scheme(INT8):
         yield given
 
 
@@ -187,7 +189,7 @@ def test_the_matrices_of_blocks_alone_are_rounded():
 def test_nothing_is_rounded_in_another_precision():
     layer = drawn_transformer().blocks
     with in_precision(layer, "bf16"):
-        assert round_matrices(layer) is layer
+        assert precision.with_operands(layer) is layer
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -9,9 +9,13 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.base import interrupts
+from zoo.base import interrupts, plugins
 
 interrupts.leave_at_once()
+plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
+plugins.register(
+    "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
+)
 
 if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo import bert as bert

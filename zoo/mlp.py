@@ -25,8 +25,8 @@ from zoo.nn.layers import (
     make_norm,
     normal,
 )
-from zoo.nn.parameters import CastsInputs, Operand, gather
-from zoo.nn.precision import matmul
+from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.products import Operand, matmul
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import ShardingError, constrain, split_by
 

@@ -23,8 +23,8 @@ from zoo.data.chats import ChatTemplate
 from zoo.data.special_tokens import begun, end_id
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer, reading
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
-from zoo.nn.codes import Kind
 from zoo.nn.precision import DTypeName
+from zoo.nn.products import Kind
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
 from zoo.publishing.finite import check_finite

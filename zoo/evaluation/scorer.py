@@ -18,8 +18,8 @@ from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import bucket_of
-from zoo.nn.parameters import is_operand
 from zoo.nn.precision import DTypeName
+from zoo.nn.products import is_operand
 from zoo.nn.protocols import HasReadout
 from zoo.sharding.placement import on_host
 from zoo.tasks.generation import make_stops, stream_texts

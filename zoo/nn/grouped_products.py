@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.nn import tiles
 from zoo.nn.derivatives import custom_vjp, in_forward_mode
-from zoo.nn.precision import device_kind, platform
+from zoo.nn.products import device_kind, platform
 
 # The name around a call of the kernel, by which a plan knows it.
 SCOPE = "grouped_product"

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.base.configuration import check, check_positive, require
 from zoo.nn.derivatives import Static, custom_vjp
-from zoo.nn.parameters import Operand
-from zoo.nn.precision import matmul
+from zoo.nn.products import Operand, matmul
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.rules import mesh_axes
 from zoo.sharding.specs import between, num_shards

@@ -1,10 +1,9 @@
 """Parameters where they are used: derived ones are computed, and all are cast and gathered.
 
 They are cast to the compute dtype, and gathered over the mesh axes that only store them. A matrix
-may be an `Operand`, which products take as it is: one with an adapter, or a quantised one.
+may be an `Operand`, which products take as it is (`zoo.nn.products`).
 """
 
-import abc
 import contextlib
 import functools
 import typing
@@ -20,79 +19,13 @@ from jaxtyping import Array, DTypeLike, Key
 
 from zoo.nn.balancing import is_load_bias
 from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import Operand, cast_array, is_derived, is_operand
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import annotation, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, Named
 from zoo.sharding.specs import between, in_use, parameter_spec
 
 Tree = TypeVar("Tree")
-
-
-class Derived(eqx.Module):
-    """A node in the place of a parameter, which is computed from other arrays at its use.
-
-    The model's code does not change: `gather` and the cast put `value()` in the node's place.
-    """
-
-    @abc.abstractmethod
-    def value(self) -> Array:
-        """The parameter's value."""
-
-
-class Operand(Derived):
-    """A matrix that a product takes as it is, without making the whole of it.
-
-    It stays in the place of a parameter whose annotation says so, as `weight: Float[Array, "embed
-    mlp"] | Operand`; elsewhere `gather` and the cast put its value. Its leading axes may stack it.
-    """
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> Any:
-        """The dtype of the matrix."""
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return len(self.shape)
-
-    @abc.abstractmethod
-    def times(self, x: Array, *, contract: int = 1, dtype: DTypeLike | None = None) -> Array:
-        """The product `matmul(x, self, contract=contract, dtype=dtype)`."""
-
-    def rows(self, ids: Array) -> Array:
-        """The rows of the table that the matrix is: [...] ids as [..., embed], clipped."""
-        return self.value().at[ids].get(mode="clip")
-
-    def transposed(self) -> "Array | Operand":
-        """The matrix with its two axes exchanged."""
-        return self.value().T
-
-    def cast(self, dtype: DTypeLike) -> "Operand":
-        """The matrix as it is used in a dtype: its floating-point arrays are cast."""
-        return jax.tree.map(
-            lambda x: cast(x, dtype), self, is_leaf=lambda x: x is not self and is_operand(x)
-        )
-
-
-def is_derived(x: Any) -> bool:
-    """Whether a node of a model is a derived parameter."""
-    return isinstance(x, Derived)
-
-
-def is_operand(x: Any) -> bool:
-    """Whether a node of a model is a matrix that products take as it is."""
-    return isinstance(x, Operand)
-
-
-def transposed(x: "Array | Operand") -> "Array | Operand":
-    """A matrix with its two axes exchanged."""
-    return x.transposed() if isinstance(x, Operand) else x.T
 
 
 def resolve(tree: Tree) -> Tree:
@@ -137,10 +70,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """
 
     def visit(x: Any) -> Any:
-        if is_operand(x) or is_kept(x):
-            return x.cast(dtype) if is_operand(x) else x
-        is_float = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_float else x
+        return x if is_kept(x) else cast_array(x, dtype)
 
     return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_kept(x))
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.nn.layers import add_bias
-from zoo.nn.parameters import Operand
-from zoo.nn.precision import matmul
+from zoo.nn.products import Operand, matmul
 from zoo.sharding import constrain
 
 

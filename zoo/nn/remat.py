@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from zoo.nn.parameters import gather
-from zoo.nn.rounded_products import NAME, round_matrices
+from zoo.nn.precision import with_operands
+from zoo.nn.products import PRODUCT
 
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
@@ -29,9 +30,9 @@ def _and_kept(policy: Callable[..., Any], *names: str) -> Callable[..., Any]:
 
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,  # keep every intermediate
-    "dots": _and_kept(jax.checkpoint_policies.dots_saveable, NAME),  # keep every product
+    "dots": _and_kept(jax.checkpoint_policies.dots_saveable, PRODUCT),  # keep every product
     # …with a weight
-    "dots_no_batch": _and_kept(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, NAME),
+    "dots_no_batch": _and_kept(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, PRODUCT),
     "full": _and_kept(jax.checkpoint_policies.nothing_saveable),  # keep a layer's input alone
 }
 
@@ -92,7 +93,7 @@ def scan_layers(
 
     def one(turn: int, in_scan: bool) -> LayerFunction:
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
-            whole = gather(round_matrices(eqx.combine(layer, static)))
+            whole = gather(with_operands(eqx.combine(layer, static)))
             return functions[turn](whole, carry, index)
 
         return checkpoint(body, policy, in_scan=in_scan)

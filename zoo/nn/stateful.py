@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, PyTree
 
-from zoo.nn.parameters import cast, is_kept, is_operand
+from zoo.nn.parameters import cast, is_kept
+from zoo.nn.products import is_operand
 
 Tree = TypeVar("Tree")
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from zoo.nn.precision import DTYPES
-from zoo.nn.quantized import is_quantized
+from zoo.nn.products import is_quantized
 from zoo.sharding.axes import is_parameter
 from zoo.training.state import Trainable, trained_leaves
 from zoo.wrappers.lora import is_adapted

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from zoo.nn.codes import Kind
 from zoo.nn.parameters import cast
-from zoo.publishing.quantizing import quantized_skeleton
+from zoo.nn.products import Kind
+from zoo.publishing.tensors import quantized_skeleton
 from zoo.transformer.config import (
     AttentionConfig,
     Config,

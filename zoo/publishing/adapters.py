@@ -21,7 +21,7 @@ from zoo import sharding
 from zoo.base import checksums, configuration
 from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
-from zoo.nn.quantized import dequantize
+from zoo.nn.products import dequantize
 from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing, token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import family_name, skeleton_of

@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.base.configuration import check_value, require
-from zoo.nn.parameters import is_derived
-from zoo.nn.quantized import is_quantized
+from zoo.nn.products import is_derived, is_quantized
 from zoo.publishing.errors import PublishError
 from zoo.publishing.shelf import find, find_here
 from zoo.sharding.axes import keystr

@@ -21,7 +21,7 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
-from zoo.nn.parameters import is_derived
+from zoo.nn.products import is_derived
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json, version
 from zoo.publishing.parts import class_names, decode, encode

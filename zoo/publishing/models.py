@@ -20,9 +20,7 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums
 from zoo.base.configuration import check_value
-from zoo.nn.codes import Kind
-from zoo.nn.parameters import is_derived
-from zoo.nn.quantized import is_quantized
+from zoo.nn.products import Kind, is_derived, is_quantized
 from zoo.publishing import adapters, hf, peft, token_ids
 from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
@@ -36,10 +34,10 @@ from zoo.publishing.folder import (
     replacing,
     verify,
 )
-from zoo.publishing.quantizing import check_kind
 from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import (
+    check_kind,
     num_parameters,
     parse_dtype,
     read_dtypes,
@@ -81,7 +79,7 @@ def save(
         raise PublishError(
             "the model is quantised, and folders hold models as they were before: save that one, "
             "and load it by zoo.load(folder, quantize=...), or save what "
-            "zoo.nn.quantized.dequantize makes of this one"
+            "zoo.nn.products.dequantize makes of this one"
         )
     if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
         raise PublishError(
@@ -154,7 +152,7 @@ def load(
     *,
     mesh: Mesh | Layout | None = None,
     dtype: DTypeLike | None = None,
-    quantize: Kind | None = None,
+    quantize: Kind | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = (),
     allow_import: Iterable[str] = (),
@@ -168,9 +166,9 @@ def load(
     Checksums are verified first; Hugging Face's folders have none.
 
     With `quantize` of "int8", "int4" or "nf4" matrices have 8 or 4 bits per value, and some for
-    scales (see `zoo.nn.quantized`). They are quantised layer by layer as they are read, and stay
-    so in memory; products dequantise them as they read them. Routers, tables of positions, norms
-    and biases stay as they are, and so does what adapters add.
+    scales. They are quantised layer by layer as they are read, and stay so in memory; products
+    dequantise them as they read them. Routers, tables of positions, norms and biases stay as they
+    are, and so does what adapters add.
 
     `overrides` are other values for fields of the model's configuration that its parameters do not
     depend on, as `{"dropout": 0.1, "remat": "full"}`.
@@ -221,7 +219,7 @@ def skeleton(
     name_or_folder: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    quantize: Kind | None = None,
+    quantize: Kind | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     weights: bool = True,
     ignore: Collection[str] | None = (),

@@ -17,18 +17,19 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import configuration
+from zoo.base import configuration, plugins
 from zoo.base.checksums import Digest
-from zoo.nn.codes import Kind
 from zoo.nn.parameters import kept_dtypes
 from zoo.nn.precision import DTYPES
-from zoo.nn.quantized import Quantized, is_quantized
+from zoo.nn.products import Kind, Quantized, is_quantized
 from zoo.publishing.errors import PublishError
-from zoo.publishing.quantizing import Read, quantize_parts, quantized_skeleton
 from zoo.publishing.slices import CODES, blocks, open_file, slice_reader
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.parts import gathered, place
 
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+
+_KINDS = "zoo.quantizations"
 _MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 
 
@@ -59,12 +60,25 @@ def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return found
 
 
+def check_kind(kind: Any) -> None:
+    """Raise a PublishError for an unknown kind of quantised matrices."""
+    if kind is not None and kind not in (names := plugins.names(_KINDS)):
+        raise PublishError(f"quantize={kind!r}: choose one of {', '.join(names)}, or None")
+
+
+def quantized_skeleton(skeleton: PyTree, kind: Kind | str | None) -> PyTree:
+    """The skeleton with quantised matrices of `kind`; as it is for None."""
+    if kind is None:
+        return skeleton
+    return plugins.find(_KINDS, kind).quantized_skeleton(skeleton, kind)
+
+
 def read_tensors(
     path: Path,
     skeleton: PyTree,
     mesh: Mesh | sharding.Layout | None,
     dtype: DTypeLike | None,
-    quantize: Kind | None = None,
+    quantize: Kind | str | None = None,
 ) -> Any:
     """The skeleton with its arrays from a file, checked; each device reads its own slices.
 
@@ -83,7 +97,7 @@ def read_tensors(
 
 
 def read_dtypes(
-    path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | None = None
+    path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
 ) -> PyTree:
     """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
     names = {code: name for name, code in CODES.items()}
@@ -126,7 +140,8 @@ def fill(
 
     def matrix(path: tuple, leaf: Quantized, where: Any, read: Read) -> Quantized:
         names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
-        made = quantize_parts(leaf, names, keystr(path), read)
+        part = partial(read, keystr(path))
+        made = plugins.find(_KINDS, leaf.kind).quantize_parts(leaf, names, part)
 
         def place(array: np.ndarray, where: Any) -> jax.Array:
             place_at = one if layout.mesh is None else where

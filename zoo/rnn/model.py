@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.base.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
-from zoo.nn.parameters import CastsInputs, gather, transposed
+from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.layers import add_bias
-from zoo.nn.precision import low_on_cpu, product
+from zoo.nn.products import low_on_cpu, product
 from zoo.rnn.cells import CELLS, Cell, CellName, State
 from zoo.rnn.time import Marks
 from zoo.sharding import constrain, mesh_axes, num_parts, partition_spec

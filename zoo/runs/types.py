@@ -11,9 +11,9 @@ from zoo.decoding.drawing import SamplingOptions as SamplingOptions
 from zoo.decoding.sampling import Prompt as Prompt
 from zoo.nn import codes, remat
 from zoo.nn.layers import Linear as Linear
-from zoo.nn.parameters import Operand as Operand
 from zoo.nn.precision import LossScale as LossScale
 from zoo.nn.precision import Precision as Precision
+from zoo.nn.products import Operand as Operand
 from zoo.nn.protocols import SequenceModel as SequenceModel
 from zoo.nn.protocols import SequenceOptions as SequenceOptions
 from zoo.publishing import adapters, models

@@ -107,7 +107,7 @@ class Training:
         self,
         *,
         mesh: Mesh | sharding.Layout | None,
-        precision: Precision,
+        precision: Precision | str,
         accumulate: int = 1,
         clip_norm: float | None = 1.0,
     ) -> CompiledStep:

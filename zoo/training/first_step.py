@@ -33,7 +33,9 @@ class LossWarning(UserWarning):
 class Checks:
     """The checks of a step of a loss; those of the first time are for a step that trains."""
 
-    def __init__(self, loss_fn: LossFunction, precision: Precision, clip_norm: float | None = None):
+    def __init__(
+        self, loss_fn: LossFunction, precision: Precision | str, clip_norm: float | None = None
+    ):
         self._loss_fn, self._precision, self._clip_norm = loss_fn, precision, clip_norm
         self._accepted: Accepted | None = None
         self._compared = self._said = False
@@ -94,7 +96,7 @@ class Checks:
 
 
 def compared(
-    loss_fn: LossFunction, precision: Precision, model: PyTree, batch: PyTree, rows: int
+    loss_fn: LossFunction, precision: Precision | str, model: PyTree, batch: PyTree, rows: int
 ) -> str:
     """What is wrong with the sums of a loss for a batch like this; nothing where it can't be told.
 

@@ -13,8 +13,7 @@ from jaxtyping import Array, PyTree
 
 from zoo.data.checks import Accepted, Ids
 from zoo.nn.parameters import dropping_out
-from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
-from zoo.nn.rounded_products import check_rounds
+from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision, scheme_of
 from zoo.nn.stateful import is_state, states, with_states
 from zoo.sharding.axes import keystr
 from zoo.training.mixed_products import watch
@@ -47,7 +46,11 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def call_loss(
-    loss_fn: LossFunction, precision: Precision, model: PyTree, batch: PyTree, key: Array | None
+    loss_fn: LossFunction,
+    precision: Precision | str,
+    model: PyTree,
+    batch: PyTree,
+    key: Array | None,
 ) -> Any:
     """The result of a loss function for a model and a batch, both in a precision."""
     batch = cast_inputs(model, batch, precision, kept_by(loss_fn))
@@ -56,20 +59,21 @@ def call_loss(
         return loss_fn(model, batch, key)
 
 
-def watch_precision(loss_fn: LossFunction, precision: Precision) -> Callable[..., None]:
+def watch_precision(loss_fn: LossFunction, precision: Precision | str) -> Callable[..., None]:
     """A function of model, batch and key that says once what of a loss has another precision.
 
-    It refuses "int8" for a model without a matrix to multiply so.
+    It refuses a scheme, such as "int8", for a model without a matrix to multiply so.
     """
     if precision == "fp32":
         return lambda **arguments: None
-    check = check_rounds if precision == "int8" else None
+    scheme = scheme_of(precision)
+    check = None if scheme is None else scheme.check_loss
     return watch(lambda **arguments: call_loss(loss_fn, precision, **arguments)[:2], check)
 
 
 def loss_values(
     loss_fn: LossFunction,
-    precision: Precision,
+    precision: Precision | str,
     taken: frozenset[str],
     model: PyTree,
     batch: PyTree,

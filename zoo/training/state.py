@@ -16,7 +16,7 @@ from zoo import sharding
 from zoo.nn.balancing import is_load_bias
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.precision import LossScale
-from zoo.nn.quantized import is_quantized
+from zoo.nn.products import is_quantized
 from zoo.sharding.axes import check_model, is_parameter, keystr
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
 from zoo.nn.balancing import moved
-from zoo.nn.precision import Precision, check_precision, exact_products, platform
+from zoo.nn.precision import Precision, check_precision, exact_products
+from zoo.nn.products import platform
 from zoo.nn.stateful import states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
@@ -53,7 +54,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     mesh: Mesh | sharding.Layout | None = None,
-    precision: Precision = "bf16",
+    precision: Precision | str = "bf16",
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
     trainable: Trainable | None = None,
@@ -84,7 +85,7 @@ def make_train_step(
     and a line of the log that the first gradient was clipped.
 
     In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
-    `zoo.nn.rounded_products`.
+    `zoo.quantization.int8_training`.
 
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
@@ -124,7 +125,7 @@ class _Settings:
     loss_fn: LossFunction
     optimizer: optax.GradientTransformation
     mesh: Mesh | None
-    precision: Precision
+    precision: Precision | str
     accumulate: int
     clip_norm: float | None
     trainable: Trainable | None
@@ -287,7 +288,7 @@ def make_eval_step(
     loss_fn: LossFunction,
     *,
     mesh: Mesh | sharding.Layout | None = None,
-    precision: Precision = "bf16",
+    precision: Precision | str = "bf16",
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 

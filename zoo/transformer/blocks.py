@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.nn.attention import attention
 from zoo.nn.balancing import Balance
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
-from zoo.nn.parameters import Operand
-from zoo.nn.precision import matmul
+from zoo.nn.products import Operand, matmul
 from zoo.sharding import constrain
 from zoo.transformer.config import AttentionConfig, Config
 from zoo.transformer.moe import MoE

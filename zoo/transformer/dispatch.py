@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.derivatives import custom_vjp
-from zoo.nn.precision import device_kind, platform
+from zoo.nn.products import device_kind, platform
 from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
 
 Dispatch = Literal["auto", "all_reduce", "all_to_all"]

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.base.configuration import require
 from zoo.nn.balancing import Balance
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
-from zoo.nn.parameters import CastsAtUse, gather, transposed
+from zoo.nn.parameters import CastsAtUse, gather
+from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.nn.balancing import Balance, LoadBias
 from zoo.nn.grouped_products import grouped_product
 from zoo.nn.layers import normal
-from zoo.nn.parameters import Operand
-from zoo.nn.precision import matmul
+from zoo.nn.products import Operand, matmul
 from zoo.transformer import routing
 from zoo.transformer.config import ExpertsConfig
 from zoo.transformer.dispatch import Routed, apply_experts

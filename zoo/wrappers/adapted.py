@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
 from zoo.nn.layers import dropout, look_up, normal
-from zoo.nn.parameters import Operand, dropout_key, transposed
-from zoo.nn.precision import matmul, product
+from zoo.nn.parameters import dropout_key
+from zoo.nn.products import Operand, matmul, product, transposed
 from zoo.sharding.foreign import Named
 from zoo.sharding.kinds import matrix_axes
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.base import configuration
 from zoo.nn.layers import Linear, add_bias
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, gather
-from zoo.nn.precision import matmul
+from zoo.nn.products import matmul
 from zoo.nn.protocols import SequenceModel
 from zoo.sharding import constrain
 

@@ -17,7 +17,8 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Key, PyTree
 
 from zoo.base.configuration import check, require
-from zoo.nn.parameters import is_operand, takes_operands
+from zoo.nn.parameters import takes_operands
+from zoo.nn.products import is_operand
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix
 from zoo.wrappers.adapted import Adapted as Adapted

@@ -11,7 +11,7 @@ import zoo
 from zoo import losses, optimizers
 from zoo.nn.layers import Embedding, Linear, normal
 from zoo.nn.parameters import gather
-from zoo.nn.precision import matmul
+from zoo.nn.products import matmul
 from zoo.sharding import constrain
 from zoo.sharding.axes import keystr
 from zoo.training.state import standard_promotion

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from zoo.nn.precision import platform
+from zoo.nn.products import platform
 
 MASKED = -1e30  # finite: a masked row gives no NaN, forward or backward
 

@@ -23,7 +23,7 @@ from zoo.nn.attention.context_parallel import (
 )
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.precision import device_kind
+from zoo.nn.products import device_kind
 from zoo.nn.remat import KEPT
 
 LANES = 128  # a block is a multiple of it

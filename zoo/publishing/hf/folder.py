@@ -15,17 +15,16 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base.checksums import Digest
-from zoo.nn.codes import Kind
+from zoo.nn.products import Kind
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
 from zoo.publishing.hf.family import Family
 from zoo.publishing.hf.matrices import Matrix, Part
 from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
 from zoo.publishing.hf.weights import Weights, write_weights
-from zoo.publishing.quantizing import quantized_skeleton
 from zoo.publishing.slices import BLOCK_BYTES
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype
+from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype, quantized_skeleton
 from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.parts import gathered, place
@@ -42,7 +41,7 @@ def read_model(
     *,
     mesh: Mesh | sharding.Layout | None,
     dtype: DTypeLike | None,
-    quantize: Kind | None = None,
+    quantize: Kind | str | None = None,
     ignore: Collection[str] = (),
 ) -> Any:
     """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
@@ -65,7 +64,7 @@ def read_skeleton(
     values: dict,
     *,
     dtype: DTypeLike | None,
-    quantize: Kind | None = None,
+    quantize: Kind | str | None = None,
     ignore: Collection[str] | None = (),
 ) -> PyTree:
     """The skeleton of the model that `read_model` would return; None ignores all unknown fields."""
@@ -77,7 +76,7 @@ def _typed(
     weights: Weights,
     found: dict[str, Layout | Part],
     dtype: DTypeLike | None,
-    quantize: Kind | None,
+    quantize: Kind | str | None,
 ) -> PyTree:
     def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
@@ -86,7 +85,7 @@ def _typed(
 
 
 def announced_skeleton(
-    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | None = None
+    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | str | None = None
 ) -> PyTree:
     """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
     if quantization.FIELD in values:
@@ -127,7 +126,7 @@ def _open(
     folder: Path,
     values: dict,
     dtype: DTypeLike | None,
-    quantize: Kind | None,
+    quantize: Kind | str | None,
     ignore: Collection[str] | None,
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""

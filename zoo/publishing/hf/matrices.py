@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zoo.nn.codes import StoredKind, pack
-from zoo.nn.quantized import Quantized, axes_of
 from zoo.publishing.hf.family import Fields
 from zoo.publishing.hf.names import Index, Layout, Tensor
 from zoo.publishing.hf.weights import Stored
+from zoo.quantization.codes import StoredKind, pack
+from zoo.quantization.matrix import QuantizedMatrix, axes_of
 from zoo.sharding.kinds import matrix_axes
 
 Read = Callable[[str, Index], np.ndarray]
@@ -147,7 +147,7 @@ def stacked(
     matrices: Mapping[str, Matrix],
     scale_dtype: Any,
     dtype: DTypeLike,
-) -> tuple[Quantized, dict[str, Part]]:
+) -> tuple[QuantizedMatrix, dict[str, Part]]:
     """The skeleton of a parameter that stacks matrices, and its arrays by their fields' names.
 
     `dtype` is that of the values.
@@ -202,7 +202,7 @@ def stacked(
     if any(matrix.order is not None for matrix in matrices.values()):
         parts["order"] = Part(_layout_of_order(layout, into, one), np.int32, _order, matrices)
     made = partial(
-        Quantized,
+        QuantizedMatrix,
         kind=one.kind,
         packed=last - len(names) if is_packed else None,
         dtype_name=str(jnp.dtype(dtype)),

@@ -9,7 +9,7 @@ from zoo.base.addresses import is_remote
 from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data import text
-from zoo.nn.codes import Kind
+from zoo.nn.products import Kind
 from zoo.tasks import language
 from zoo.training.distillation import Distillation
 

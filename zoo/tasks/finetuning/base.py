@@ -12,8 +12,8 @@ from zoo.base import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast, is_kept
+from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
-from zoo.nn.quantized import dequantize, is_quantized
 from zoo.publishing import adapters, models
 from zoo.publishing.families import reconfigured
 from zoo.publishing.finite import check_finite

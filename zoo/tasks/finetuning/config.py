@@ -12,7 +12,7 @@ from zoo.base.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.tokenizer import Reading
 from zoo.nn.attention import Implementation
-from zoo.nn.codes import Kind
+from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
 from zoo.publishing import adapters
 from zoo.runs.config import Config as RunConfig

@@ -7,14 +7,14 @@ that unpacking moves no neighbours apart.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Integer
 
-Kind = Literal["int8", "int4", "nf4"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from zoo.nn.products import Kind
+
 StoredKind = Kind | Literal["fp4"]  # and what is read alone
 
 # The quantiles of N(0, 1) that QLoRA (Dettmers et al. 2023, appendix E) gives, as bitsandbytes has

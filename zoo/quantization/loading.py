@@ -18,29 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.nn.codes import KINDS, Kind
-from zoo.nn.quantized import Quantized, quantize
-from zoo.publishing.errors import PublishError
+from zoo.nn.products import Kind
+from zoo.quantization.matrix import QuantizedMatrix, quantize
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.foreign import ANNOTATION, Named
 from zoo.sharding.kinds import is_matrix, is_stack
-
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 _KEPT = frozenset({"routes", "positions"})
 _PART = 2**25  # values that are in fp32 at a time
 
 
-def check_kind(kind: Any) -> None:
-    """Raise a PublishError for an unknown kind."""
-    if kind is not None and kind not in KINDS:
-        raise PublishError(f"quantize={kind!r}: choose one of {', '.join(KINDS)}, or None")
-
-
-def quantized_skeleton(skeleton: PyTree, kind: Kind | None) -> PyTree:
-    """The skeleton with matrices of `kind`; as it is for None."""
-    if kind is None:
-        return skeleton
+def quantized_skeleton(skeleton: PyTree, kind: Kind) -> PyTree:
+    """The skeleton with matrices of `kind`."""
 
     def visit(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
         named = named_alone(skeleton, path, leaf)
@@ -61,9 +50,11 @@ def _is_quantizable(named: Named, field: str) -> bool:
 
 
 def quantize_parts(
-    skeleton: Quantized, names: tuple[str | None, ...], name: str, read: Read
-) -> Quantized:
-    """A matrix in the memory of this host, quantised part by part: `read(name, slices)` is one.
+    skeleton: QuantizedMatrix,
+    names: tuple[str | None, ...],
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> QuantizedMatrix:
+    """A matrix in the memory of this host, quantised part by part: `read(slices)` is one.
 
     `names` are those of its codes' axes.
     """
@@ -71,13 +62,15 @@ def quantize_parts(
     names = _as_stored(skeleton, names)
     made = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), skeleton)
     for part in _parts(skeleton, names):
-        found = _quantize(jnp.asarray(read(name, part)), names, skeleton.kind)
+        found = _quantize(jnp.asarray(read(part)), names, skeleton.kind)
         for whole, of_part in zip(jax.tree.leaves(made), jax.tree.leaves(found), strict=True):
             whole[_at(skeleton, part, whole.shape)] = np.asarray(of_part)
     return made
 
 
-def _at(matrix: Quantized, part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _at(
+    matrix: QuantizedMatrix, part: tuple[slice, ...], shape: tuple[int, ...]
+) -> tuple[slice, ...]:
     """The place of a part of a matrix in codes or scales of a shape."""
     part, sizes = _as_stored(matrix, part), _as_stored(matrix, matrix.shape)
     return tuple(
@@ -85,7 +78,7 @@ def _at(matrix: Quantized, part: tuple[slice, ...], shape: tuple[int, ...]) -> t
     )
 
 
-def _as_stored(matrix: Quantized, axes: tuple) -> tuple:
+def _as_stored(matrix: QuantizedMatrix, axes: tuple) -> tuple:
     """One item per axis of a matrix, in the order of its codes' axes; and the reverse."""
     return (*axes[:-2], axes[-1], axes[-2]) if matrix.is_transposed else axes
 
@@ -93,7 +86,7 @@ def _as_stored(matrix: Quantized, axes: tuple) -> tuple:
 _quantize = eqx.filter_jit(quantize)
 
 
-def _parts(matrix: Quantized, names: tuple[str | None, ...]) -> Iterator[tuple[slice, ...]]:
+def _parts(matrix: QuantizedMatrix, names: tuple[str | None, ...]) -> Iterator[tuple[slice, ...]]:
     """The slices of one matrix after another, of a large one in parts along its scales."""
     shape = matrix.shape
     steps = [1 if is_stack(name) else size for name, size in zip(names, shape, strict=True)]

@@ -1,4 +1,4 @@
-"""Matrices of few bits: integer codes and scales in memory, dequantised where they are used.
+"""Matrices of few bits: integer codes and scales in memory, dequantised as products read them.
 
 A block of a matrix has one scale: in `int8` an output of a product (for all of its inputs), in
 `int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the
@@ -9,24 +9,23 @@ groups too, another table (`fp4`), and inputs in an order of their own.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Integer, Num
 
-from zoo.nn.codes import Form, Kind, StoredKind, dequantized, matrix_shape, pack, rounded
-from zoo.nn.parameters import Operand
-from zoo.nn.quantized_products import times
+from zoo.nn.products import Kind, Quantized, multiply, platform, product
+from zoo.quantization.codes import Form, StoredKind, dequantized, matrix_shape, pack, rounded
 from zoo.sharding.foreign import ANNOTATION
 from zoo.sharding.kinds import is_stack, matrix_axes
 
-Model = TypeVar("Model")
 GROUP_SIZE = 64
+_FEW_ROWS = 8  # of decoding: other forms of a product and of a lookup are better for these
 
 
-class Quantized(Operand):
+class QuantizedMatrix(Quantized):
     """A matrix of 8 or 4 bits per value; stacked matrices have stacked codes and scales.
 
     It is never trained: gradients pass through its products to their other operand alone.
@@ -74,16 +73,71 @@ class Quantized(Operand):
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
     ) -> Float[Array, "..."]:
         """The product `matmul(x, self)`, dequantised as it is read."""
-        shape = self.shape
-        batch, out = x.shape[: x.ndim - contract], shape[contract:]
-        rows = x.reshape(
-            batch[0] if batch else 1, math.prod(batch[1:]), math.prod(shape[:contract])
-        )
         if self.order is not None:
-            rows = rows.at[:, :, self.order].get(unique_indices=True, mode="promise_in_bounds")
-        result = jnp.dtype(x.dtype if dtype is None else dtype)
-        y = times(rows, self.codes, self.scales, self.zeros, self._form, contract, result)
-        return y.reshape(*batch, *out)
+            flat = x.reshape(*x.shape[: x.ndim - contract], -1)
+            found = flat.at[..., self.order].get(unique_indices=True, mode="promise_in_bounds")
+            x = found.reshape(x.shape)
+        return multiply(x, None, self, contract=contract, dtype=dtype)
+
+    def product(
+        self, rows: Float[Array, "rows k"], contract: int, dtype: DTypeLike
+    ) -> Float[Array, "rows n"]:
+        """Rows times the matrix, in the form that XLA reads the fewest bytes for."""
+        codes, scales, zeros = self.codes, self.scales, self.zeros
+        on_cpu, transposed = platform() == "cpu", self.is_transposed
+        summed = scales.shape[1:] if transposed else scales.shape[:contract]
+        if self.kind == "int8" and zeros is None and math.prod(summed) == 1:
+            # One scale per output: the product is of the codes themselves, which bf16 has exactly.
+            few = on_cpu and len(rows) <= _FEW_ROWS and not transposed
+            y = (_sum_of_products if few else _product)(rows, codes, transposed)
+            y = y * scales.reshape(1, -1).astype(jnp.float32)
+        elif (
+            len(rows) == 1
+            and platform() in ("cpu", "tpu")
+            and self._form == ("int4", contract - 1 - codes.ndim, False)
+        ):
+            y = _row_product(rows, codes, scales, zeros, contract)
+        elif self._shares_inputs(contract):
+            both = rows.reshape(len(rows), self._num_groups, 2, -1)
+            halves = (both[:, :, i].reshape(len(rows), -1) for i in (0, 1))
+            low, high = (_product(x, w) for x, w in zip(halves, self._halves(), strict=True))
+            y = low + high
+        else:
+            w = dequantized(codes, scales, zeros, self._form)
+            y = _product(rows, w, transposed, dtype)
+        return y.astype(dtype)
+
+    def input_gradient(
+        self, g: Float[Array, "rows n"], contract: int, dtype: DTypeLike
+    ) -> Float[Array, "rows k"]:
+        """The gradient times the matrix transposed."""
+        g, outputs = g.astype(dtype), g.shape[1]
+        if self._shares_inputs(contract):
+            halves = (_product(g, w.reshape(-1, outputs), True, dtype) for w in self._halves())
+            dxs = [dx.reshape(len(g), self._num_groups, -1) for dx in halves]
+            return jnp.stack(dxs, 2).reshape(len(g), -1)
+        w = dequantized(self.codes, self.scales, self.zeros, self._form)
+        w = w if self.is_transposed else w.reshape(-1, outputs)
+        return _product(g, w, not self.is_transposed, dtype)
+
+    # The two codes of a byte are of two inputs of one output: two products, of half of the inputs
+    # each, bring about no array of all codes one behind the other, which XLA for TPU keeps as
+    # integers.
+    def _shares_inputs(self, contract: int) -> bool:
+        inputs_last = contract - 1 - self.codes.ndim
+        return self.packed is not None and not self.is_transposed and self.packed == inputs_last
+
+    def _halves(self) -> list[Float[Array, "..."]]:
+        """The values of the low bits, and of the high bits."""
+        plain = self.kind, None, False
+        both = self.codes & 15, self.codes >> 4
+        return [dequantized(codes, self.scales, self.zeros, plain) for codes in both]
+
+    @property
+    def _num_groups(self) -> int:
+        """The number of groups of inputs of one output."""
+        axis = self.codes.ndim + (self.packed or 0)
+        return math.prod(self.codes.shape[:axis]) * self.scales.shape[axis]
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
         """The rows of these ids, which alone are dequantised; one beyond the last takes that."""
@@ -99,11 +153,11 @@ class Quantized(Operand):
         found = dequantized(codes, scales, zeros, self._form).astype(self.dtype)
         return found.T.reshape(*ids.shape, -1)
 
-    def transposed(self) -> "Quantized":
+    def transposed(self) -> "QuantizedMatrix":
         """The transposed matrix, of two axes, in the same codes."""
         return dataclasses.replace(self, is_transposed=not self.is_transposed)
 
-    def cast(self, dtype: DTypeLike) -> "Quantized":
+    def cast(self, dtype: DTypeLike) -> "QuantizedMatrix":
         """The matrix with values of `dtype`; codes and scales stay as they are."""
         return dataclasses.replace(self, dtype_name=str(jnp.dtype(dtype)))
 
@@ -112,14 +166,44 @@ class Quantized(Operand):
         return self.kind, self.packed, self.is_transposed
 
 
-def is_quantized(x: Any) -> bool:
-    """Whether a node of a model is a quantised matrix."""
-    return isinstance(x, Quantized)
+def _product(
+    x: Array, w: Array, is_transposed: bool = False, dtype: DTypeLike = jnp.float32
+) -> Array:
+    """Rows times a matrix, [k, n], or [n, k] if transposed."""
+    w = w.astype(x.dtype)
+    if is_transposed:
+        return product(x, w, ((1,), (1,)), dtype)
+    return product(x, w.reshape(x.shape[1], -1), ((1,), (0,)), dtype)
 
 
-def dequantize(model: Model) -> Model:
-    """The model with plain matrices in the place of quantised ones, in their dtypes."""
-    return jax.tree.map(lambda x: x.value() if is_quantized(x) else x, model, is_leaf=is_quantized)
+# XLA for CPU writes the operands of a dot to memory before it. It does fuse a sum of products of
+# floats into one pass over the codes, as these two have it, unless a part of it is also another
+# product's: hence the barriers.
+def _sum_of_products(x: Array, w: Array, _: bool) -> Array:
+    """A few rows times a matrix of integers."""
+    x, w = lax.optimization_barrier((x, w))
+    rows = x.shape[0]
+    x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0)))  # one row is slow, two are not
+    w = w.reshape(1, x.shape[1], -1).astype(jnp.float32)
+    return (x.astype(jnp.float32)[:, :, None] * w).sum(1)[:rows]
+
+
+def _row_product(
+    x: Array, codes: Array, scales: Array, zeros: Array | None, contract: int
+) -> Array:
+    """One row times a matrix of int4, whose bits are told apart in floats."""
+    groups = math.prod(scales.shape[:contract])
+    outputs = math.prod(codes.shape[contract:])
+    constants = jnp.float32(1 / 16), jnp.float32(16)
+    codes = codes.reshape(groups, -1, outputs)  # later XLA for TPU writes them in fp32 before
+    x, codes, (sixteenth, sixteen) = lax.optimization_barrier((x, codes, constants))
+    both = codes.astype(jnp.float32)
+    high = jnp.floor(both * sixteenth)
+    low = both - high * sixteen
+    x = x.astype(jnp.float32).reshape(groups, 2, -1, 1)
+    zero = 8 if zeros is None else zeros.reshape(groups, outputs).astype(jnp.float32)
+    sums = (low * x[:, 0] + high * x[:, 1]).sum(1) - zero * x.sum((1, 2))
+    return (sums * scales.reshape(groups, outputs).astype(jnp.float32)).sum(0, keepdims=True)
 
 
 def quantize(
@@ -129,7 +213,7 @@ def quantize(
     group_size: int = GROUP_SIZE,
     *,
     named_by: str = ANNOTATION,
-) -> Quantized:
+) -> QuantizedMatrix:
     """The matrix (or a stack of them) of the logical axes `names`, rounded to codes of `kind`.
 
     Groups of 4 bits are of at most `group_size` values: the largest even divisor of the last input
@@ -160,7 +244,7 @@ def quantize(
     packed = None if kind == "int8" else axis - array.ndim
     if packed is not None:
         codes = pack(codes, packed, group)
-    return Quantized(
+    return QuantizedMatrix(
         codes,
         scales,
         None,

@@ -1,0 +1,30 @@
+"""What rooms around the core, and other packages, bring by name: imported when it is asked for.
+
+`zoo/__init__` names what the zoo's own rooms bring; a package beside it has entry points of the
+same groups. Of `zoo.precisions` each is a `zoo.nn.precision.Scheme`. Of `zoo.quantizations` each is
+a module like `zoo.quantization.loading`: `quantized_skeleton(skeleton, kind)` puts skeletons of
+`zoo.nn.products.Quantized` in the place of matrices, and `quantize_parts(matrix, names, read)`
+makes such a matrix from the stored one.
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+_own: list[EntryPoint] = []
+
+
+def register(group: str, **homes: str) -> None:
+    """Name objects of a group, each by where it is: `module`, or `module:attribute`."""
+    _own.extend(EntryPoint(name, home, group) for name, home in homes.items())
+
+
+def names(group: str) -> list[str]:
+    """The names of a group, the zoo's own first."""
+    return [*dict.fromkeys(x.name for x in [*_own, *entry_points(group=group)] if x.group == group)]
+
+
+def find(group: str, name: str) -> Any:
+    """The object of this name, or None; the zoo's own wins."""
+    own = [x for x in _own if (x.group, x.name) == (group, name)]
+    found = own or [*entry_points(group=group, name=name)]
+    return found[0].load() if found else None
