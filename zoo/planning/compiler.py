@@ -3,6 +3,13 @@
     python -m zoo.planning.compiler REQUEST ANSWER
 
 is that process.
+
+Private names of JAX: a `Lowered` cannot be pickled, and no public function compiles a module for
+the devices of a topology, so `_request` takes apart what `Lowered.compile` would compile
+(`_lowering`, and `pxla` and `mlir` for its options and its bytes), and `_answer` calls what that
+would call (`mlir`, `pxla`, `compiler`, `xla_client`). The stages are those of jax-ml/jax#7733, which
+leaves their serialization out. Once there is one, or a compiler that does not abort its process,
+`lowered.compile(compiler_options=…)` takes the place of both.
 """
 
 import functools
@@ -27,7 +34,7 @@ from zoo.planning.targets import Target, parse
 
 _STATS = (
     "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes",
-    "alias_size_in_bytes", "temp_size_in_bytes", "peak_memory_in_bytes",
+    "alias_size_in_bytes", "temp_size_in_bytes",
 )  # fmt: skip
 _say = functools.partial(print, flush=True)
 
@@ -155,7 +162,7 @@ def mismatch() -> str | None:
 
 
 def _request(lowered: Any, target: Target, options: dict[str, Any]) -> dict[str, Any]:
-    from jax._src.interpreters import mlir, pxla  # no public name has them
+    from jax._src.interpreters import mlir, pxla
 
     lowering = lowered._lowering
     kept = lowering.compile_args

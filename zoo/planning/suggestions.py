@@ -30,6 +30,20 @@ class Attempt:
     estimate: Estimate
 
 
+def attempt(
+    job: Job, target: Target, quick: bool, say: Callable[[str], None], make: Callable[..., Estimate]
+) -> Estimate | None:
+    """Compile a job, and say why where it cannot be, or how much it takes where it does not fit."""
+    try:
+        estimate = make(job, target, quick=quick)
+    except (ShardingError, CompilerError) as error:
+        say(f"  it cannot be: {error}")
+        return None
+    if not estimate.memory.fits:
+        say(f"  {report.gigabytes(estimate.memory.total)}: does not fit")
+    return estimate
+
+
 def changes(job: Job, target: Target, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
     """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
     best, num_devices, num_slices = job, target.num_devices, target.num_slices
@@ -93,18 +107,15 @@ def suggest(
 
     for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
-        try:
-            attempt = Attempt(flags, make(changed, target, quick=quick))
-        except (ShardingError, CompilerError) as error:
-            say(f"  it cannot be: {error}")
+        found = attempt(changed, target, quick, say, make)
+        if found is None:
             continue
-        tried.append(attempt)
-        memory = attempt.estimate.memory
-        verdict = "fits" if memory.fits else "does not fit"
-        say(f"  {report.gigabytes(memory.total)}: {verdict}")
+        tried.append(Attempt(flags, found))
         # A run may be out of memory although its step would fit: others have some of it.
-        if memory.fits and memory.total < estimate.memory.total:
-            return attempt, tried
+        if found.memory.fits:
+            say(f"  {report.gigabytes(found.memory.total)}: fits")
+            if found.memory.total < estimate.memory.total:
+                return tried[-1], tried
     return None, tried
 
 
