@@ -619,12 +619,21 @@ def test_a_report_says_which_bound_is_which():
     roof = roofline.roofline(estimate)
     assert roof.by_op.seconds > roof.seconds > 0
     assert by_op["step, at least"][0] != overlapped["step, at least"][0]
+    assert "step, by published runs" not in by_op  # which are of TPUs
     assert roof.utilization(roof.by_op.seconds) < roof.utilization(roof.seconds)
     assert "8 × h100 in 2 machines (fsdp=8)" in report.title(estimate)
     sent = {name: amount for name, amount, _ in rows["bytes sent per device and step"]}
     # Of all gathers of 7 parts one is fetched from the other machine.
     assert sent["all"] != sent["of it, within a slice"]
     assert roof.interconnect > sum(c.total for c in estimate.collectives) / 7 / 50e9 * 0.99
+
+
+def test_the_range_of_published_runs_is_that_of_the_calibration():
+    [page] = (QUOTED.parents[2] / "benchmarks" / "results").glob("*-calibration.md")
+    runs = re.findall(r"\]\((https:[^)]*)\) \| \*\*([\d.]+)\*\* \|", page.read_text())
+    ratios = [float(ratio) for _, ratio in runs]
+    assert (min(ratios), max(ratios)) == report.PUBLISHED
+    assert len({source for source, _ in runs}) == report.RUNS
 
 
 def test_a_cpu_has_no_roofline():
@@ -985,6 +994,13 @@ def test_tpu_slices_are_planned_without_tpus():
     # Gradients are reduced to the parts that are stored.
     scattered = [c for c in estimate.collectives if c.kind == "reduce-scatter" and c.times == 3]
     assert sum(c.total for c in scattered) > 0.3 * expected / 2
+    rows = report.sections(estimate)["bound by instruction, overlapped as compiled"]
+    seconds, basis = {name: x for name, *x in rows}["step, by published runs"]
+    assert seconds.count(" ms") == 2
+    least, most = map(float, re.findall(r"[\d.]+", seconds))
+    bound = roofline.roofline(estimate).by_op.seconds
+    assert (least, most) == pytest.approx((1.05e3 * bound, 1.55e3 * bound), abs=1e-3)
+    assert basis == "1.05 to 1.55 of it, 8 runs of MaxText, none with experts"
 
 
 def test_partial_slice_meshes_are_refused():
