@@ -946,7 +946,7 @@ def test_command_errors_have_no_traceback():
 def test_running_out_of_memory_is_explained(capsys, monkeypatch):
     mesh, wanted = zoo.make_mesh("fsdp=8"), job(rows=16)
     little = dataclasses.replace(targets.cpu(8), memory=small_estimate().memory.total * 1.2)
-    monkeypatch.setattr(chips, "cpu", lambda devices: little)
+    monkeypatch.setattr(targets, "cpu", lambda devices: little)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
     with (
         pytest.raises(RunError, match=r"memory .*2.00 GiB; this fits: --accumulate 2"),

@@ -1,6 +1,5 @@
 """Chips by their vendors' numbers: peak FLOP/s, memory, and the speed of memory and links."""
 
-import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -100,10 +99,19 @@ def _read(line: str) -> tuple[re.Pattern[str], dict[str, float | None], Chip | N
     if memory is None:
         return compiled, peaks, None
     kind, unit = ("tpu", GiB) if "TPU" in pattern else ("gpu", MiB)
-    rates = [x and x * GB for x in (bandwidth, interconnect, network)]
-    chip = Chip(name, kind, memory * unit, bf16 and bf16 * TERA, *rates, int8 and int8 * TERA)
-    devices = 2 if name == "tpu7x" else 1
-    return compiled, peaks, dataclasses.replace(chip, links=int(links or 0), devices=devices)
+    chip = Chip(
+        name,
+        kind,
+        memory * unit,
+        bf16 and bf16 * TERA,
+        bandwidth and bandwidth * GB,
+        interconnect and interconnect * GB,
+        network and network * GB,
+        int8 and int8 * TERA,
+        links=int(links or 0),
+        devices=2 if name == "tpu7x" else 1,
+    )
+    return compiled, peaks, chip
 
 
 _LINES = [_read(line) for line in _TABLE.strip().splitlines()]
