@@ -446,8 +446,9 @@ def _by_stages(model: str, target: str, rows: int, quick: bool) -> dict[str, Any
     last = round((sizes.num_layers + head / layer) / count - head / layer)
 
     def bound(layers: int, name: str, mesh: str, accumulate: int) -> Times:
-        batch_size = rows * targets.parse(name).num_devices
-        options = {"mesh": mesh, "batch_size": batch_size, "accumulate": accumulate}
+        # All rows of a step go through each of the stages.
+        all_rows = rows * where.num_devices
+        options = {"mesh": mesh, "batch_size": all_rows, "accumulate": accumulate}
         step = compiled(dataclasses.replace(sizes, num_layers=layers), name, quick, **options)
         memory, roof = step.memory, roofline(step)
         if not memory.fits or roof is None:

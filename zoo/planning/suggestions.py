@@ -84,15 +84,14 @@ def suggest(
     quick: bool = False,
     say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
-) -> tuple[Attempt | None, list[Attempt]]:
-    """The first change that fits, by its own compiled program, and all that were tried.
+) -> Attempt | None:
+    """The first change that fits, by its own compiled program.
 
     None if none of the first few does, nor one of `others`, jobs by the flags that make them. A
     change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
-    tried: list[Attempt] = []
 
     def changed_jobs() -> Iterator[tuple[str, Job]]:
         count = 0
@@ -108,15 +107,12 @@ def suggest(
     for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
         found = attempt(changed, target, quick, say, make)
-        if found is None:
-            continue
-        tried.append(Attempt(flags, found))
         # A run may be out of memory although its step would fit: others have some of it.
-        if found.memory.fits:
+        if found is not None and found.memory.fits:
             say(f"  {report.gigabytes(found.memory.total)}: fits")
             if found.memory.total < estimate.memory.total:
-                return tried[-1], tried
-    return None, tried
+                return Attempt(flags, found)
+    return None
 
 
 def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
@@ -154,7 +150,7 @@ def show_suggestion(
 ) -> Attempt | None:
     """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
     print("\nlooking for a change that fits; each is compiled", flush=True)
-    found, _ = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
+    found = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:
