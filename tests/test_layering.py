@@ -132,6 +132,17 @@ def test_imports_run_downwards(name: str):
     )
 
 
+def test_the_core_imports_no_planning():
+    """But for what a run's `--plan` is to bring along itself."""
+    core = {
+        name: path for name, path in MODULES.items() if room(name) not in ("planning", "__main__")
+    }
+    found = {
+        name for name, path in core.items() if any(room(x) == "planning" for x in zoo_imports(path))
+    }
+    assert found <= {"runs/planned", "runs/run"}
+
+
 def test_imports_are_acyclic():
     # The `__init__` of a room re-exports, and so is of the room's modules, not beside them.
     graph = {
