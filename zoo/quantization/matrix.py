@@ -245,9 +245,9 @@ def quantize(
     if packed is not None:
         codes = pack(codes, packed, group)
     return QuantizedMatrix(
-        codes,
-        scales,
-        None,
+        codes=codes,
+        scales=scales,
+        zeros=None,
         kind=kind,
         packed=packed,
         dtype_name=str(array.dtype),

@@ -9,7 +9,7 @@ from zoo.data.token_plans import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
 from zoo.decoding.drawing import SamplingOptions as SamplingOptions
 from zoo.decoding.sampling import Prompt as Prompt
-from zoo.nn import codes, remat
+from zoo.nn import products, remat
 from zoo.nn.layers import Linear as Linear
 from zoo.nn.precision import LossScale as LossScale
 from zoo.nn.precision import Precision as Precision
@@ -42,6 +42,6 @@ from zoo.wrappers.classifier import Pooling as Pooling
 AdapterFormat = adapters.Format
 AxisKind = rules.Kind
 ModelFormat = models.Format
-Quantization = codes.Kind
+Quantization = products.Kind
 RematPolicy = remat.Policy
 RunConfig = config.Config
