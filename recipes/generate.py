@@ -31,9 +31,9 @@ from zoo.base import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
 from zoo.publishing.adapters import nearest, whole
-from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
+from zoo.publishing.tensors import check_finite
 from zoo.publishing.token_ids import GENERATION, read_sampling
 from zoo.runs.command_line import cli
 from zoo.runs.config import check_seed

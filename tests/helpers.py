@@ -96,6 +96,13 @@ def as_subclass(module: Any, cls: type) -> Any:
     return new
 
 
+def with_config(model: Any, config: Any) -> Any:
+    """The same parameters with another configuration."""
+    new = as_subclass(model, type(model))
+    object.__setattr__(new, "config", config)
+    return new
+
+
 class LoudMLP(blocks.MLP):
     """The MLP of a transformer's layer, with another formula for the same parameters."""
 

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_rnn, drawn_transformer
+from helpers import drawn_rnn, drawn_transformer, with_config
 
 import zoo
 from zoo import sharding
-from zoo.publishing.parts import with_fields
 
 VOCAB, NEW = 5, 3
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -85,7 +84,7 @@ def test_beams_end_at_the_model_s_own_ids():
     options: dict = {"max_new_tokens": 5, "num_beams": 4}
     stop = zoo.beam_search(plain, prompt, **options)[0][0][0][4]
     config = dataclasses.replace(plain.config, eos_ids=(stop,))
-    own = with_fields(type(plain), {**vars(plain), "config": config})
+    own = with_config(plain, config)
     given, _ = zoo.beam_search(plain, prompt, **options, stop_tokens=[stop])
     assert zoo.beam_search(own, prompt, **options)[0] == given
     assert any(beam[-1] == stop and len(beam) < 8 for beam in given[0])

@@ -514,7 +514,7 @@ def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
     model = transformer.Transformer(config, key=jax.random.key(0))
     zoo.save(tmp_path / "base", model, format="hf", tokenizer=ByteTokenizer())
     base = f"--model={tmp_path / 'base'}"
-    flags = ("--adapter-format=peft", "--lora.targets", "q_proj,v_proj", "--data.tokenizer=")
+    flags = ("--lora.targets", "q_proj,v_proj", "--data.tokenizer=")
     run_dir = tune(base, *flags, "--optimizer.learning-rate=0.01")
     values = json.loads((run_dir / "adapters" / "adapter_config.json").read_text())
     assert values["target_modules"] == ["q_proj", "v_proj"]
@@ -525,10 +525,8 @@ def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
     np.testing.assert_allclose(adapted(TOKENS), zoo.load(run_dir)(TOKENS), atol=1e-5)
     assert np.abs(adapted(TOKENS) - model(TOKENS)).max() > 1e-3
     assert load_tokenizer(run_dir / "adapters").encode("a").tolist() == [97]
-    # A run on them begins with both merged; PEFT's format cannot name such a base.
+    # A run on them begins with both merged.
     on_top = (f"--model={run_dir / 'adapters'}", "--data.tokenizer=")
-    with pytest.raises(PublishError, match=r"adapters holds adapters itself, and PEFT's format"):
-        tune(*on_top, "--adapter-format=peft", run_dir=tmp_path / "again")
     again = tune(*on_top, run_dir=tmp_path / "again")
     opened = zoo.load(again / "adapters")
     np.testing.assert_allclose(opened(TOKENS), zoo.load(again)(TOKENS), atol=1e-5)
@@ -539,11 +537,7 @@ def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
     ("flags", "message"),
     [
         (["--lora.targets", "q_porj"], "'q_porj' matches no matrix"),
-        # Which the zoo's own format has.
-        (
-            ["--lora.targets", "embedding.weight", "--adapter-format=peft"],
-            "no family of Hugging Face's has such a model",
-        ),
+        (["--lora.targets", "embedding.weight"], "no adapters on embedding.weight: an embedding"),
     ],
 )
 def test_targets_are_checked_before_the_text_is_read(flags, message, tune, monkeypatch):
@@ -615,9 +609,6 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
         tune(f"--model={tmp_path / 'unfinished'}")
     with pytest.raises(ValueError, match=r"^lora.rank=4: method='full' has no adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
-    for more in ({}, {"method": "lora", "label": "kind"}):
-        with pytest.raises(ValueError, match=r"adapter_format='peft': no adapters are saved with"):
-            finetuning.Config(run_dir=tmp_path, steps=1, adapter_format="peft", **more)
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
 

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from helpers import VOCAB, as_subclass, drawn_rnn, drawn_transformer, with_loud_mlp
+from helpers import (
+    VOCAB,
+    as_subclass,
+    drawn_rnn,
+    drawn_transformer,
+    with_config,
+    with_loud_mlp,
+)
 
 import zoo
 from zoo import mlp, rnn, sharding
@@ -22,7 +29,6 @@ from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
 from zoo.nn import parameters
-from zoo.publishing.parts import with_fields
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
@@ -223,7 +229,7 @@ def test_a_model_stops_at_its_own_ids(name: str):
     whole = zoo.generate(plain, [[1, 2, 3]], **options)[0]
     stop = next(token for token in whole[3:] if token != whole[3])
     config = dataclasses.replace(plain.config, eos_ids=(VOCAB - 1, stop))
-    own = with_fields(type(plain), {**vars(plain), "config": config})
+    own = with_config(plain, config)
     short = whole[: 4 + whole[3:].index(stop)]
     assert zoo.generate(own, [[1, 2, 3]], **options) == [short] != [whole]
     assert len(list(zoo.stream(own, [[1, 2, 3]], **options))) == len(short) - 3

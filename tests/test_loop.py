@@ -21,7 +21,6 @@ from zoo import losses, sharding
 from zoo.data.corpus import Corpus
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage
-from zoo.nn.parameters import cast
 from zoo.runs import planned, recorder
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import CheckpointError
@@ -231,26 +230,6 @@ def test_another_base_is_refused_before_it_is_loaded(tmp_path):
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged"):
         fit_shift(config(tmp_path, steps=6), load=load)
-
-
-def test_runs_whose_checkpoints_hold_the_base_resume(tmp_path, monkeypatch):
-    """Earlier versions kept all of a state, in fp32, and no checksum."""
-    mesh = zoo.make_mesh("")
-    in_fp32 = lambda: on_device(lambda: cast(Shifted(), jnp.float32), mesh)
-    whole = lambda training, folder: (
-        fit(
-            config(folder, steps=training),
-            make_model=lambda key, model: model,
-            trainable=lambda model: jax.tree.map(lambda x: x.ndim == 1, model),
-            pretrained=in_fp32(),
-        ).state
-    )
-    unbroken = whole(6, tmp_path / "whole")
-    whole(3, tmp_path / "parts")
-    resumed = fit_shift(config(tmp_path / "parts", steps=6), load=lambda: on_device(Shifted, mesh))
-    assert_equal_states(resumed, unbroken)
-    meta = json.loads((tmp_path / "parts" / "run" / "checkpoints" / "6" / "meta.json").read_text())
-    assert "model.table" in meta["arrays"]
 
 
 def test_finished_runs_are_not_changed(tmp_path, capsys):

@@ -22,13 +22,11 @@ from helpers import (
     make_rnn,
     make_transformer,
     token_batch,
-    with_loud_mlp,
 )
 from jaxtyping import Array, Float
 
 import zoo
 from zoo import bert, ensemble, lora, losses, mlp, sharding
-from zoo.base import checksums
 from zoo.nn import parameters, products
 from zoo.nn.products import matmul
 from zoo.planning import flops
@@ -240,8 +238,8 @@ def saved(tmp_path):
 
 def test_adapters_save_and_load_separately(saved):
     folder, adapted = saved
-    size = lambda name: (folder / name / "model.safetensors").stat().st_size
-    assert size("adapters") < size("base") / 2
+    size = lambda path: (folder / path).stat().st_size
+    assert size("adapters/adapter_model.safetensors") < size("base/model.safetensors") / 2
     for model in (
         zoo.load(folder / "adapters"),
         zoo.load(folder / "adapters"),
@@ -260,9 +258,11 @@ def test_adapters_save_and_load_separately(saved):
 
 def test_mismatched_adapters_are_refused(saved):
     folder, _ = saved
-    with pytest.raises(PublishError, match=r"family 'transformer', and the model is of 'rnn'"):
+    with pytest.raises(PublishError, match=r"target_modules=.*'q_proj'.* matches no matrix"):
         zoo.load_adapters(folder / "adapters", make_rnn(0.0)(KEY))
-    with pytest.raises(PublishError, match=r"blocks.mlp.w_up.up: \(2, 4, 64\) here, \(2, 4, 128\)"):
+    with pytest.raises(
+        PublishError, match=r"1\.mlp\.up_proj\.lora_B\.weight: \(64, 4\) here, \(128, 4\)"
+    ):
         zoo.load_adapters(folder / "adapters", drawn_transformer(d_ff=128))
     with pytest.raises(PublishError, match="holds no adapters"):
         zoo.load_adapters(folder / "base", drawn_transformer())
@@ -270,9 +270,9 @@ def test_mismatched_adapters_are_refused(saved):
         zoo.load_adapters(folder / "nowhere", drawn_transformer())
     with pytest.raises(ValueError, match="no adapters to save"):
         zoo.save_adapters(folder / "other", zoo.load(folder / "base"), base="base")
-    data = bytearray((folder / "adapters" / "model.safetensors").read_bytes())
+    data = bytearray((folder / "adapters" / "adapter_model.safetensors").read_bytes())
     data[-1] ^= 1
-    (folder / "adapters" / "model.safetensors").write_bytes(data)
+    (folder / "adapters" / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(PublishError, match="is damaged"):
         zoo.load(folder / "adapters")
 
@@ -289,33 +289,7 @@ def test_adapters_that_cannot_be_reloaded_are_refused(tmp_path):
     model = drawn(drawn_transformer())
     with pytest.raises(PublishError, match=r"attention\.wk\.alpha: 8\.0 here, 7\.0 by"):
         zoo.save_adapters(tmp_path / "a", other_scale(model), base="base")
-    with pytest.raises(
-        PublishError, match=r"blocks\.mlp: helpers\.LoudMLP here, zoo\..*\.blocks\.MLP"
-    ):
-        zoo.save_adapters(tmp_path / "a", with_loud_mlp(model), base="base")
     assert not list(tmp_path.iterdir())
-
-
-def test_malformed_adapter_configurations_are_refused(saved):
-    folder, *_ = saved
-    path = folder / "adapters" / "config.json"
-    good = path.read_text()
-    refused = 0
-    for name in ("family", "adapters_of", "rank", "alpha", "targets"):
-        for value in (..., None, [], {}, "foo", -1, 10**9, 10**400, True, 0.5, [[]]):
-            if (name, value) in (("alpha", 10**9), ("alpha", 0.5), ("targets", [])):
-                continue  # as good as others
-            values = json.loads(good) | {name: value}
-            path.write_text(json.dumps({key: x for key, x in values.items() if x is not ...}))
-            checksums.write(path.parent)
-            with pytest.raises(PublishError):
-                zoo.load(path.parent)
-            refused += 1
-    assert refused == 5 * 11 - 3
-    path.write_text(json.dumps(json.loads(good) | {"adapters_of": str(path.parent)}))
-    checksums.write(path.parent)
-    with pytest.raises(PublishError, match="is this folder itself"):
-        zoo.load(path.parent)
 
 
 def test_frozen_parts_have_no_optimizer_state():
@@ -364,7 +338,7 @@ def test_load_adapters_takes_text_and_verifies(saved):
     base = drawn_transformer()
     loaded = zoo.load_adapters(str(folder), base)
     np.testing.assert_array_equal(loaded.blocks.mlp.w_up.up, adapted.blocks.mlp.w_up.up)
-    path = folder / "model.safetensors"
+    path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(PublishError, match="is damaged"):
         zoo.load_adapters(folder, base)
@@ -375,8 +349,8 @@ def test_local_base_paths_are_saved_absolute(saved, monkeypatch):
     monkeypatch.chdir(folder)
     for base, kept in (("base", str(folder / "base")), ("some/model", "some/model")):
         zoo.save_adapters(folder / "again", adapted, base=base)
-        config = json.loads((folder / "again" / "config.json").read_text())
-        assert config["adapters_of"] == kept
+        config = json.loads((folder / "again" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == kept
 
 
 # --- Products, kinds of adapters, and adapters on adapters ---------------------------------------

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, both ways, and the base that they are for."""
+"""Adapters in the format of PEFT, both ways, and the base that they are for."""
 
 import json
 import shutil
@@ -8,21 +8,22 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 from helpers import arrays, drawn_transformer, make_rnn
 
 import zoo
-from zoo import lora, sharding
+from zoo import lora, mlp, sharding
 from zoo.base import checksums
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.nn import parameters
 from zoo.publishing import adapters, models, token_ids
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.linears import with_paths
 from zoo.sharding.axes import keystr
+from zoo.transformer.config import ExpertsConfig
+from zoo.wrappers.ensemble import Ensemble
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in (GOLDEN / "peft").glob("*/golden.npz"))
@@ -132,12 +133,11 @@ def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     merged, plain = arrays(lora.merge(model)), zoo.load(base_of(name))
     changed = [path for path, x in arrays(plain).items() if np.abs(x - merged[path]).max() > 0.1]
     assert set(changed) == set(lora.config_of(model).targets)
-    # Once more as the zoo writes them, in both formats.
-    for format, atol in (("peft", 1e-6), ("zoo", 0)):
-        zoo.save_adapters(tmp_path / format, model, base=base_of(name), format=format)
-        again = arrays(lora.merge(zoo.load_adapters(tmp_path / format, plain)))
-        for path, array in merged.items():
-            np.testing.assert_allclose(again[path], array, rtol=0, atol=atol)
+    # Once more as the zoo writes them.
+    zoo.save_adapters(tmp_path / "again", model, base=base_of(name))
+    again = arrays(lora.merge(zoo.load_adapters(tmp_path / "again", plain)))
+    for path, array in merged.items():
+        np.testing.assert_allclose(again[path], array, rtol=0, atol=1e-6)
 
 
 def test_adapters_of_peft_are_read_onto_meshes_and_in_other_dtypes(tmp_path: Path):
@@ -169,7 +169,7 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
     model = zoo.load(base)
     config = lora.Config(2, 3.0, ("blocks.mlp.w_down", "blocks.attention.wq"))
     adapted = drawn(model, config)
-    zoo.save_adapters(tmp_path / "adapters", adapted, base=base, format="peft")
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=base)
     values = json.loads((tmp_path / "adapters" / CONFIG).read_text())
     for wanted in FAMILIES[family]:
         ends = [name for name in values["target_modules"] if f".{wanted}".endswith(f".{name}")]
@@ -183,12 +183,11 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
         np.testing.assert_allclose(found[path], merged[path], atol=1e-6)
 
 
-def test_adapters_that_peft_has_not_are_refused(tmp_path: Path, monkeypatch):
+def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
     save = lambda model, targets, **options: zoo.save_adapters(
         tmp_path / "a",
         drawn(model, lora.Config(2, targets=targets, **options)),
         base="base",
-        format="peft",
     )
     experts = zoo.load(GOLDEN / "hf" / "mixtral")
     save(experts, ("blocks.attention.wq",))
@@ -199,11 +198,36 @@ def test_adapters_that_peft_has_not_are_refused(tmp_path: Path, monkeypatch):
         save(drawn_transformer(), ("embedding.weight",))
     with pytest.raises(PublishError, match=r"DoRA for all 3 matrices .* only blocks.attention.wq"):
         save(zoo.load(GOLDEN / "hf" / "gpt2"), ("blocks.attention.wq",), dora=True)
-    with pytest.raises(PublishError, match="has no RNN like the zoo's"):
-        save(make_rnn(0.0)(KEY), ())
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
-    with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'peft'\]"):
-        zoo.save_adapters(tmp_path / "a", experts, base="base", format="gguf")
+    own = drawn_transformer(experts=ExpertsConfig(4, num_shared=1))
+    with pytest.raises(
+        PublishError, match=r"on blocks.mlp.w_up: a stack of matrices along layer, "
+    ):
+        save(own, ("blocks.mlp.w_up",))
+    members = Ensemble(make_rnn(0.0), 2, key=KEY)
+    with pytest.raises(PublishError, match=r"a stack of matrices along member"):
+        save(members, ())
+
+
+def test_modules_of_models_that_hugging_face_lacks_are_paths(tmp_path: Path):
+    """What A, B and the scale say, by the file alone, is what the merged model has."""
+    config = mlp.Config(in_size=4, out_size=2, hidden_size=8, num_layers=5)
+    base = mlp.MLP(config, key=KEY)
+    adapted = drawn(base, lora.Config(2, 3.0, targets=("blocks.up.*", "head.*")))
+    zoo.save(tmp_path / "base", base)
+    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base")
+    values = json.loads((tmp_path / "a" / CONFIG).read_text())
+    assert (values["peft_type"], values["r"], values["lora_alpha"]) == ("LORA", 2, 3)
+    assert values["target_modules"] == ["head", "up.linear"]
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
+    modules = ["head", *(f"blocks.{i}.up.linear" for i in range(2))]
+    ends = ("lora_A.weight", "lora_B.weight")
+    assert {*tensors} == {f"base_model.model.{x}.{end}" for x in modules for end in ends}
+    merged = zoo.lora.merge(adapted)
+    for i in range(2):
+        down, up = (tensors[f"base_model.model.blocks.{i}.up.linear.{end}"] for end in ends)
+        wanted = base.blocks.up.linear.weight[i] + 1.5 * (up @ down).T
+        np.testing.assert_allclose(merged.blocks.up.linear.weight[i], wanted, atol=1e-5)
+    assert_same(zoo.load(tmp_path / "a"), adapted)
 
 
 REFUSED = {
@@ -299,62 +323,36 @@ def test_targets_have_the_names_of_peft():
 
 # --- Bases ------------------------------------------------------------------------------------
 
-FORMATS = ("zoo", "peft")
 
-
-@pytest.fixture(params=some_slow(FORMATS, "peft"))
-def saved(request, tmp_path: Path):
+@pytest.fixture
+def saved(tmp_path: Path):
     """A base, and a folder of adapters of it."""
     base = drawn_transformer(vocab_size=ByteTokenizer().vocab_size)
     zoo.save(tmp_path / "base", base, tokenizer=ByteTokenizer())
     adapted = drawn(base, lora.Config(rank=2))
-    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format=request.param)
+    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base")
     return tmp_path, base, adapted
 
 
 def test_another_base_of_the_same_shape_is_refused(saved):
     folder, base, adapted = saved
     other = eqx.tree_at(lambda m: m.final_norm.scale, base, base.final_norm.scale * 1.01)
-    far = jax.tree.map(lambda x: x[..., ::-1] if eqx.is_array(x) else x, base)
     assert_same(zoo.load(folder / "a"), adapted)
     for dtype in ("bf16", "fp16"):
         assert lora.has_adapters(zoo.load(folder / "a", dtype=dtype))
-    for wrong in (other, far):
-        zoo.save(folder / "base", wrong)
-        with pytest.raises(PublishError, match=r"base has other weights than the model of that"):
-            zoo.load(folder / "a")
-    # A model at hand: another one is told from it, also where it is cast, but not a variant of it.
-    for dtype in (jnp.float32, jnp.bfloat16):
-        zoo.load_adapters(folder / "a", parameters.cast(other, dtype))
-        with pytest.raises(PublishError, match=r"its blocks\..* has other values"):
-            zoo.load_adapters(folder / "a", parameters.cast(far, dtype))
-
-
-def test_another_base_of_adapters_of_peft_is_refused(tmp_path: Path):
-    base = drawn_transformer(num_layers=1)
-    zoo.save(tmp_path / "base", base)
-    adapted = drawn(base, lora.Config(rank=1, targets=("*.wq",)))
-    zoo.save_adapters(tmp_path / "a", adapted, base=tmp_path / "base", format="peft")
-    assert lora.has_adapters(zoo.load(tmp_path / "a"))
-    far = jax.tree.map(lambda x: x[..., ::-1] if eqx.is_array(x) else x, base)
-    with pytest.raises(PublishError, match=r"its blocks\.attention\.wq has other values"):
-        zoo.load_adapters(tmp_path / "a", far)
-    zoo.save(tmp_path / "base", eqx.tree_at(lambda m: m.final_norm.scale, base, jnp.ones(32)))
+    zoo.save(folder / "base", other)
     with pytest.raises(PublishError, match=r"base has other weights than the model of that"):
-        zoo.load(tmp_path / "a")
+        zoo.load(folder / "a")
+    zoo.load_adapters(folder / "a", other)  # a model at hand is its owner's choice
 
 
 def test_adapters_without_a_checksum_open(saved):
     folder, base, adapted = saved
-    is_peft = (folder / "a" / CONFIG).exists()
-    zoo.save_adapters(
-        folder / "b", adapted, base="nobody/nothing", format="peft" if is_peft else "zoo"
-    )
+    zoo.save_adapters(folder / "b", adapted, base="nobody/nothing")
     assert adapters.base_in(folder / "b").checksum is None
-    if is_peft:
-        edit_tensors(folder / "b", lambda tensors: None)  # drops the metadata
-        (folder / "b" / "checksums.json").unlink()
-        assert adapters.base_in(folder / "b").sample == {}
+    edit_tensors(folder / "b", lambda tensors: None)  # drops the metadata
+    (folder / "b" / "checksums.json").unlink()
+    assert adapters.base_in(folder / "b") == adapters.Base("nobody/nothing")
     assert_same(zoo.load_adapters(folder / "b", base), adapted)
 
 
@@ -365,10 +363,8 @@ def logits(model) -> np.ndarray:
 def test_adapters_know_how_their_base_was_quantised(saved, caplog):
     folder, base, _ = saved
     quantised = zoo.load(folder / "base", quantize="int4")
-    adapted, format = drawn(quantised, lora.Config(rank=2)), "zoo"
-    if (folder / "a" / CONFIG).exists():
-        format = "peft"
-    zoo.save_adapters(folder / "q", adapted, base=folder / "base", format=format)
+    adapted = drawn(quantised, lora.Config(rank=2))
+    zoo.save_adapters(folder / "q", adapted, base=folder / "base")
     same = zoo.load(folder / "q", quantize="int4")
     assert not caplog.messages
     np.testing.assert_allclose(logits(same), logits(adapted), atol=1e-5)
@@ -381,41 +377,31 @@ def test_adapters_know_how_their_base_was_quantised(saved, caplog):
         caplog.clear()
     zoo.load(folder / "a", quantize="int8")
     assert "was not quantised and now is int8: load it with quantize=None" in caplog.text
-    # A folder that does not say, as older ones: by some values.
-    caplog.clear()
-    if format == "zoo":
-        edit_description(folder / "q", quantized=None)
-        zoo.load(folder / "q", quantize="int4")
-        assert not caplog.messages
-        zoo.load(folder / "q")
-        assert "% away: give the model that they were trained on" in caplog.text
 
 
-def edit_description(folder: Path, **changes) -> None:
-    """Change what a folder in the zoo's format says of its adapters' base."""
-    values = json.loads((folder / "config.json").read_text())
-    values["base"] |= changes
-    (folder / "config.json").write_text(json.dumps(values))
+def edit_origin(folder: Path, value) -> None:
+    """Change what a folder says of its adapters' base."""
+    with safetensors.safe_open(folder / WEIGHTS, "numpy") as file:
+        origin = json.loads(file.metadata()["zoo"])
+    if isinstance(value, dict):
+        value = (origin if isinstance(origin, dict) else {}) | value
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS, {"zoo": json.dumps(value)})
     checksums.write(folder)
 
 
 def test_adapters_carry_the_ends_of_texts(saved):
     folder, base, adapted = saved
     assert (base.config.eos_ids, zoo.load(folder / "base").config.eos_ids) == ((), (256,))
-    format = "peft" if (folder / "a" / CONFIG).exists() else "zoo"
     ended = token_ids.with_more_ends(adapted, (256, 7))
-    zoo.save_adapters(folder / "e", ended, base=folder / "base", format=format)
+    zoo.save_adapters(folder / "e", ended, base=folder / "base")
     opened = zoo.load(folder / "e")
     assert opened.config.eos_ids == (256, 7)
     assert_same(opened, adapted)
     assert models.skeleton(folder / "e").config.eos_ids == (256, 7)
-    if format == "zoo":
-        edit_description(folder / "e", eos_ids=[7, 257])
-        with pytest.raises(PublishError, match=r"eos_ids has the id 257: those of vocab_size=257"):
-            zoo.load(folder / "e")
-        edit_description(folder / "e", eos_ids="7")
-        with pytest.raises(PublishError, match=r"base\.eos_ids=\('7',\)"):
-            zoo.load(folder / "e")
+    edit_origin(folder / "e", {"eos_ids": [7, 257]})
+    with pytest.raises(PublishError, match=r"eos_ids has the id 257: those of vocab_size=257"):
+        zoo.load(folder / "e")
 
 
 def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
@@ -431,25 +417,20 @@ def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     adapted = drawn(zoo.load(snapshot), lora.Config(rank=2))
-    for format in FORMATS:
-        asked.clear()
-        zoo.save_adapters(tmp_path / "a", adapted, base="some/model", format=format)
-        assert asked == [(None, True)]  # nothing is downloaded to save
-        assert adapters.base_in(tmp_path / "a").revision == commit
-        assert adapters.base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
-        assert_same(zoo.load(tmp_path / "a"), adapted)
-        assert asked[-1] == (commit, False)
+    zoo.save_adapters(tmp_path / "a", adapted, base="some/model")
+    assert asked == [(None, True)]  # nothing is downloaded to save
+    assert adapters.base_in(tmp_path / "a").revision == commit
+    assert adapters.base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
+    assert_same(zoo.load(tmp_path / "a"), adapted)
+    assert asked[-1] == (commit, False)
 
 
 def test_adapters_on_themselves_are_refused(saved):
     """Each way from adapters to what they are on ends, and names the folders."""
     folder, base, adapted = saved
-    fields = {"zoo": ("config.json", "adapters_of"), "peft": (CONFIG, "base_model_name_or_path")}
-    for name, on, format in (("a", "b", "zoo"), ("b", "c", "peft"), ("c", "b", "zoo")):
-        zoo.save_adapters(folder / name, adapted, base="nobody/nothing", format=format)
-        file, field = fields[format]
-        values = json.loads((folder / name / file).read_text()) | {field: str(folder / on)}
-        (folder / name / file).write_text(json.dumps(values))
+    for name, on in ("ab", "bc", "cb"):
+        zoo.save_adapters(folder / name, adapted, base="nobody/nothing")
+        edit(folder / name, base_model_name_or_path=str(folder / on))
         checksums.write(folder / name)
     names = " on ".join(str(folder / name) for name in "abcb")
     ways = (
@@ -464,6 +445,10 @@ def test_adapters_on_themselves_are_refused(saved):
     for follow in ways:
         with pytest.raises(PublishError, match=rf"c: the base .*b', is on them again \({names}\)"):
             follow(folder / "a")
+    edit(folder / "a", base_model_name_or_path=str(folder / "a"))
+    checksums.write(folder / "a")
+    with pytest.raises(PublishError, match="is this folder itself"):
+        zoo.load(folder / "a")
 
 
 @pytest.mark.slow
@@ -477,8 +462,6 @@ def test_adapters_on_adapters(saved):
     assert np.abs(second(TOKENS) - first(TOKENS)).max() > 0.01
     np.testing.assert_array_equal(loaded(TOKENS), second(TOKENS))
     np.testing.assert_allclose(lora.merge(loaded)(TOKENS), second(TOKENS), atol=1e-5)
-    with pytest.raises(PublishError, match="a holds adapters itself, and PEFT's format names a wh"):
-        zoo.save_adapters(folder / "c", second, base=folder / "a", format="peft")
     # The tokenizer and the format are found in the model that all of them are on.
     assert adapters.whole(folder / "b") == folder / "base"
     tokenizer = load_tokenizer(adapters.nearest(folder / "b", "tokenizer.json"))
@@ -493,21 +476,26 @@ def test_adapters_on_adapters(saved):
 
 def test_malformed_bases_are_refused(saved):
     folder = saved[0] / "a"
-    if (folder / CONFIG).exists():
-        tensors = safetensors.numpy.load_file(folder / WEIGHTS)
-        write = lambda value: safetensors.numpy.save_file(
-            tensors, folder / WEIGHTS, {"zoo": json.dumps(value)}
-        )
-    else:
-        values = json.loads((folder / "config.json").read_text())
-        write = lambda value: (folder / "config.json").write_text(
-            json.dumps({**values, "base": value})
-        )
-    for value in (None, [], 3, {"weights": 3}, {"sample": []}, {"sample": {"x": ["y"]}}):
-        write(value)
-        zoo.base.checksums.write(folder)
-        with pytest.raises(PublishError, match=r"config.json: base.*: must be"):
+    for value in (None, [], 3, {"weights": 3}, {"quantized": [3]}, {"eos_ids": "7"}):
+        edit_origin(folder, value)
+        with pytest.raises(PublishError, match=r"adapter_config.json or .*: base.*: must be"):
             zoo.load(folder)
+
+
+def test_malformed_configurations_are_refused(saved):
+    path, refused = saved[0] / "a" / CONFIG, 0
+    good = json.loads(path.read_text())
+    for name in ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules"):
+        for value in (..., None, [], {}, "foo", -1, 10**9, 10**400, True, 0.5, [[]]):
+            if name == "lora_alpha" and value in (..., 10**9, 0.5):
+                continue  # as good as others
+            values = {key: x for key, x in {**good, name: value}.items() if x is not ...}
+            path.write_text(json.dumps(values))
+            checksums.write(path.parent)
+            with pytest.raises(PublishError):
+                zoo.load(path.parent)
+            refused += 1
+    assert refused == 5 * 11 - 3
 
 
 # --- PEFT itself ------------------------------------------------------------------------------
@@ -527,7 +515,7 @@ def test_peft_opens_adapters_of_the_zoo(name: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="pip install 'zoo[interop]'")
     base = GOLDEN / "peft" / name
     model = drawn(zoo.load(base), WRITTEN[name])
-    zoo.save_adapters(tmp_path / "adapters", model, base=base, format="peft")
+    zoo.save_adapters(tmp_path / "adapters", model, base=base)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     ids = torch.from_numpy(np.asarray(TOKENS, np.int64))
     with torch.no_grad(), warnings.catch_warnings():

@@ -78,7 +78,7 @@ class Net(eqx.Module):
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch, tmp_path):
-    monkeypatch.setitem(families.FAMILIES, "net", families.Family(Net, Config))
+    monkeypatch.setitem(families.FAMILIES, "net", Net)
     monkeypatch.setattr(the_shelf, "_shelf", lambda: tmp_path / "shelf")
 
 
@@ -339,10 +339,12 @@ def test_pipes_and_devices_are_no_files_of_a_model(folder, tmp_path, name, messa
         folder = Path(shutil.copytree(GOLDEN / kind, tmp_path / "hf"))
     (folder / name).unlink()
     make(folder / name)
-    for read in (zoo.load, models.skeleton, models.weights_checksum):
-        if name != "checksums.json" or read is zoo.load:
-            with pytest.raises((PublishError, OSError), match=message):
-                ended(partial(read, folder))
+    reads = (zoo.load, models.skeleton, models.weights_checksum)
+    # The last reads weights alone, and the last two verify nothing.
+    num_reads = {"checksums.json": 1, "config.json": 2}.get(name, 3)
+    for read in reads[:num_reads]:
+        with pytest.raises((PublishError, OSError), match=message):
+            ended(partial(read, folder))
 
 
 def test_files_of_a_hub_cache_are_its_own(folder, tmp_path):
@@ -410,13 +412,10 @@ def test_missing_fields_take_their_defaults(folder):
 
 
 def test_models_that_cannot_be_reloaded_are_refused(tmp_path):
-    wide = eqx.tree_at(lambda m: m.blocks[0].w, net(), jnp.ones((16, 9)))
-    with pytest.raises(PublishError, match=r"blocks\.0\.w: \(16, 9\) here"):
-        zoo.save(tmp_path / "net", wide)
     with pytest.raises(PublishError, match=r"configuration does not survive JSON"):
         zoo.save(tmp_path / "net", net(kind=jnp.float32))
-    with pytest.raises(PublishError, match="no family of the zoo"):
-        zoo.save(tmp_path / "net", eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    with pytest.raises(PublishError, match=r"has adapters: merge them by zoo\.lora\.merge"):
+        zoo.save(tmp_path / "net", lora.adapt(small(), lora.Config(), key=jax.random.key(0)))
     assert not list(tmp_path.iterdir())
 
 
@@ -464,19 +463,17 @@ def own_ensemble(make) -> Ensemble:
             lambda: Classifier(with_loud_mlp(drawn_transformer()), 3, key=jax.random.key(0)),
             r"body\.blocks\.mlp: helpers\.LoudMLP here, zoo\.transformer\.blocks\.MLP by the",
         ),
-        (
-            lambda: lora.adapt(small(), lora.Config(), key=jax.random.key(0)),
-            r"has adapters: merge them by zoo\.lora\.merge",
-        ),
     ],
-    ids=["class", "static field", "ensemble of them", "own ensemble", "classifier", "adapters"],
+    ids=["class", "static field", "ensemble of them", "own ensemble", "classifier"],
 )
-def test_models_unlike_their_configuration_are_refused(tmp_path, monkeypatch, make, message):
-    """Loaded again, it would be the plain one, with other outputs."""
+def test_models_unlike_their_configuration_need_one_like_them(tmp_path, monkeypatch, make, message):
+    """Made by the configuration, it would be the plain one, with other outputs."""
     monkeypatch.undo()
+    model = make()
+    zoo.save(tmp_path / "model", model)
     with pytest.raises(PublishError, match=message):
-        zoo.save(tmp_path / "model", make())
-    assert not list(tmp_path.iterdir())
+        zoo.load(tmp_path / "model")
+    assert_same(zoo.load(tmp_path / "model", like=model), model)
 
 
 def test_execution_options_survive_saving(tmp_path, monkeypatch):
@@ -776,7 +773,7 @@ def test_fields_that_can_be_overridden_change_no_parameter():
     }
     count = 0
     for name, config in made.items():
-        cls = families.FAMILIES[name].model
+        cls = families.FAMILIES[name]
         make = lambda config, cls=cls: eqx.filter_eval_shape(cls, config, key=jax.random.key(0))
         shapes = tensors.parameter_shapes(make(config))
         for field, old in configuration.flat(config).items():

@@ -382,14 +382,13 @@ def test_adapters_train_under_remat_and_in_bf16(folder, kind):
     assert np.linalg.norm(together(low) - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("format", ["zoo", "peft"])
-def test_adapters_over_a_quantised_base_are_stored(folder, tmp_path, format):
+def test_adapters_over_a_quantised_base_are_stored(folder, tmp_path):
     base = zoo.load(folder, quantize="int4")
     config = zoo.lora.Config(rank=2, targets=("blocks.attention.w[qo]",))
     model = zoo.lora.adapt(base, config, key=jax.random.key(1))
     up = jnp.full_like(model.blocks.attention.wq.up, 0.5)
     model = eqx.tree_at(lambda m: m.blocks.attention.wq.up, model, up)
-    zoo.save_adapters(tmp_path / "adapters", model, base=folder, format=format)
+    zoo.save_adapters(tmp_path / "adapters", model, base=folder)
     again = zoo.load(tmp_path / "adapters", quantize="int4")
     for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.publishing import hf as hf
     from zoo.publishing.adapters import load_adapters as load_adapters
     from zoo.publishing.adapters import save_adapters as save_adapters
+    from zoo.publishing.families import register as register
     from zoo.publishing.models import load as load
     from zoo.publishing.models import save as save
-    from zoo.publishing.registry import register as register
     from zoo.publishing.shelf import published as published
     from zoo.runs import callbacks as callbacks
     from zoo.runs import types as types

@@ -41,23 +41,20 @@ def list_models() -> None:
     console().print(table if cards else "The shelf is empty.")
 
 
-def describe(
-    model: tyro.conf.Positional[str], mesh: str = "", allow_import: tuple[str, ...] = ()
-) -> None:
+def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
     """Show a model's card, and where each of its parameters goes.
 
     Args:
         model: Name on the shelf, folder or address of a model or of adapters, or id on the Hugging
             Face hub.
         mesh: Devices by axis, such as fsdp=4,tensor=2; empty is one.
-        allow_import: Modules that may be imported for classes that the model needs.
     """
     devices = sharding.make_mesh(mesh)
     folder = find(model)
-    loaded = load(folder, mesh=devices, allow_import=allow_import)
     readme = folder / README
     if readme.is_file():
         print(readme.read_text(encoding="utf-8"))
+    loaded = load(folder, mesh=devices)
     if (config := getattr(body_of(loaded), "config", None)) is not None:
         print(config, end="\n\n")
     if adapters.are_adapters(folder):

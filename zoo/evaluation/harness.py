@@ -27,9 +27,9 @@ from zoo.nn.precision import DTypeName
 from zoo.nn.products import Kind
 from zoo.publishing import models
 from zoo.publishing.adapters import nearest
-from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import METRICS, read_json
 from zoo.publishing.shelf import find
+from zoo.publishing.tensors import check_finite
 
 try:
     # First, as lm-eval registers its own models only where there is none yet.

@@ -1,15 +1,11 @@
-"""Folders of adapters without their model, which they name: in the zoo's format, or in PEFT's.
+"""Folders of adapters without their model, which they name: in the format of PEFT."""
 
-In the zoo's, `config.json` has the name of the base in `adapters_of`, and `model.safetensors` the
-arrays by their paths in the model; PEFT's is in `peft`.
-"""
-
-import dataclasses
 import json
-from collections.abc import Callable
-from functools import partial
+import logging
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,119 +14,96 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import checksums, configuration
+from zoo.base import checksums
 from zoo.base.addresses import is_remote
+from zoo.base.configuration import check_value, require
 from zoo.base.files import local_path
-from zoo.nn.products import dequantize
-from zoo.publishing import bases, downloads, hf, peft, peft_config, peft_writing, token_ids
+from zoo.nn.products import is_quantized
+from zoo.publishing import downloads, hf, peft, peft_config, token_ids
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import family_name, skeleton_of
-from zoo.publishing.folder import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    WEIGHTS,
-    read_json,
-    replacing,
-    verify,
-    version,
-)
+from zoo.publishing.folder import ADAPTER_CONFIG, read_json, replacing, verify
+from zoo.publishing.shelf import find, find_here
 from zoo.publishing.slices import open_file
 from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import (
-    parse_dtype,
-    read_dtypes,
-    read_tensors,
-    write_tensors,
-)
+from zoo.publishing.tensors import parse_dtype
 from zoo.wrappers import lora
 
-BASE = "adapters_of"  # a field of `config.json` that only adapters have
-Format = Literal["zoo", "peft"]
+NAME, REVISION = "base_model_name_or_path", "revision"  # of the base, in PEFT's words
+METADATA = "zoo"  # in the header of the weights, which PEFT does not read
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters are for, as their folder describes it."""
+
+    name: str
+    """A folder, a name on the shelf or a hub id; "" if it is not known."""
+    revision: str | None = None
+    """The commit of a hub id."""
+    checksum: str | None = None
+    """Of the files of its weights; None if they were not on this machine."""
+    quantized: tuple[str, ...] | None = None
+    """The kinds of its quantised matrices; None if they are not known."""
+    eos_ids: tuple[int, ...] = ()
+    """The ids that end the texts of the model with its adapters."""
 
 
 def save_adapters(
-    folder: Path | str,
-    model: PyTree,
-    *,
-    base: Path | str,
-    format: Format = "zoo",
-    tokenizer: Any = None,
+    folder: Path | str, model: PyTree, *, base: Path | str, tokenizer: Any = None
 ) -> None:
     """Write only the adapters of a model, as a folder that `load_adapters` and `zoo.load` open.
 
-    PEFT opens `format="peft"` too. `base` names the model that they adapt: a folder, a name on the
-    shelf or a hub id. If it is on this machine, the checksum of its weights is stored, by which
-    `zoo.load` refuses another model in its place; so is the commit of a hub id. The kinds of the
-    model's quantised matrices and the ids that end its texts are stored too. `tokenizer` is as for
-    `zoo.save`. All processes call it, and the first writes.
+    The format is PEFT's, which opens them too where Hugging Face has such a model; the modules of
+    other models are named by the paths of their matrices.
 
-    Raises PublishError if the folder has other files, or PEFT's format has no such adapters,
-    ValueError if the model has none, or for another format.
+    `base` names the model that they adapt: a folder, a name on the shelf or a hub id. If it is on
+    this machine, the checksum of its weights is stored, by which `zoo.load` refuses another model
+    in its place; so is the commit of a hub id. The kinds of the model's quantised matrices and the
+    ids that end its texts are stored too. `tokenizer` is as for `zoo.save`. All processes call it,
+    and the first writes.
+
+    Raises PublishError if the folder has other files, or PEFT's format has no such adapters, and
+    ValueError if the model has none.
     """
-    configuration.check_value("format", format, Format)
-    config = _config_of(model)
-    name, base_folder, revision = bases.locate(base)
-    check_format(format, model, config, base_folder)
-    if lora.has_adapters(lora.base(model)) and not (base_folder and are_adapters(base_folder)):
+    config = lora.config_of(model)
+    below = lora.base(model)
+    check_model(model, eqx.filter_eval_shape(lora.adapt, below, config, key=jax.random.key(0)))
+    peft.check(model, config)
+    name, base_folder, revision = _located(base)
+    if lora.has_adapters(below) and not (base_folder and are_adapters(base_folder)):
         raise PublishError(
             f"the model has other adapters below those to save, and base={name!r} has none: save "
             "those first, from the model without these, and name their folder"
         )
-    sample = bases.sample_of(model)
     with replacing(folder) as new:
-        origin: dict[str, Any] = {
-            "sample": sample,
-            "quantized": bases.quantized_kinds(model),
+        origin = {
+            "weights": weights_checksum(base_folder) if new and base_folder else None,
+            "quantized": _quantized_kinds(model),
             "eos_ids": getattr(getattr(model, "config", None), "eos_ids", ()),
         }
-        if new is not None and base_folder is not None:
-            origin["weights"] = weights_checksum(base_folder)
-        if format == "peft":
-            named = {"base_model_name_or_path": name, "revision": revision}
-            peft_writing.write(new, model, config, named, json.dumps(origin))
-        else:
-            write_tensors(new and new / WEIGHTS, eqx.filter(model, lora.trainable(model)))
+        peft.write(
+            new, model, config, {NAME: name, REVISION: revision}, {METADATA: json.dumps(origin)}
+        )
         if new is not None:
-            if format == "zoo":
-                description = {
-                    "zoo": version(),
-                    "family": family_name(model),
-                    BASE: name,
-                    "revision": revision,
-                    "base": origin,
-                    **dataclasses.asdict(config),
-                }
-                (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
             if tokenizer is not None:
                 tokenizer.save(new)
             checksums.write(new)
 
 
-def _config_of(model: PyTree) -> lora.Config:
-    """The configuration of a model's adapters, after a check that it suffices to make them."""
-    config = lora.config_of(model)
-    model = eqx.filter_eval_shape(dequantize, model)  # as its base is stored
-    below = eqx.filter_eval_shape(lora.base, model)
-    base_skeleton = below if lora.has_adapters(below) else skeleton_of(below)
-    skeleton = eqx.filter_eval_shape(lora.adapt, base_skeleton, config, key=jax.random.key(0))
-    check_model(model, skeleton)
-    return config
+def _located(name: Path | str) -> tuple[str, Path | None, str | None]:
+    """The name of a base as it is stored, its folder on this machine, and its revision."""
+    known = Path(name).expanduser().exists()
+    folder = find_here(name)
+    is_snapshot = not known and folder is not None and folder.parent.name == "snapshots"
+    stored = str(Path(name).expanduser().absolute()) if known else str(name)
+    return stored, folder, folder.name if is_snapshot and folder is not None else None
 
 
-def check_format(format: Format, model: PyTree, config: lora.Config, base: Path | None) -> None:
-    """Raise a PublishError if `save_adapters` cannot write such adapters of a model in a format.
-
-    `config` has the paths of its matrices as targets; `base` is the folder of their base, if that
-    is on this machine.
-    """
-    if format != "peft":
-        return
-    if base is not None and are_adapters(base):
-        raise PublishError(
-            f"{base} holds adapters itself, and PEFT's format names a whole model: merge them by "
-            "zoo.lora.merge, save the model, and begin with that; or take the zoo's format"
-        )
-    peft_writing.check(model, config)
+def _quantized_kinds(model: PyTree) -> tuple[str, ...]:
+    """The kinds of a model's quantised matrices, each once."""
+    leaves = jax.tree.leaves(model, is_leaf=is_quantized)
+    return tuple(sorted({x.kind for x in leaves if is_quantized(x)}))
 
 
 def load_adapters(
@@ -145,23 +118,28 @@ def load_adapters(
     The folder is one of `save_adapters`, or of PEFT's. `zoo.lora.merge` makes a plain model of the
     result. `mesh` and `dtype` are as for `zoo.load`, and `base` has to be on that mesh.
 
-    A model does not know its files. So a few of its values are compared with the ones that the
-    adapters were trained on, which tells any other model from it, but not a variant of it, such as
-    one that was fine-tuned from it; `zoo.load` compares the checksum of the files. The same model
-    quantised otherwise than in training is a warning.
+    A model does not know its files: that they are the base's, `zoo.load` alone tells, by their
+    checksum. A model quantised otherwise than in training is a warning.
 
     Raises PublishError, which names the file, field or tensor at fault.
     """
     folder = downloads.fetched(folder) if is_remote(folder) else local_path(folder, "folder")
-    dtype = parse_dtype(dtype)
     opened, layout = _open(folder, base), sharding.layout_of(mesh)
     with sharding.use(layout.without_mesh):
-        read = opened.read(opened.adapters, layout.mesh, dtype)
-        adapted = eqx.combine(read, lora.adapt(base, opened.config, key=jax.random.key(0)))
+        adapted = lora.adapt(base, opened.config, key=jax.random.key(0))
+        adapted = eqx.combine(opened.read(layout.mesh, parse_dtype(dtype)), adapted)
         if layout.mesh is not None:  # the seeds of dropout, which are new
             adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, layout.mesh))
-    origin = base_in(folder)
-    origin.check_values(adapted, folder)
+    origin, kinds = base_in(folder), _quantized_kinds(adapted)
+    if origin.quantized is not None and kinds != origin.quantized:
+        kind = next(
+            (x for x in origin.quantized if x != "int8"), next(iter(origin.quantized), None)
+        )
+        logger.warning(
+            f"{folder} holds adapters that were trained over other values than these of "
+            f"{origin.name!r}, which was {', '.join(origin.quantized) or 'not quantised'} and now "
+            f"is {', '.join(kinds) or 'not quantised'}: load it with quantize={kind!r}"
+        )
     return _with_ends(adapted, origin, folder)
 
 
@@ -169,68 +147,57 @@ def adapters_skeleton(folder: Path, base: PyTree, *, dtype: DTypeLike | None) ->
     """The skeleton of the model that `load_adapters` would return, given that of the base."""
     opened = _open(folder, base)
     adapted = eqx.filter_eval_shape(lora.adapt, base, opened.config, key=jax.random.key(0))
-    adapted = eqx.combine(opened.dtypes(opened.adapters, dtype), adapted)
-    return _with_ends(adapted, base_in(folder), folder)
+    return _with_ends(eqx.combine(opened.dtypes(dtype), adapted), base_in(folder), folder)
 
 
-def _with_ends(adapted: PyTree, origin: bases.Base, folder: Path) -> PyTree:
+def _open(folder: Path, base: PyTree) -> peft.Opened:
+    if not folder.is_dir():
+        raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
+    if not are_adapters(folder):
+        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
+    if (folder / checksums.NAME).exists():
+        verify(folder)
+    return peft.Opened(folder, base)
+
+
+def _with_ends(adapted: PyTree, origin: Base, folder: Path) -> PyTree:
     try:
         return token_ids.with_more_ends(adapted, origin.eos_ids)
     except ValueError as error:
         raise PublishError(f"{folder}: {error}") from None
 
 
-class _Opened(NamedTuple):
-    """A folder of adapters that fits a model: their configuration, skeleton, arrays and dtypes."""
-
-    config: lora.Config
-    adapters: PyTree
-    read: Callable[[PyTree, Mesh | None, DTypeLike | None], PyTree]
-    dtypes: Callable[[PyTree, DTypeLike | None], PyTree]
-
-
-def _open(folder: Path, base: PyTree) -> _Opened:
-    if not folder.is_dir():
-        raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
-    if peft.is_peft(folder):
-        _verify(folder)
-        opened = peft.Opened(folder, base)
-        config, read, dtypes = opened.config, opened.read, opened.dtypes
-    else:
-        description, config = _read(folder)
-        if (family := family_name(base)) != (stored := description.get("family")):
-            raise PublishError(
-                f"{folder} holds adapters of the family {stored!r}, and the model is of {family!r}"
-            )
-        weights = folder / WEIGHTS
-        read, dtypes = partial(read_tensors, weights), partial(read_dtypes, weights)
-    try:
-        skeleton = eqx.filter_eval_shape(lora.adapt, base, config, key=jax.random.key(0))
-    except (ValueError, TypeError) as error:
-        raise PublishError(f"{folder} does not fit the model: {error}") from error
-    return _Opened(config, eqx.filter(skeleton, lora.trainable(skeleton)), read, dtypes)
-
-
 def are_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters instead of a whole model."""
-    return peft.is_peft(folder) or BASE in read_json(folder / CONFIG)
+    """Whether a folder holds adapters, and no whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
 
 
-def base_in(folder: Path) -> bases.Base:
-    """The base of the adapters in a folder."""
-    if not peft.is_peft(folder):
-        description, _ = _read(folder)
-        values = description.get("base", {})
-        return bases.parse(description[BASE], description.get("revision"), values, folder / CONFIG)
-    path = folder / ADAPTER_CONFIG
-    _, values = peft_config.read(path)
+def base_in(folder: Path) -> Base:
+    """The base of the adapters in a folder.
+
+    Raises:
+        PublishError: a value of another type; it names the file and the field.
+    """
+    peft_config.read(folder / ADAPTER_CONFIG)  # refuses other methods before a base is opened
+    values = read_json(folder / ADAPTER_CONFIG)
     with open_file(folder / peft.WEIGHTS) as file:
-        text = (file.metadata() or {}).get(peft.METADATA, "{}")
+        text = (file.metadata() or {}).get(METADATA, "{}")
     try:
-        origin = json.loads(text)
-    except ValueError as error:
-        raise PublishError(f"{folder / peft.WEIGHTS}: metadata {text!r}: {error}") from error
-    return bases.parse(values.get("base_model_name_or_path"), values.get("revision"), origin, path)
+        origin, name, revision = json.loads(text), values.get(NAME), values.get(REVISION)
+        check_value(NAME, name, str | None)
+        check_value(REVISION, revision, str | None)
+        is_commit = revision is None or re.fullmatch(r"\w[\w.-]*", revision)
+        require(bool(is_commit), f"{REVISION}={revision!r}: must be a commit")
+        check_value("base", origin, dict)
+        checksum, quantized = origin.get("weights"), origin.get("quantized")
+        check_value("base.weights", checksum, str | None)
+        quantized = quantized if quantized is None else tuple(quantized)
+        check_value("base.quantized", quantized, tuple[str, ...] | None)
+        eos_ids = tuple(origin.get("eos_ids", ()))
+        check_value("base.eos_ids", eos_ids, tuple[int, ...])
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"{folder / ADAPTER_CONFIG} or {peft.WEIGHTS}: {error}") from error
+    return Base(name or "", revision, checksum, quantized, eos_ids)
 
 
 def base_of(folder: Path) -> Path:
@@ -244,16 +211,16 @@ def base_of(folder: Path) -> Path:
         base = base_in(chain[-1])
         if not base.name:
             raise PublishError(
-                f"{chain[-1] / ADAPTER_CONFIG} names no base_model_name_or_path: load that model, "
-                "and put these adapters on it by zoo.load_adapters"
+                f"{chain[-1] / ADAPTER_CONFIG} names no {NAME}: load that model, and put these "
+                "adapters on it by zoo.load_adapters"
             )
-        found = base.folder()
+        found = find(base.name, revision=base.revision)
         if any(found.samefile(other) for other in chain):
             round = " on ".join(map(str, [*chain, found]))
             raise PublishError(
                 f"{chain[-1]}: the base of its adapters, {base.name!r}, is "
                 + ("this folder itself" if len(chain) == 1 else f"on them again ({round})")
-                + f": name a whole model as {BASE} or base_model_name_or_path in its configuration"
+                + f": name a whole model as {NAME} in {ADAPTER_CONFIG}"
             )
         chain.append(found)
     return chain[1]
@@ -265,8 +232,8 @@ def check_base(folder: Path) -> None:
     if base.checksum is not None and base.checksum != weights_checksum(found):
         raise PublishError(
             f"{folder} holds adapters of {base.name!r}, and {found} has other weights than the "
-            "model of that name had: give its files back, or name where they are now in the "
-            "adapters' configuration. zoo.load_adapters takes a model that you have loaded yourself"
+            f"model of that name had: give its files back, or name where they are now as {NAME} in "
+            f"{ADAPTER_CONFIG}. zoo.load_adapters takes a model that you have loaded yourself"
         )
 
 
@@ -290,26 +257,5 @@ def weights_checksum(folder: Path) -> str:
     """
     if not are_adapters(folder):
         return checksums.digest(folder, hf.weight_files(folder))
-    own = checksums.digest(folder, [peft.WEIGHTS if peft.is_peft(folder) else WEIGHTS])
+    own = checksums.digest(folder, [peft.WEIGHTS])
     return checksums.joined(weights_checksum(base_of(folder)), own)
-
-
-def _verify(folder: Path) -> None:
-    """Verify the checksums of a folder in PEFT's format, if it has any."""
-    if (folder / checksums.NAME).exists():
-        verify(folder)
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], lora.Config]:
-    """The content of `config.json`, and the configuration in it."""
-    verify(folder)
-    path = folder / CONFIG
-    description = read_json(path)
-    if BASE not in description:
-        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
-    try:
-        configuration.check_value(BASE, description[BASE], str)
-        fields = {name: description.get(name) for name in configuration.annotations(lora.Config)}
-        return description, configuration.from_json(lora.Config, fields)
-    except (TypeError, ValueError) as error:
-        raise PublishError(f"{path}: {error}") from error

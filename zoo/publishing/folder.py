@@ -17,7 +17,7 @@ from zoo.publishing.errors import PublishError
 from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
-ADAPTER_CONFIG = "adapter_config.json"  # of adapters in PEFT's format
+ADAPTER_CONFIG = "adapter_config.json"  # of adapters
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
 """Saving a model as a folder that anyone can open, and loading it.
 
-The folder holds `config.json` (family, parameter count, the fields of its `Config`, and the
-classes and fields of modules that are not as the `Config` makes them),
+The folder holds `config.json` (family, parameter count, the fields of its `Config`),
 `model.safetensors` (one tensor per parameter, named by its dotted path in the model), `README.md`,
 `checksums.json` and, if given, `metrics.json` and the tokenizer's files. Folders in Hugging Face's
-format, whose `config.json` has a `model_type`, are read and written by `hf`.
+format, whose `config.json` has a `model_type`, are read and written by `hf`, and those of adapters
+by `adapters`.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from zoo.base import checksums
 from zoo.base.configuration import check_value
 from zoo.nn.products import Kind, is_derived, is_quantized
-from zoo.publishing import adapters, hf, peft, token_ids
+from zoo.publishing import adapters, hf, token_ids
 from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of, describe, family_name, read_skeleton, reconfigured
@@ -34,11 +34,11 @@ from zoo.publishing.folder import (
     replacing,
     verify,
 )
-from zoo.publishing.registry import Classes
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import (
     check_kind,
     num_parameters,
+    outline,
     parse_dtype,
     read_dtypes,
     read_tensors,
@@ -69,10 +69,10 @@ def save(
     A model already there is replaced; a folder with other files is refused. transformers opens
     `format="hf"` too. `tokenizer` is any object with `.save(folder)`, `card` is Markdown for the
     README, `metrics` is JSON, which is stored with the checksums of the measured files.
-    Modules of your own classes, in a model of the zoo or as all of it (also beside their
-    `equinox.nn.State`), are stored once `zoo.register` has named them.
-    All processes call it, and the first writes. Raises PublishError if `load` could not make the
-    model again, or no Hugging Face family has it, and ValueError for another format.
+    A model with classes of your own, in a model of the zoo or as all of it (also beside its
+    `equinox.nn.State`), is stored too, and opens with `zoo.load(folder, like=...)`.
+    All processes call it, and the first writes. Raises PublishError if the model is quantised or
+    has adapters, or if no Hugging Face family has it, and ValueError for another format.
     """
     check_value("format", format, Format)
     if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
@@ -134,13 +134,13 @@ def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dic
     if like is None:
         return {}, {}, stored_dtypes(model, {}, None)
     folder = find(like)
-    while hugging_face_config(folder) is None and adapters.are_adapters(folder):
-        folder = find(adapters.base_of(folder))
-    found = jax.tree_util.tree_leaves_with_path(skeleton(folder, ignore=None))
-    stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
+    folder = adapters.whole(folder)
     values = hugging_face_config(folder)
     if values is None:
+        stored = {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}
         return {}, {}, stored_dtypes(model, stored, None)
+    found = jax.tree_util.tree_leaves_with_path(skeleton(folder, ignore=None))
+    stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
     # Of quantised weights, which other parameters stand for, it is that of their computation.
     dtype = values.get("dtype") or values.get("torch_dtype")
     dtype = jnp.dtype(dtype) if dtype in ("bfloat16", "float16", "float32") else None
@@ -154,8 +154,7 @@ def load(
     dtype: DTypeLike | None = None,
     quantize: Kind | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    classes: Classes = (),
-    allow_import: Iterable[str] = (),
+    like: PyTree = None,
     ignore: Collection[str] = (),
 ) -> Any:
     """The model in a folder, given its path, its name on the shelf or its Hugging Face hub id.
@@ -176,25 +175,15 @@ def load(
     `ignore` names fields of a Hugging Face `config.json` that the zoo does not know, and that would
     be refused, as they may change the maths.
 
-    Nothing in a folder is executed, and nothing that it names is imported. A model with classes of
-    your own opens where `zoo.register` has named them, where `classes` has them (or maps names to
-    them), or where `allow_import` lists the module that they are in. Raises PublishError, which
-    names the file, field, class or tensor at fault.
+    `like` is a model, or a skeleton of one by `equinox.filter_eval_shape`, of the classes and
+    shapes that the folder's has: what a model with classes of your own opens with.
+
+    Nothing in a folder is executed, and nothing that it names is imported. Raises PublishError,
+    which names the file, field, class or tensor at fault.
     """
     dtype = parse_dtype(dtype)
     check_kind(quantize)
     folder = find(name_or_folder)
-    is_peft = peft.is_peft(folder)
-    values = None if is_peft else hugging_face_config(folder)
-    if (values is None and not is_peft) or (folder / checksums.NAME).exists():
-        verify(folder, by_parts=True)
-    if values is not None:
-        model = hf.read_model(
-            folder, values, mesh=mesh, dtype=dtype, quantize=quantize, ignore=ignore
-        )
-        model = reconfigured(model, overrides)
-        token_ids.remember(model.config, folder, values)
-        return model
     if adapters.are_adapters(folder):
         adapters.check_base(folder)
         base = load(
@@ -203,15 +192,25 @@ def load(
             dtype=dtype,
             quantize=quantize,
             overrides=overrides,
-            classes=classes,
-            allow_import=allow_import,
+            like=like,
             ignore=ignore,
         )
         return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
+    values = hugging_face_config(folder)
+    if values is None or (folder / checksums.NAME).exists():
+        verify(folder, by_parts=True)
+    if values is not None:
+        if like is not None:
+            raise PublishError(f"like: {folder} is in Hugging Face's format, and needs none")
+        model = hf.read_model(
+            folder, values, mesh=mesh, dtype=dtype, quantize=quantize, ignore=ignore
+        )
+        model = reconfigured(model, overrides)
+        token_ids.remember(model.config, folder, values)
+        return model
     if ignore:
         raise PublishError(f"ignore={tuple(ignore)}: {folder} is not in Hugging Face's format")
-    skeleton = read_skeleton(folder, classes, allow_import)
-    skeleton = reconfigured(skeleton, overrides)
+    skeleton = reconfigured(read_skeleton(folder, like), overrides)
     return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
 
 
@@ -234,13 +233,6 @@ def skeleton(
     dtype = parse_dtype(dtype)
     check_kind(quantize)
     folder = find(name_or_folder, weights=weights)
-    values = None if peft.is_peft(folder) else hugging_face_config(folder)
-    if values is not None and not weights and not hf.are_present(folder):
-        plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
-        return reconfigured(plain, overrides)
-    if values is not None:
-        plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize, ignore=ignore)
-        return reconfigured(plain, overrides)
     if adapters.are_adapters(folder):
         base = skeleton(
             adapters.base_of(folder),
@@ -251,6 +243,12 @@ def skeleton(
             ignore=ignore,
         )
         return adapters.adapters_skeleton(folder, base, dtype=dtype)
+    if (values := hugging_face_config(folder)) is not None:
+        if not weights and not hf.are_present(folder):
+            plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
+        else:
+            plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize, ignore=ignore)
+        return reconfigured(plain, overrides)
     plain = reconfigured(read_skeleton(folder), overrides)
     return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
 

@@ -2,15 +2,21 @@
 
 PEFT has one adapter per module of transformers', A of [rank, in] and B of [out, rank]; the zoo has
 one per matrix, for all layers together. Which module holds a matrix, and how its axes are joined
-there, is known by the table of its family in `hf`. A module of several matrices, as GPT-2's
-`c_attn`, has their adapters side by side: its A has the ranks of all of them.
+there, is known by the table of its family in `hf`; in a model that Hugging Face lacks a matrix is a
+module of its own, named by its path. A module of several matrices, as GPT-2's `c_attn`, has their
+adapters side by side: its A has the ranks of all of them.
 """
 
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -20,23 +26,19 @@ from zoo.publishing import peft_config
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import ADAPTER_CONFIG
 from zoo.publishing.hf import names as hf_names
-from zoo.publishing.hf.linears import Linear, linears
+from zoo.publishing.hf.linears import Linear
 from zoo.publishing.hf.names import Layout
 from zoo.publishing.hf.weights import DTYPES
 from zoo.publishing.slices import open_file
-from zoo.publishing.tensors import check_tensors, fill
+from zoo.publishing.tensors import Tensor, check_tensors, fill, write_file
+from zoo.sharding.axes import keystr
 from zoo.sharding.parts import place
+from zoo.sharding.placement import on_host
 from zoo.wrappers import lora
 
 WEIGHTS = "adapter_model.safetensors"
-METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 _ROOT = "base_model.model."
 ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-
-
-def is_peft(folder: Path) -> bool:
-    """Whether a folder holds adapters in PEFT's format, and no whole model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
 
 
 def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Layout:
@@ -68,13 +70,13 @@ class Opened:
 
     def __init__(self, folder: Path, base: PyTree):
         self.path, self._where = folder / WEIGHTS, folder / ADAPTER_CONFIG
-        self.options, _ = peft_config.read(self._where)
-        family, table = linears(base)
+        self.options = peft_config.read(self._where)
+        prefixes, _, table = peft_config.modules(base)
         with open_file(self.path) as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             stored = {name: tuple(part.get_shape()) for name, part in parts.items()}
             self._types = {name: part.get_dtype() for name, part in parts.items()}
-        self.prefix = _prefix(family.prefixes, table, stored)
+        self.prefix = _prefix(prefixes, table, stored)
         self.table = {path: linear for path, linear in table.items() if self._is_target(linear)}
         self._check_targets(table)
         self._modules = {
@@ -99,9 +101,11 @@ class Opened:
             )
         except ValueError as error:
             raise PublishError(f"{self._where}: {error}") from error
+        adapted = eqx.filter_eval_shape(lora.adapt, base, self.config, key=jax.random.key(0))
+        self._skeleton = eqx.filter(adapted, lora.trainable(adapted))
 
-    def read(self, adapters: PyTree, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
-        """The arrays for a skeleton of the adapters; each device gets its own slices."""
+    def read(self, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
+        """The arrays of the adapters; each device gets its own slices."""
         with open_file(self.path) as file:
 
             def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
@@ -113,15 +117,15 @@ class Opened:
                     lambda index: found.read(index, self._dtype(found, dtype), read),
                 )
 
-            return fill(adapters, mesh, make)
+            return fill(self._skeleton, mesh, make)
 
-    def dtypes(self, adapters: PyTree, dtype: DTypeLike | None) -> PyTree:
+    def dtypes(self, dtype: DTypeLike | None) -> PyTree:
         """The skeleton of what `read` returns."""
 
         def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, self._dtype(self._layout(name), dtype))
 
-        return fill(adapters, None, make)
+        return fill(self._skeleton, None, make)
 
     def _is_target(self, linear: Linear) -> bool:
         return any(map(self.options.has, linear.names(self.prefix)))
@@ -135,7 +139,7 @@ class Opened:
             )
         refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
         if refused and self.options.target_modules != peft_config.ALL_LINEAR:
-            raise PublishError(f"{self._where}: {refusal(*next(iter(refused.items())))}")
+            raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
         partly = [
             path
@@ -201,6 +205,101 @@ def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) ->
     return prefixes[0]
 
 
-def refusal(path: str, reason: str) -> str:
-    """The beginning of an error about a matrix that PEFT has no adapters of."""
-    return f"PEFT's format has no adapters on {path}: {reason}"
+def _refusal(path: str, reason: str) -> str:
+    return f"PEFT's format has no adapters on {path}: {reason}; choose other targets"
+
+
+def write(
+    folder: Path | None,
+    model: PyTree,
+    config: lora.Config,
+    base: dict[str, Any],
+    metadata: dict[str, str],
+) -> None:
+    """Write the adapters of a model, which `config` describes.
+
+    All processes call it, and those without a folder take part in gathering. `base` are the fields
+    of `adapter_config.json` that name the model, `metadata` goes into the header of the weights.
+
+    Raises:
+        PublishError: PEFT has no adapters on a matrix.
+    """
+    (prefix, *_), task, table = peft_config.modules(model)
+    modules = _by_module(table, config)
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
+    tensors: dict[str, Tensor] = {}
+    for parts in modules:
+        tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
+    if folder is not None:
+        chosen = [next(iter(parts.values())) for parts in modules]
+        values = {
+            **base,
+            **peft_config.fields(config, chosen, table.values(), prefix),
+            "task_type": task,
+        }
+        text = json.dumps(values, indent=2, sort_keys=True)
+        (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", **metadata})
+
+
+def check(model: PyTree, config: lora.Config) -> None:
+    """Raise a PublishError if PEFT's format lacks such adapters of a model.
+
+    `config` has the paths of its matrices as targets.
+    """
+    for parts in _by_module(peft_config.modules(model)[2], config):
+        count = next(iter(parts.values())).part[1]
+        if config.dora and len(parts) < count:
+            raise PublishError(
+                f"PEFT's format has DoRA for all {count} matrices of a module or for none, and "
+                f"here only {', '.join(parts)} would have it: adapt all of them, or leave out dora"
+            )
+
+
+def _by_module(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
+    """The matrices with adapters, by their paths, of one module after the other."""
+    found: dict[str, dict[str, Linear]] = {}
+    for path in config.targets:
+        if table[path].refusal:
+            raise PublishError(_refusal(path, table[path].refusal))
+        found.setdefault(table[path].module, {})[path] = table[path]
+    return [*found.values()]
+
+
+def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a module's adapters in all layers, given the matrices in it.
+
+    Of several, the ranks are one after the other in A, and B is zero where the rank of one meets
+    the outputs of another; so are both where a matrix has no adapter.
+    """
+    nodes = {linear.part[0]: node for node, linear in parts.values()}
+    count = next(iter(parts.values()))[1].part[1]
+    one = next(iter(nodes.values()))
+    fields = [field for field in ENDS if getattr(one, field) is not None]
+    places = {
+        (linear.part[0], field): layout(path, linear, field, one.rank, prefix)
+        for path, (_, linear) in parts.items()
+        for field in fields
+    }
+
+    def pieces(field: str, at: Mapping[str, int]) -> Iterator[np.ndarray]:
+        for number in range(count):
+            known = number if number in nodes else min(nodes)
+            found, array = places[known, field], getattr(nodes[known], field)
+            values = found.write(at, on_host(array[found.at(at)]))
+            values = values if number in nodes else np.zeros_like(values)
+            if field == "up":
+                before, after = number * one.rank, (count - 1 - number) * one.rank
+                values = np.pad(values, ((0, 0), (before, after)))
+            yield values
+
+    tensors = {}
+    for field in fields:
+        first = places[min(nodes), field]
+        axis = {"down": 0, "up": 1}.get(field)  # of the rank
+        shape = tuple(n * count if i == axis else n for i, n in enumerate(first.tensor_shape))
+        dtype = np.result_type(*[getattr(node, field).dtype for node in nodes.values()])
+        for name, at in first.names():
+            tensors[name] = Tensor(shape, dtype, partial(pieces, field, at))
+    return tensors

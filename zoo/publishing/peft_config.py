@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+from jaxtyping import PyTree
+
 from zoo.base import configuration
+from zoo.nn.parameters import resolve
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import read_json
 from zoo.publishing.hf.family import words
-from zoo.publishing.hf.linears import ALL_LINEAR, Linear
+from zoo.publishing.hf.linears import ALL_LINEAR, Linear, linears
+from zoo.publishing.hf.names import LAYER
+from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.wrappers import lora
 
 # Without effect on what the adapters compute.
@@ -88,8 +95,8 @@ def _matches(names: tuple[str, ...] | str | None, module: str) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in names or ())
 
 
-def read(path: Path) -> tuple[Options, dict[str, Any]]:
-    """The options in an `adapter_config.json`, and all of its fields.
+def read(path: Path) -> Options:
+    """The options in an `adapter_config.json`.
 
     Raises:
         PublishError: adapters of another method, or an option that the zoo lacks, by its name.
@@ -117,7 +124,7 @@ def read(path: Path) -> tuple[Options, dict[str, Any]]:
             }
         )
         _check(options)
-        return options, values
+        return options
     except (TypeError, ValueError, re.error) as error:
         raise PublishError(f"{path}: {error}") from error
 
@@ -143,6 +150,48 @@ def _check(options: Options) -> None:
         options.target_modules is not None,
         "target_modules=None: PEFT's defaults change with its version; list the modules",
     )
+
+
+def modules(model: PyTree) -> tuple[tuple[str, ...], str, dict[str, Linear]]:
+    """The prefixes of a model's modules, its task in PEFT's words, and its matrices by path."""
+    try:
+        family, table = linears(model)
+    except PublishError:
+        return ("",), "FEATURE_EXTRACTION", _own_modules(model)
+    task = "CAUSAL_LM" if "LM" in family.architecture else "FEATURE_EXTRACTION"
+    return family.prefixes, task, table
+
+
+def _own_modules(model: PyTree) -> dict[str, Linear]:
+    """The matrices of a model that Hugging Face lacks, each a module named by its path."""
+    found = {}
+
+    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
+        key = keystr(path)
+        if not is_matrix(names, field=key):
+            return
+        inputs, outputs = matrix_axes(names)
+        stacked = names[: inputs[0]]
+        axes = [f"axis{i}" for i in range(len(names))]
+        axes[: len(stacked)] = [name or LAYER for name in stacked]
+        first, *rest = key.removesuffix(".weight").split(".")
+        refusal = ""
+        if stacked not in ((), (None,)):
+            refusal = f"a stack of matrices along {', '.join(axes[: len(stacked)])}"
+        elif "embedding" in key:
+            refusal = "an embedding is no Linear"
+        found[key] = Linear(
+            module=".".join([first, *(["{layer}"] if stacked else []), *rest]),
+            sizes=dict(zip(axes, leaf.shape, strict=True)),
+            inputs=".".join(axes[i] for i in inputs),
+            outputs=".".join(axes[i] for i in outputs),
+            is_transposed=True,
+            part=(0, 1),
+            refusal=refusal,
+        )
+
+    map_parameters(add, eqx.filter_eval_shape(resolve, model))
+    return found
 
 
 def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:

@@ -1,15 +1,15 @@
-"""Whether a model is as its configuration makes it: its classes, static fields and shapes."""
+"""Whether two models are the same but for their values: classes, static fields and shapes."""
 
 import dataclasses
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.publishing.errors import PublishError
-from zoo.publishing.parts import with_fields
-from zoo.publishing.tensors import check_tensors, parameter_shapes
+from zoo.publishing.tensors import differences, parameter_shapes
 from zoo.sharding.axes import is_parameter
 
 
@@ -18,67 +18,43 @@ def check_model(model: PyTree, fresh: PyTree) -> None:
 
     `fresh` is the model, or its skeleton, that its configuration makes.
     """
-    check_tensors("the model", parameter_shapes(model), parameter_shapes(fresh))
     if difference := first_difference(model, fresh):
         raise PublishError(
-            f"the model is not the one that its configuration makes, and that loading it would "
-            f"give:\n  {difference}\nSave its arrays by equinox.tree_serialise_leaves, "
-            "and make the model by its own code"
+            f"the model is not the one that its configuration makes:\n  {difference}"
         )
 
 
-def first_difference(model: Any, fresh: Any, path: str = "") -> str | None:
-    """The first path at which the classes or static fields of two models differ, or None.
+def first_difference(model: PyTree, fresh: PyTree) -> str | None:
+    """One line on the first path at which a model and `fresh` differ in more than values, or None.
 
-    Shapes, dtypes and values of arrays are not compared.
+    That is a parameter's shape, a class, or a static field.
     """
+    shapes = parameter_shapes(model), parameter_shapes(fresh)
+    lines = differences(*shapes, "here", "by the configuration")
+    return _difference(model, fresh, "") or next(iter(lines), None)
+
+
+def _difference(model: Any, fresh: Any, path: str) -> str | None:
     if is_parameter(model) and is_parameter(fresh):
         return None
     mine, theirs = _children(model), _children(fresh)
     if type(model) is type(fresh) and mine is not None and theirs is not None:
         found = (
-            first_difference(mine.get(name), theirs.get(name), f"{path}.{name}".lstrip("."))
+            _difference(mine.get(name), theirs.get(name), f"{path}.{name}".lstrip("."))
             for name in {**theirs, **mine}
         )
         return next((line for line in found if line is not None), None)
-    if mine is None and theirs is None and _is_same(model, fresh):
-        return None
+    try:
+        if mine is None and theirs is None and (model is fresh or bool(model == fresh)):
+            return None
+    except (TypeError, ValueError):
+        pass  # values that cannot be compared differ
     return (
         f"{path or type(fresh).__name__}: {_text(model)} here, {_text(fresh)} by the configuration"
     )
 
 
-def replaced(model: Any, fresh: Any, path: str = "") -> dict[str, Any]:
-    """The modules of a model, by path, that stand where `fresh` has something of another class."""
-    mine, theirs = _children(model), _children(fresh)
-    if type(model) is type(fresh) and mine is not None and theirs is not None:
-        found: dict[str, Any] = {}
-        for name in theirs:
-            found |= replaced(mine.get(name), theirs[name], f"{path}.{name}".lstrip("."))
-        return found
-    differs = isinstance(model, eqx.Module) and type(model) is not type(fresh)
-    return {path: model} if differs and not is_parameter(fresh) else {}
-
-
-def with_part(model: Any, path: str, part: Any) -> Any:
-    """The model with another part at a dotted path; a PublishError if it has no such path."""
-    if not path:
-        return part
-    name, _, rest = path.partition(".")
-    children = {str(key): value for key, value in (_children(model) or {}).items()}
-    if name not in children:
-        raise PublishError(f"a {type(model).__name__} has no part {reprlib.repr(name)}")
-    children[name] = with_part(children[name], rest, part)
-    if isinstance(model, eqx.Module):
-        return with_fields(type(model), children)
-    if type(model) in (list, tuple):
-        return type(model)(children.values())
-    if type(model) is dict:
-        return dict(zip(model, children.values(), strict=True))
-    raise PublishError(f"no part of a {type(model).__name__} can be replaced")
-
-
-def _children(x: Any) -> dict[Any, Any] | None:
+def _children(x: Any) -> Mapping[Any, Any] | None:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
     if isinstance(x, list | tuple):
@@ -87,13 +63,6 @@ def _children(x: Any) -> dict[Any, Any] | None:
         values, keys = x.tree_flatten()
         return dict(zip(keys, values, strict=True))
     return x if isinstance(x, dict) else None
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except (TypeError, ValueError):
-        return False
 
 
 def _text(x: Any) -> str:

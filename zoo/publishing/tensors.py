@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,22 +101,27 @@ def read_dtypes(
     path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
 ) -> PyTree:
     """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
-    names = {code: name for name, code in CODES.items()}
-    kept = kept_dtypes(skeleton)
+    kept, found = kept_dtypes(skeleton), outline(path)
+    stored_shapes = {name: x.shape for name, x in found.items()}
+    check_tensors(f"{path}", stored_shapes, parameter_shapes(skeleton))
+
+    def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+        stored = found[name].dtype
+        wanted = kept.get(name, dtype) if jnp.issubdtype(stored, jnp.floating) else None
+        return jax.ShapeDtypeStruct(shape, wanted or stored)
+
+    return quantized_skeleton(fill(skeleton, None, make), quantize)
+
+
+def outline(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the tensors in a safetensors file, by name."""
+    dtypes = {code: jnp.dtype(name) for name, code in CODES.items()}
     with open_file(path) as file:
-        _check_shapes(path, file, skeleton)
-
-        def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-            stored = jnp.dtype(names[file.get_slice(name).get_dtype()])
-            wanted = kept.get(name, dtype) if jnp.issubdtype(stored, jnp.floating) else None
-            return jax.ShapeDtypeStruct(shape, wanted or stored)
-
-        return quantized_skeleton(fill(skeleton, None, make), quantize)
-
-
-def _check_shapes(path: Path, file: Any, skeleton: PyTree) -> None:
-    stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    check_tensors(f"{path}", stored, parameter_shapes(skeleton))
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: jax.ShapeDtypeStruct(part.get_shape(), dtypes[part.get_dtype()])
+            for name, part in parts.items()
+        }
 
 
 def fill(
@@ -273,3 +279,18 @@ def differences(
         for name in sorted(stored.keys() | wanted.keys())
         if stored.get(name) != wanted.get(name)
     ]
+
+
+def check_finite(model: PyTree, folder: Path) -> None:
+    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
+    floats, mesh = eqx.filter(model, eqx.is_inexact_array), sharding.mesh_of(model)
+    check = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
+        out_shardings=None if mesh is None else sharding.replicated(mesh),
+    )
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(check(floats))):
+        if not is_finite:
+            raise ValueError(
+                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
+                "training diverged; get it again, or take another --model"
+            )

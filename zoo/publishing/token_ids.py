@@ -12,7 +12,6 @@ from typing import Any
 from zoo.base.configuration import check_ids, check_value
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, read_json
-from zoo.publishing.parts import with_fields
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
@@ -118,7 +117,10 @@ def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
     if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
         return model
     new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
-    return with_fields(type(model), {**vars(model), "config": new})
+    ended = object.__new__(type(model))
+    for name, value in {**vars(model), "config": new}.items():
+        object.__setattr__(ended, name, value)
+    return ended
 
 
 def describe_ids(

@@ -1,4 +1,4 @@
-"""The data, the optimizer and the loss that a run began with, told apart from others at a resume.
+"""The data, the optimizer, the loss and the base of a run, told apart from others at a resume.
 
 An optimizer of optax and a loss of one's own are functions. What tells them apart is the source of
 one's own, and the values that functions hold: in closures, partial applications, and variables of
@@ -17,11 +17,13 @@ import numpy as np
 
 from zoo.base import checksums
 from zoo.data import plans
+from zoo.runs.checkpoint import read_meta
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
 from zoo.training.description import Training
 
 DATA, LOSS, OPTIMIZER = "fingerprint", "loss_fn", "optimizer"  # in the meta of a checkpoint
+BASE = "base"  # likewise: the checksum of the model that the run began with, "" without one
 UNKNOWN = "unknown"
 _LIBRARIES = ("jax", "jaxlib", "equinox", "optax", "numpy", "zoo", "functools", "jaxtyping")
 _PLAIN = bool | int | float | complex | str | bytes | None | np.generic | np.dtype | type
@@ -32,10 +34,24 @@ _SMALL = 2**20  # bytes of an array that is compared
 def of_training(training: Training) -> dict[str, Any]:
     """The identity of a training in a checkpoint, to compare with a later start's."""
     return {
+        BASE: training.base,
         DATA: training.fingerprint or plans.fingerprint(training.data),
         LOSS: described(LOSS, training.loss_fn),
         OPTIMIZER: described(OPTIMIZER, training.optimizer),
     }
+
+
+def check_base(run: Run, training: Training) -> None:
+    """Raise a RunError if a run has checkpoints, and began with another model than this one."""
+    meta = read_meta(run.folder / "checkpoints")
+    if meta is None or (begun := meta.get(BASE, "")) == training.base:
+        return
+    texts = [f"checksum {x[:12]}" if x else "no checksum" for x in (training.base, begun)]
+    raise RunError(
+        f"{training.pretrained.flag if training.base else '--model'} is not the base this run "
+        f"began with: its weights have {texts[0]}, and that of the checkpoints of {run.address} "
+        f"{texts[1]}. Put that model back, or start anew with another --run-dir."
+    )
 
 
 def check(run: Run, step: int, meta: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
-from zoo.runs import bases, evaluation, identity, monitor, planned
+from zoo.runs import evaluation, identity, monitor, planned
 from zoo.runs.callbacks.average import Average
 from zoo.runs.callbacks.best import (
     BestCheckpoint,
@@ -89,7 +89,7 @@ def fit(
         f"epochs={config.epochs}: how many steps they are, run.steps_of(plan) says; call it before "
         "the optimizer's schedule is made",
     )
-    training = bases.as_begun(run, training)
+    identity.check_base(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     hooks = Hooks(run, training, with_flags(config, callbacks, save))
@@ -152,7 +152,6 @@ def _train(
     """The steps from the first to the last one."""
     config, loop, start = run.config, hooks.loop, hooks.loop.start
     meta = origin | {"config": as_json(config), "versions": versions()}
-    meta |= {bases.BASE: training.base} if training.base else {}
     written = _count_evaluations(run, start)
     with (
         run.signals,

@@ -16,8 +16,7 @@ from zoo.nn.precision import Precision as Precision
 from zoo.nn.products import Operand as Operand
 from zoo.nn.protocols import SequenceModel as SequenceModel
 from zoo.nn.protocols import SequenceOptions as SequenceOptions
-from zoo.publishing import adapters, models
-from zoo.publishing.registry import Classes as Classes
+from zoo.publishing import models
 from zoo.publishing.shelf import Card as Card
 from zoo.runs import config
 from zoo.runs.callbacks.best import Mode as Mode
@@ -39,7 +38,6 @@ from zoo.training.loss_values import LossFunction as LossFunction
 from zoo.training.state import Trainable as Trainable
 from zoo.wrappers.classifier import Pooling as Pooling
 
-AdapterFormat = adapters.Format
 AxisKind = rules.Kind
 ModelFormat = models.Format
 Quantization = products.Kind

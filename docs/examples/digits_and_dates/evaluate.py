@@ -5,10 +5,14 @@ python -m evaluate digits runs/digits/average
 
 import json
 import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
 
 import data
 import losses
-import nets  # noqa: F401, it registers the classes that a folder names
+import nets
 import zoo
 
 
@@ -18,7 +22,15 @@ def main(network: str, folder: str) -> None:
         "digits": (96, losses.digits, data.digits),
         "dates": (128, losses.dates, data.dates),
     }[network]
-    model, plan = zoo.load(folder), read(batch_size, 0).held_out
+    run = json.loads((Path(folder).parent / "config.json").read_text())
+    like = eqx.filter_eval_shape(
+        {
+            "digits": lambda key: nets.digits(run["width"], key),
+            "dates": lambda key: nets.dates(run["size"], run["num_layers"], key),
+        }[network],
+        jax.random.key(0),
+    )
+    model, plan = zoo.load(folder, like=like), read(batch_size, 0).held_out
     step = zoo.make_eval_step(loss_fn, precision="fp32")
     sums: dict[str, float] = {}
     for k in range(plan.batches_per_epoch):

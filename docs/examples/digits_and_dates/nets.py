@@ -1,4 +1,4 @@
-"""Two networks of Equinox's own layers; nothing in this file but their names knows the zoo.
+"""Two networks of Equinox's own layers; nothing in this file knows the zoo.
 
 Legend of suffixes: C channels, H height, W width, S source, T target, E embed.
 """
@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import zoo
+import data
 
 
-@zoo.register("digits-and-dates/conv-net")
 class ConvNet(eqx.Module):
     """An image [1, 8, 8] to the logits of ten digits: convolutions, each with a batch norm."""
 
@@ -44,7 +43,6 @@ class ConvNet(eqx.Module):
         return self.head(x_C), state
 
 
-@zoo.register("digits-and-dates/block")
 class Block(eqx.Module):
     """Attention to the sequence itself, with a memory also to that, and an MLP; norms before."""
 
@@ -87,7 +85,6 @@ class Block(eqx.Module):
         return x_TE + dropped(jax.vmap(self.mlp)(next(norms)(x_TE)))
 
 
-@zoo.register("digits-and-dates/encoder-decoder")
 class EncoderDecoder(eqx.Module):
     """Ids [source] and the prefix of a translation [target] to the logits of its next ids."""
 
@@ -128,3 +125,14 @@ class EncoderDecoder(eqx.Module):
     def _embed(self, ids_T: Array) -> Array:
         positions = jax.vmap(self.positions)(jnp.arange(len(ids_T)))
         return jax.vmap(self.tokens)(ids_T) + positions
+
+
+def digits(width: int, key: Array) -> tuple[ConvNet, eqx.nn.State]:
+    """The convolutional network and its state."""
+    return eqx.nn.make_with_state(ConvNet)(width, key)
+
+
+def dates(size: int, num_layers: int, key: Array) -> EncoderDecoder:
+    """The encoder-decoder."""
+    sizes = {"num_heads": 4, "size": size, "num_layers": num_layers}
+    return EncoderDecoder(data.NUM_TOKENS, data.SOURCE_LENGTH, **sizes, key=key)

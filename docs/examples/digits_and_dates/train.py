@@ -4,11 +4,11 @@ python -m train digits
 python -m train dates --mesh fsdp=2,tensor=2 --precision bf16
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import equinox as eqx
 import optax
 from jax import Array
 
@@ -72,10 +72,7 @@ def digits(run: zoo.Run[Digits]) -> zoo.Training:
         optax.add_decayed_weights(5e-4),
         optax.sgd(schedule, momentum=0.9, nesterov=True),
     )
-
-    def make_model(key: Array) -> tuple[nets.ConvNet, eqx.nn.State]:
-        return eqx.nn.make_with_state(nets.ConvNet)(config.width, key)
-
+    make_model = functools.partial(nets.digits, config.width)
     return training(make_model, losses.digits, optimizer, schedule, given)
 
 
@@ -88,11 +85,7 @@ def dates(run: zoo.Run[Dates]) -> zoo.Training:
         0.0, config.learning_rate, max(steps // 10, 1), steps
     )
     optimizer = optax.chain(optax.clip(0.1), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-
-    def make_model(key: Array) -> nets.EncoderDecoder:
-        sizes = {"num_heads": 4, "size": config.size, "num_layers": config.num_layers}
-        return nets.EncoderDecoder(data.NUM_TOKENS, data.SOURCE_LENGTH, **sizes, key=key)
-
+    make_model = functools.partial(nets.dates, config.size, config.num_layers)
     return training(make_model, losses.dates, optimizer, schedule, given)
 
 

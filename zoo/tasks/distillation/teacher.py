@@ -10,8 +10,8 @@ from zoo.data import text
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing import adapters, models
-from zoo.publishing.finite import check_finite
 from zoo.publishing.shelf import find
+from zoo.publishing.tensors import check_finite
 from zoo.rnn.config import num_flops_per_token as rnn_flops
 from zoo.rnn.model import RNN
 from zoo.runs.run import Run

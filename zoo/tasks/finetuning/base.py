@@ -14,11 +14,11 @@ from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokeniz
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
-from zoo.publishing import adapters, models
+from zoo.publishing import adapters, models, peft
 from zoo.publishing.families import reconfigured
-from zoo.publishing.finite import check_finite
 from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
+from zoo.publishing.tensors import check_finite
 from zoo.runs.run import Run
 from zoo.tasks.finetuning.config import Config
 from zoo.tasks.finetuning.trained import prepare, trainable
@@ -59,15 +59,14 @@ class Base:
             )
 
     def _check_trained(self) -> None:
-        """Refuse patterns that match nothing, and adapters that cannot be saved as asked for."""
+        """Refuse patterns that match nothing, and adapters that cannot be saved."""
         config, num_classes = self._run.config, 2 if self._run.config.label else 0  # or more
         prepared = eqx.filter_eval_shape(
             lambda model: prepare(config, model, jax.random.key(0), num_classes), self.skeleton
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            chosen = lora.config_of(prepared)
-            adapters.check_format(config.adapter_format, self.skeleton, chosen, self.folder)
+            peft.check(self.skeleton, lora.config_of(prepared))
 
     def load(self) -> PyTree:
         """The model on the run's mesh, whole and in the dtypes that it is stored in.

@@ -14,7 +14,6 @@ from zoo.data.tokenizer import Reading
 from zoo.nn.attention import Implementation
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
-from zoo.publishing import adapters
 from zoo.runs.config import Config as RunConfig
 from zoo.tasks import language
 from zoo.training import optimizers, preferences
@@ -134,8 +133,6 @@ class Config(RunConfig):
     scan_layers: bool | None = may_differ(None)
     """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()
-    adapter_format: adapters.Format = "zoo"
-    """Format in which the trained adapters are saved; PEFT's is peft."""
     data: Data = Data()
     optimizer: optimizers.Config = Optimizer()
 
@@ -153,11 +150,6 @@ class Config(RunConfig):
             self.method == "lora" or not fields,
             f"{', '.join(f'lora.{name}={x!r}' for name, x in sorted(fields))}: "
             f"method={self.method!r} has no adapters; give --method lora too",
-        )
-        require(
-            self.adapter_format == "zoo" or (self.method == "lora" and not self.label),
-            f"adapter_format={self.adapter_format!r}: no adapters are saved with "
-            f"method={self.method!r} and label={self.label!r}; leave it out",
         )
         require(
             self.method == "lora" or self.base == "stored",

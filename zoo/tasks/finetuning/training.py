@@ -95,7 +95,6 @@ def save(
             run.folder / "adapters",
             token_ids.with_more_ends(model, _turn_ends(run, base, chats)),
             base=run.config.model,
-            format=run.config.adapter_format,
             tokenizer=base.tokenizer,
         )
         run.say(f"the adapters alone are in {run.address}/adapters")
