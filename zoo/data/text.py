@@ -197,9 +197,11 @@ def _labelled(config: Config, label: str, seed: int, tokenizer_folder: Callable[
     parts = split(config, label)
 
     def make(folder: Path) -> None:
-        texts = [document.text for document in parts[0]]
-        trained = config.tokenizer == "bpe" and BPETokenizer.train(texts, config.vocab_size)
-        (trained or get_tokenizer(config.tokenizer)).save(folder)
+        if config.tokenizer == "bpe":
+            texts = [document.text for document in parts[0]]
+            BPETokenizer.train(texts, config.vocab_size).save(folder)
+        else:
+            get_tokenizer(config.tokenizer).save(folder)
 
     tokenizer = load_tokenizer(tokenizer_folder(make))
     return make_text(config, parts, tokenizer, seed=seed, label=label)
@@ -225,7 +227,7 @@ def open_text(
     """
     _check_one_source(config)
     if (folder := prepared_folder(config.files)) is None:
-        given = None
+        given: Given | None = None
         if not config.files:
             given = Given(tuple((document.name, document.text) for document in built_in()))
         return prepared_by_itself(config, tokenizer, vocab_size, given, without)

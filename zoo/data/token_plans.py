@@ -208,8 +208,11 @@ class PackedPlan(TokenPlan):
             self._whole = Whole(rows, seq_len)
             total, self.num_rows = self._whole.num_positions, self._whole.num_rows
         else:
-            stored = isinstance(corpus, Part)
-            self._stream = corpus if stored else EndToEnd(self._positions(corpus))
+            self._stream: Part | EndToEnd
+            if isinstance(corpus, Part):
+                self._stream = corpus
+            else:
+                self._stream = EndToEnd(self._positions(corpus))
             total = self._stream.num_positions
             self.num_rows = math.ceil(total / seq_len)
         self.buckets = (seq_len,)

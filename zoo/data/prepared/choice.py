@@ -63,7 +63,7 @@ def prepared_by_itself(
             one = get_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
             one.save(Path(temporary))
             spec = temporary
-        options = {
+        options: dict[str, Any] = {
             "vocab_size": vocab_size if spec == "bpe" else 0,
             "field": config.field,
             "held_out": config.held_out,

@@ -55,7 +55,8 @@ def write_parts(
             first, last = np.searchsorted(duplicates, [begin, begin + len(records)])
             kept[duplicates[first:last] - begin] = False
             if without and suffix == TRAIN:
-                kept &= [hashed.tobytes() not in without for hashed in _bytes_of(records)]
+                found = [hashed.tobytes() in without for hashed in _bytes_of(records)]
+                kept &= ~np.array(found, bool)
             yield records[kept]
 
     parts = {}

@@ -213,7 +213,7 @@ def _texts(splits: Sequence[Split | Given], field: str) -> Iterator[str]:
 
 def _only_text(splits: Sequence[Split | Given], field: str) -> str | None:
     """The text of all documents that have one, if it is one text; reads to the second one."""
-    first = None
+    first: str | None = None
     for text in filter(None, _texts(splits, field)):
         if first not in (None, text):
             return None
