@@ -104,7 +104,7 @@ def test_fields_that_differ_from_those_it_was_prepared_with(tmp_path):
 
 
 def test_what_a_prepared_folder_has_not(tmp_path, folder):
-    with pytest.raises(ValueError, match=r"label='topic': .* has no labels"):
+    with pytest.raises(ValueError, match=r"label='topic': .* is prepared, and has no labels"):
         load(tmp_path, folder, label="topic", rows="bucketed")
     with pytest.raises(ValueError, match=r"is prepared: .* data.documents='functions'"):
         load(tmp_path, folder, documents="functions")

@@ -275,10 +275,10 @@ def check_label(config: Source, label: str | None) -> None:
             f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "
             f"and labelled data.files (now {config.files!r})"
         )
-    if config.documents == "functions" or prepared_folder(config.files) is not None:
+    if prepared_folder(config.files) is not None:
         raise ValueError(
-            f"label={label!r}: data.files={config.files!r} with data.documents="
-            f"{config.documents!r} has no labels: give files of rows, and whole documents"
+            f"label={label!r}: data.files={config.files!r} is prepared, and has no labels; give "
+            "the files themselves"
         )
 
 
