@@ -71,7 +71,7 @@ def _losses(name: str) -> Table:
     num_batches = data.held_out.batches_per_epoch
     table = Table(
         f"{name}: bits per byte of the whole held-out text "
-        f"({len(data.held_out.corpus.tokens):,} tokens), computed in {native_precision()}"
+        f"({data.held_out.corpus.num_tokens:,} tokens), computed in {native_precision()}"
     )
     first = None
     for kind in KINDS:

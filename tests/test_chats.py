@@ -11,8 +11,6 @@ from helpers import write_tokenizer
 
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate, with_chat_template
-from zoo.data.corpus import tokenize
-from zoo.data.documents import Document
 from zoo.data.rows import read_rows
 from zoo.data.token_plans import PackedPlan
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -153,13 +151,6 @@ def test_no_token_reaches_from_a_prompt_into_its_answer(content, make, tmp_path)
     assert joined not in corpus[0]
     given = template.encode(chat[:1])
     np.testing.assert_array_equal(corpus[0][: len(given)], given)
-
-
-def test_chats_tokenizers_have_cached_corpora(tmp_path):
-    folder = next(folder for folder in variants(tmp_path / "original") if folder.name == "files")
-    documents = [Document("a", "some text")]
-    one, two = (tokenize(documents, load_tokenizer(folder), tmp_path / "cache") for _ in range(2))
-    np.testing.assert_array_equal(one.tokens, two.tokens)
 
 
 def test_only_turns_that_are_rewritten_are_apart(make, tmp_path):

@@ -15,9 +15,7 @@ from recipes import lm, mlp
 from zoo import tabular
 from zoo.base import files
 from zoo.base.files import local_path
-from zoo.data import entries
-from zoo.data.corpus import tokenize
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import load_tokenizer
 from zoo.planning import command
 from zoo.publishing import uploads
 from zoo.runs.checkpoint import Checkpointer
@@ -46,7 +44,6 @@ TAKERS = {
     "data.cache": lambda: lm.Config(data=zoo.text.Config(cache=Path(REMOTE))),
     "data.tokenizer": lambda: lm.Config(data=zoo.text.Config(tokenizer=REMOTE)),
     "data of rows": lambda: tabular.read_table(tabular.Config(REMOTE), seed=0),
-    "cache_folder": lambda: tokenize([], ByteTokenizer(), Path(REMOTE)),
     "tokenizer": lambda: load_tokenizer(REMOTE),
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),
     "save": lambda: command.main(command.Config(model="x", target="cpu:1", save=Path(REMOTE))),
@@ -168,7 +165,6 @@ import jax
 import zoo
 from zoo import mlp
 from zoo.base import checksums
-from zoo.data import entries
 from zoo.publishing import uploads
 
 folder, die = Path(sys.argv[1]), lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
@@ -188,7 +184,7 @@ def upload():
     with uploads.uploading("memory://bucket/net", last="config.json") as new:
         die()
 
-for write in (save, replace, upload, lambda: entries.write(folder / "cache/entry", die)):
+for write in (save, replace, upload):
     if (child := os.fork()) == 0:
         write()
         os._exit(0)
@@ -203,7 +199,7 @@ def test_what_kills_left_beside_folders_is_removed(tmp_path, monkeypatch):
     run, saving = tmp_path / "run", tmp_path / "home/.cache/zoo/models/saving"
     left = lambda folder, name: list(folder.glob(f".{name}.????????"))
     assert [len(left(run, name)) for name in ("best", "model")] == [1, 1]
-    assert len(left(saving, "net")) == len(left(tmp_path / "cache", "entry")) == 1
+    assert len(left(saving, "net")) == 1
     assert not (run / "model").exists()  # it was killed between the two renames
     others = [run / ".best.mistaken", run / ".best.notes", run / ".git"]
     for other in others:
@@ -220,9 +216,7 @@ def test_what_kills_left_beside_folders_is_removed(tmp_path, monkeypatch):
     with uploads.uploading("memory://bucket/net", last="config.json") as new:
         (new / "config.json").touch()
         assert left(saving, "net") == [new.parent]
-    entries.write(tmp_path / "cache/entry", lambda new: (new / "a").touch())
     assert os.listdir(saving) == []
-    assert os.listdir(tmp_path / "cache") == ["entry"]
 
 
 def test_a_folder_that_is_taken_for_a_killed_ones_is_made_again(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def table(tmp_path, folder, **keys):
     return path
 
 
-def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pattern, monkeypatch):
+def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pattern):
     data = load(tmp_path, f"code={folder}:0.7,help={pattern}:0.3")
     assert isinstance(data.tokenizer, ByteTokenizer)
     assert all_of(data, "code") == sorted(some("prepared"))
@@ -77,12 +77,6 @@ def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pat
     assert data.sources["code"].fingerprint == format.read_manifest(folder).fingerprint
     first = [data.train.row_pieces(0, row)[0].document for row in range(40)]
     assert sum(document < len(data.sources["code"].train.corpus) for document in first) == 28
-    # The same of text that is prepared by itself.
-    monkeypatch.setattr(choice, "IN_MEMORY", 100)
-    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
-    large = load(tmp_path, f"code={folder}:0.7,help={pattern}:0.3")
-    assert large.sources["help"].prepared is not None
-    assert all_of(large, "help") == sorted(some("plain"))
 
 
 def test_a_prepared_address_is_a_source(tmp_path, folder, pattern):
@@ -142,15 +136,11 @@ def test_text_that_would_take_too_long_is_to_be_prepared_with_the_same_tokenizer
     assert f"--tokenizer {folder}/tokenizer" in str(error.value)
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monkeypatch, large):
-    """Of every source by its weight, from memory or in a stream."""
+def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monkeypatch):
+    """Of every source by its weight."""
     (tmp_path / "more").mkdir()
     for i, document in enumerate(some("more")):
         (tmp_path / "more" / f"{i}.txt").write_text(document)
-    if large:
-        monkeypatch.setattr(choice, "IN_MEMORY", 100)
-        monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
     seen = []
 
     def train(texts, vocab_size):
@@ -246,7 +236,7 @@ def test_limits_of_a_prepared_source(tmp_path, folder):
         assert limited(**more) == (30, whole.fingerprint)
 
 
-def test_limits_and_epochs_of_bucketed_rows(tmp_path, folder, pattern, monkeypatch):
+def test_limits_and_epochs_of_bucketed_rows(tmp_path, folder, pattern):
     bucketed = functools.partial(load, tmp_path, rows="bucketed", buckets=(32, 64))
     whole = bucketed(f"code={folder}")
     few = bucketed(table(tmp_path, folder, limit_documents=8))
@@ -255,11 +245,7 @@ def test_limits_and_epochs_of_bucketed_rows(tmp_path, folder, pattern, monkeypat
     bucketed(table(tmp_path, folder, limit_documents=8, max_epochs=5))
     with pytest.raises(ValueError, match=r"'code' would be read 5.00 times in --steps 10, .*=4.9"):
         bucketed(table(tmp_path, folder, limit_documents=8, max_epochs=4.9))
-    # Of text that is prepared by itself too.
-    monkeypatch.setattr(choice, "IN_MEMORY", 100)
-    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
     large = bucketed(table(tmp_path, pattern, limit_documents=8), tokenizer="bytes")
-    assert large.sources["code"].prepared is not None
     assert len(large.sources["code"].train.corpus) == 8
 
 

@@ -440,7 +440,7 @@ def test_a_change_behind_a_run_is_refused_and_one_before_it_recorded(tmp_path):
 
 def test_finetuning_says_that_it_takes_no_mixture():
     with pytest.raises(ValueError, match="is a mixture of sources, which only"):
-        text.read_documents_of(text.Config(files="a=x.txt:1,b=y.txt:2"))
+        text.open_text(text.Config(files="a=x.txt:1,b=y.txt:2"), text.Config(), "bytes")
 
 
 def test_the_progress_line_has_epochs_per_source():

@@ -272,7 +272,9 @@ def test_neither_part_is_empty(tmp_path: Path):
         )
         assert [manifest.total(p).documents for p in ("held_out", "train")] == expected
     file.write_text('{"text": "a"}\n' * 3)
-    with pytest.raises(ValueError, match="1 different documents with a token: two are needed"):
+    with pytest.raises(
+        ValueError, match="the only document has 1 characters: too few to hold any out"
+    ):
         prepare.prepare(str(file), tmp_path / "one", workers=1)
 
 

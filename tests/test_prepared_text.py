@@ -13,9 +13,9 @@ from prepared_parts import make_parts, reading
 from zoo import text
 from zoo.data.documents import Document, compressed_size
 from zoo.data.prepared import agreement, choice, format
-from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
+from zoo.data.prepared.parts import Part
 from zoo.data.prepared.prepare import prepare
-from zoo.data.token_plans import PackedPlan
+from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
 DOCUMENTS = [f"a text of number {i}, of {'some ' * (i % 7)}words" for i in range(40)]
@@ -38,7 +38,8 @@ def folder(tmp_path):
 
 def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
     loaded = load(tmp_path, folder)
-    assert isinstance(loaded.train, PreparedPackedPlan)
+    assert isinstance(loaded.train, PackedPlan)
+    assert isinstance(loaded.train.corpus, Part)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.fingerprint == format.read_manifest(folder).fingerprint
     assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
@@ -50,7 +51,7 @@ def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
     documents = [Document("", document) for document in held_out]
     assert loaded.compressors["gzip -9"] == 8 * compressed_size(documents, "gzip") / num_bytes
     bucketed = load(tmp_path, folder, rows="bucketed", buckets=(32, 64)).train
-    assert isinstance(bucketed, PreparedBucketPlan)
+    assert isinstance(bucketed, BucketPlan)
     assert bucketed.buckets == (32, 64)
     assert load(tmp_path, folder, rows="bucketed", cache=None).train.batches_per_epoch > 1
 
@@ -103,7 +104,7 @@ def test_fields_that_differ_from_those_it_was_prepared_with(tmp_path):
 
 
 def test_what_a_prepared_folder_has_not(tmp_path, folder):
-    with pytest.raises(ValueError, match="is prepared: it has whole documents without labels"):
+    with pytest.raises(ValueError, match=r"label='topic': .* is prepared, and has no labels"):
         load(tmp_path, folder, label="topic", rows="bucketed")
     with pytest.raises(ValueError, match=r"is prepared: .* data.documents='functions'"):
         load(tmp_path, folder, documents="functions")
@@ -120,29 +121,20 @@ def pattern(tmp_path):
     return f"{tmp_path}/texts/*.txt"
 
 
-def test_small_text_is_read_into_memory_and_what_is_too_large_is_refused(
-    tmp_path, pattern, monkeypatch
-):
-    size = sum(map(len, DOCUMENTS))
-    monkeypatch.setattr(choice, "IN_MEMORY", size)
-    assert isinstance(load(tmp_path, pattern).train, PackedPlan)
-    monkeypatch.setattr(choice, "IN_MEMORY", 0)
-    assert isinstance(load(tmp_path, pattern, cache=None).train, PackedPlan)
-    monkeypatch.setattr(choice, "BY_ITSELF", size - 1)
+def test_too_much_text_is_to_be_prepared(tmp_path, pattern, monkeypatch):
+    monkeypatch.setattr(choice, "BY_ITSELF", sum(map(len, DOCUMENTS)) - 1)
     with pytest.raises(ValueError, match=r"in 40 files: above 0 GiB a run does not") as error:
         load(tmp_path, pattern)
     assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
     command = f"python -m zoo prepare '{pattern}' --tokenizer bpe --vocab-size 2048 --out FOLDER"
     assert command in str(error.value)
-    assert isinstance(load(tmp_path, pattern, documents="functions").train, PackedPlan)
 
 
-def test_text_between_is_prepared_once(tmp_path, pattern, monkeypatch):
-    monkeypatch.setattr(choice, "IN_MEMORY", 1000)
-    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
     load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
     loaded = load_it()
-    assert isinstance(loaded.train, PreparedPackedPlan)
+    assert isinstance(loaded.train, PackedPlan)
+    assert isinstance(loaded.train.corpus, Part)
     assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
     texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
     assert texts < set(DOCUMENTS)
@@ -159,8 +151,7 @@ def test_text_between_is_prepared_once(tmp_path, pattern, monkeypatch):
     assert len(folders()) == 3
 
 
-def test_compressed_text_is_prepared_however_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+def test_compressed_text(tmp_path):
     lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS)
     (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     loaded = load(tmp_path, tmp_path / "*.jsonl.gz", vocab_size=280)

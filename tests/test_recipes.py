@@ -377,7 +377,7 @@ def test_invalid_generate_arguments_are_refused(model_folder, capsys, flags, mes
 
 MISTAKES = {
     "no file": (["--data.files=nowhere/*.txt"], "no file matches 'nowhere/*.txt'"),
-    "no text": (["--data.files={tmp}/empty.txt"], "no text in"),
+    "no text": (["--data.files={tmp}/empty.txt"], "(1) are empty"),
     "no token file": (["--data.tokenizer=nowhere.json"], "no tokenizer at nowhere.json"),
     "batch": (["--mesh=data=3"], "batch_size=8 is not divisible by 3"),
     "devices": (["--mesh=data=16"], "needs 16 devices, and this run has 8"),

@@ -24,7 +24,7 @@ from zoo.data.sources.lines import read_jsonl
 from zoo.data.sources.pieces import Piece
 from zoo.data.sources.reading import SourceDocument, read_split
 from zoo.data.sources.sample import sample_texts
-from zoo.data.sources.splits import Split, plan_splits
+from zoo.data.sources.splits import plan_splits
 
 MIB = 2**20
 
@@ -112,7 +112,6 @@ def test_splits_depend_on_names_and_sizes_alone(tmp_path):
     write(tmp_path / "other/big.jsonl", lines(str(i) for i in range(31)))
     changed = plan_splits(f"{tmp_path}/other/big.jsonl", shard_bytes=100)
     assert one[0].key != changed[0].key
-    assert [Split.from_json(json.loads(json.dumps(split.to_json()))) for split in one] == one
     # They are read in another folder of work too.
     assert all(Path(piece.path).is_absolute() for split in one for piece in split.pieces)
 

@@ -1,5 +1,8 @@
+import ast
+import dataclasses
 import gzip
 import hashlib
+import json
 import math
 import shutil
 from pathlib import Path
@@ -9,9 +12,12 @@ import pytest
 
 from zoo import text
 from zoo.data import completions
+from zoo.data import documents as documents_of
+from zoo.data.documents import held_out_split, read_documents
+from zoo.data.prepared import choice
 from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
-from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
+from zoo.data.tokenizer import ByteTokenizer
 
 WORDS = ("north", "east", "south", "west")
 
@@ -22,7 +28,7 @@ def corpus(tmp_path):
     folder.mkdir()
     for i in range(40):
         (folder / f"{i}.txt").write_text(
-            " ".join(WORDS[(i + j) % 4] for j in range(3 + i % 5)) + "é"
+            " ".join(WORDS[(i + j) % 4] for j in range(3 + i % 5)) + f" {i}é"
         )
     return folder
 
@@ -37,7 +43,8 @@ def load(corpus, seed=0, **options):
         return kept
 
     options = {"seq_len": 16, "batch_size": 4, "cache": None} | options
-    config = text.Config(files=f"{corpus}/*.txt", **options)
+    files = str(corpus) if corpus.is_file() else f"{corpus}/*.txt"
+    config = text.Config(files=files, **options)
     return text.read_text(config, seed=seed, tokenizer_folder=tokenizer_folder)
 
 
@@ -45,9 +52,10 @@ def test_split_covers_all_documents(corpus):
     loaded = load(corpus, held_out=0.2)
     sizes = [len(path.read_bytes()) for path in corpus.iterdir()]
     assert loaded.train.corpus.num_bytes + loaded.held_out.corpus.num_bytes == sum(sizes)
-    assert len(loaded.held_out.corpus) == len(loaded.held_out_documents)
-    assert 4 <= len(loaded.held_out_documents) <= 14
-    held_out = {document.text for document in loaded.held_out_documents}
+    held_out = {text for path in corpus.iterdir() if by_hash(text := path.read_text()) < 0.2}
+    assert 1 < len(held_out) < 14
+    assert {document.text for document in loaded.held_out_documents} == held_out
+    assert len(loaded.held_out.corpus) == len(held_out)
     plan = loaded.held_out
     decoded = {loaded.tokenizer.decode(plan.corpus[i]) for i in range(len(plan.corpus))}
     assert decoded == held_out
@@ -100,7 +108,7 @@ def test_epoch_weights_count_every_target(corpus):
     for options in ({}, {"rows": "bucketed", "buckets": (32, 64)}):
         plan = load(corpus, **options).held_out
         weight = sum(plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch))
-        assert weight == len(plan.corpus.tokens) + len(plan.corpus)
+        assert weight == plan.corpus.num_tokens + len(plan.corpus)
 
 
 class Framed(ByteTokenizer):
@@ -118,7 +126,7 @@ class NoBegin(Framed):
 @pytest.mark.parametrize("options", [{}, {"rows": "bucketed", "buckets": (32, 64)}])
 def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
     config = text.Config(files=f"{corpus}/*.txt", seq_len=16, batch_size=4, cache=None, **options)
-    parts = text.split(config, text.read_documents_of(config))
+    parts = held_out_split(read_documents(config.files))
     found = {}
     for tokenizer in (ByteTokenizer(), Framed(), NoBegin()):
         loaded = text.make_text(config, parts, tokenizer, seed=0)
@@ -183,44 +191,82 @@ def test_tokenizer_survives_corpus_changes(corpus):
     assert third.tokenizer.encode("north").tolist() != first.tokenizer.encode("north").tolist()
 
 
-def test_a_trained_tokenizer_is_trained_once(corpus, tmp_path, monkeypatch):
+def test_a_second_run_finds_the_text(corpus, tmp_path, monkeypatch):
+    """However small it is, it is tokenized once, and its tokenizer trained once."""
     options = {"tokenizer": "bpe", "vocab_size": 280}
     folder = corpus.parent / "tokenizer"
+    alone, plain = load(corpus, **options), (folder / "tokenizer.json").read_bytes()
+    calls, prepare = [], choice.prepare
 
-    def files():
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    alone = load(corpus, **options)
-    plain = files()
-    calls, train = [], BPETokenizer.train
-
-    def counted(*args):
+    def counted(*args, **named):
         calls.append(args)
-        return train(*args)
+        return prepare(*args, **named)
 
-    monkeypatch.setattr(BPETokenizer, "train", counted)
+    monkeypatch.setattr(choice, "prepare", counted)
     for _ in range(2):
         shutil.rmtree(folder)
         cached = load(corpus, cache=tmp_path / "cache", **options)
         assert cached.fingerprint == alone.fingerprint
-        assert files() == plain
+        assert (folder / "tokenizer.json").read_bytes() == plain
     assert len(calls) == 1
-    [entry] = (tmp_path / "cache").glob("tokenizer-*")
-    (entry / "tokenizer.json").write_text("{}")  # damaged: made again
-    shutil.rmtree(folder)
-    assert load(corpus, cache=tmp_path / "cache", **options).fingerprint == alone.fingerprint
     shutil.rmtree(folder)
     load(corpus, cache=tmp_path / "cache", tokenizer="bpe", vocab_size=281)
     shutil.rmtree(folder)
     next(corpus.iterdir()).write_text("something else entirely " * 4)
-    load(corpus, cache=tmp_path / "cache", **options)
-    assert len(calls) == 4
-    assert len([*(tmp_path / "cache").glob("tokenizer-*")]) == 3
+    assert load(corpus, cache=tmp_path / "cache", **options).fingerprint != alone.fingerprint
+    assert len(calls) == 3
+
+
+def test_the_only_document_is_cut(tmp_path, caplog):
+    """Whatever its form, and however many copies there are of it."""
+    whole = "".join(f"line {i} of a long text: é\n" for i in range(200))
+    (tmp_path / "a.txt").write_text(whole)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": whole}) + "\n" + '{"text": ""}')
+    config = text.Config(tokenizer="bpe", vocab_size=280, held_out=0.1, cache=tmp_path / "cache")
+    for files in ("a.txt", "b.jsonl", "?.*"):
+        loaded = text.read_text(
+            dataclasses.replace(config, files=f"{tmp_path}/{files}"),
+            seed=0,
+            tokenizer_folder=lambda make, files=files: (
+                make(tmp_path / f"{files}_") or tmp_path / f"{files}_"
+            ),
+        )
+        train, held_out = loaded.train.corpus, loaded.held_out.corpus
+        assert (len(train), len(held_out)) == (1, 1)
+        cut = len(whole) - round(0.1 * len(whole))
+        assert loaded.tokenizer.decode(train[0]) == whole[:cut]
+        assert loaded.tokenizer.decode(held_out[0]) == whole[cut:]
+        assert held_out.num_bytes == len(whole[cut:].encode())
+        assert "its last 10% is held out" in caplog.text
+        caplog.clear()
+    (tmp_path / "c.txt").write_text("x")
+    with pytest.raises(ValueError, match="1 characters: too few"):
+        load(tmp_path / "c.txt").train  # noqa: B018
+
+
+def test_the_built_in_text_is_held_out_by_its_names(tmp_path):
+    """So that published numbers stay; copies and empty files are kept."""
+    names = [f"{i}.py" for i in range(60)]
+    documents = [
+        documents_of.Document(name, f"def f(): return {i % 3}") for i, name in enumerate(names)
+    ] + [documents_of.Document("empty.py", "")]
+    held = {name for name in [*names, "empty.py"] if by_hash(name) < 0.2}
+    for kind in ("files", "functions"):
+        config = text.Config(held_out=0.2, documents=kind, cache=tmp_path / "cache")
+        found = text.open_text(config, config, "bytes", built_in=lambda: documents)
+        train, held_out = found.train, found.held_out
+        names = {held_out.name(i).strip("'").partition(":")[0] for i in range(len(held_out))}
+        assert names == held - ({"empty.py"} if kind == "functions" else set())
+        assert len(train) + len(held_out) == 60 + (kind == "files")
+
+
+def by_hash(key):
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
 
 
 def test_bpe_never_sees_held_out_text(corpus):
     loaded = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
-    name = Path(loaded.held_out_documents[0].name)
+    name = ast.literal_eval(loaded.held_out_documents[0].name)
     texts = ("qqqq " * n for n in range(50, 100))  # of which a hash holds out the one
     held_out = next(t for t in texts if hashlib.sha256(t.encode()).digest()[0] < 0.2 * 255)
     (corpus / name).write_text(held_out)
@@ -233,7 +279,8 @@ def test_custom_tokenizer_files_are_used(corpus, tmp_path):
     trained = load(corpus, tokenizer="bpe", vocab_size=280)
     mine = shutil.move(corpus.parent / "tokenizer", tmp_path / "mine")
     loaded = load(corpus, tokenizer=str(Path(mine) / "tokenizer.json"))
-    assert loaded.fingerprint == trained.fingerprint
+    for name, array in trained.train.batch(1).items():
+        np.testing.assert_array_equal(loaded.train.batch(1)[name], array)
     assert not isinstance(loaded.tokenizer, ByteTokenizer)
 
 
@@ -276,14 +323,14 @@ def test_unusable_labels_are_refused(tmp_path):
         labelled(tmp_path / "packed", ["x", "y"] * 20, rows="packed")
 
 
-def test_functions_are_split_by_their_file(tmp_path, caplog):
+def test_functions_are_split_by_their_file(tmp_path):
     for i in range(20):
         functions = "".join(f"def f{i}_{j}(): pass\n" for j in range(3))
         (tmp_path / f"{i}.py").write_text(functions)
     config = text.Config(files=f"{tmp_path}/*.py", documents="functions", held_out=0.2, cache=None)
     folder = tmp_path / "tokenizer"
     loaded = text.read_text(config, seed=0, tokenizer_folder=lambda make: make(folder) or folder)
-    names = [document.name.partition(":")[0] for document in loaded.held_out_documents]
+    names = [document.name.strip("'").partition(":")[0] for document in loaded.held_out_documents]
     assert {names.count(name) for name in names} == {3}
     assert len(loaded.train.corpus) == 60 - len(names)
     # One that all files have is held out alone.
@@ -295,8 +342,7 @@ def test_functions_are_split_by_their_file(tmp_path, caplog):
     corpus = again.train.corpus
     assert len(corpus) > 20
     assert not held_out & {again.tokenizer.decode(corpus[i]) for i in range(len(corpus))}
-    assert f"{len(corpus) // 3} of {len(corpus) * 4 // 3} functions" in caplog.text
     for i, path in enumerate(tmp_path.glob("*.py")):
         path.write_text(f"x = {i}")
-    with pytest.raises(ValueError, match="0 to train on and 0 held out; add Python files"):
+    with pytest.raises(ValueError, match="0 different documents with a token"):
         text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)

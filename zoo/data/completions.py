@@ -7,7 +7,6 @@ divided into the ids of its parts.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,10 +227,8 @@ def texts_of(documents: Sequence[Document]) -> Iterator[str]:
             yield "".join(text for text, _ in example)
 
 
-def tokenize_parts(
-    documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
-) -> Corpus:
-    """The corpus of documents of parts, with the tokens that count; there is no cache.
+def tokenize_parts(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
+    """The corpus of documents of parts, with the tokens that count.
 
     A begin or an end of text at the ends of an example is left out, as rows have their own.
     """
@@ -244,9 +241,7 @@ def tokenize_parts(
     return _tokenize(documents, tokenizer.vocab_size, encode)
 
 
-def tokenize_chats(
-    documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
-) -> Corpus:
+def tokenize_chats(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     """As `tokenize_parts`, of conversations that begin and end as their template does.
 
     One that ends with no special token gets the tokenizer's end.

@@ -1,20 +1,14 @@
-"""The `Corpus`, the token ids of documents, and its cache."""
+"""The `Corpus`: token ids of documents in memory."""
 
 import dataclasses
 import functools
-import hashlib
-import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
 from zoo.base import checksums
-from zoo.base.files import local_path
-from zoo.data import entries
 from zoo.data.documents import Document
 from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import Tokenizer
@@ -159,27 +153,11 @@ class Corpus:
         return str(i) if self.names is None else repr(self.names[i])
 
 
-def tokenize(
-    documents: Sequence[Document], tokenizer: Tokenizer, cache_folder: Path | None = None
-) -> Corpus:
-    """The corpus of the documents, cached in `cache_folder` if it is given.
+def tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
+    """The corpus of the documents.
 
-    A begin and an end of text that a document has are left out, as rows have their own. The key of
-    the cache is a hash of the tokenizer and of all names and texts. Any number of processes may
-    share the folder. A damaged entry is replaced, with a warning.
+    A begin and an end of text that a document has are left out, as rows have their own.
     """
-    if cache_folder is None:
-        return _tokenize(documents, tokenizer)
-    entry = local_path(cache_folder, "cache_folder") / _cache_key(documents, tokenizer)
-    if (cached := _read_entry(entry)) is not None:
-        return cached
-    corpus = _tokenize(documents, tokenizer)
-    _write_entry(entry, corpus)
-    cached = _read_entry(entry)  # memory-mapped, unlike `corpus`
-    return corpus if cached is None else cached
-
-
-def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     arrays: list[np.ndarray] = []
     for start in range(0, len(documents), 1024):  # to bound the memory of the encodings
         encoded = tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
@@ -187,46 +165,3 @@ def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     num_bytes = sum(len(document.text.encode()) for document in documents)
     names = [document.name for document in documents]
     return Corpus.from_arrays(arrays, tokenizer.vocab_size, num_bytes, names)
-
-
-def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256()
-
-    def add(part: bytes) -> None:  # with its length, so that the boundaries of parts count
-        digest.update(len(part).to_bytes(8, "big"))
-        digest.update(part)
-
-    add(f"2 {getattr(tokenizer, 'special_tokens', '')}".encode())
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        for file in sorted(Path(folder).iterdir()):
-            if file.is_file():  # further templates are in a folder
-                add(file.read_bytes())
-    for document in documents:
-        add(document.name.encode())
-        add(document.text.encode())
-    return digest.hexdigest()
-
-
-def _read_entry(entry: Path) -> Corpus | None:
-    """The corpus of a cache entry, memory-mapped; None if it is missing or damaged."""
-    if not entries.is_good(entry):
-        return None
-    try:
-        return Corpus(
-            tokens=np.load(entry / "tokens.npy", mmap_mode="r"),
-            offsets=np.load(entry / "offsets.npy"),
-            **json.loads((entry / "corpus.json").read_text()),
-        )
-    except FileNotFoundError:  # another process has just moved it away
-        return None
-
-
-def _write_entry(entry: Path, corpus: Corpus) -> None:
-    def make(new: Path) -> None:
-        np.save(new / "tokens.npy", corpus.tokens)
-        np.save(new / "offsets.npy", corpus.offsets)
-        fields = ("num_bytes", "vocab_size", "names")
-        (new / "corpus.json").write_text(json.dumps({f: getattr(corpus, f) for f in fields}))
-
-    entries.write(entry, make)

@@ -152,25 +152,29 @@ def functions(documents: Sequence[Document]) -> list[Document]:
     These are top-level functions and methods with their decorators and inner functions, dedented.
     A document that this version of Python cannot parse stays as it is.
     """
-    return [part for document in documents for part in _functions(document)]
+    return [
+        Document(f"{document.name}:{line}" if line else document.name, text, document.label)
+        for document in documents
+        for line, text in functions_of(document.name, document.text)
+    ]
 
 
-def _functions(document: Document) -> Iterator[Document]:
+def functions_of(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each function of a file; of what is no Python (0, all of it)."""
     try:
-        tree = ast.parse(document.text) if document.name.endswith(".py") else None
+        tree = ast.parse(text) if name.endswith(".py") else None
     except (SyntaxError, ValueError):
         tree = None
     if tree is None:
-        yield document
+        yield 0, text
         return
-    lines = io.StringIO(document.text, newline=None).readlines()  # as the parser counts them
+    lines = io.StringIO(text, newline=None).readlines()  # as the parser counts them
 
-    def visit(node: ast.AST) -> Iterator[Document]:
+    def visit(node: ast.AST) -> Iterator[tuple[int, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                text = textwrap.dedent("".join(lines[first - 1 : child.end_lineno]))
-                yield Document(f"{document.name}:{first}", text)
+                yield first, textwrap.dedent("".join(lines[first - 1 : child.end_lineno]))
             else:
                 yield from visit(child)
 

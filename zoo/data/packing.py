@@ -1,11 +1,8 @@
-"""Packing: which pieces of documents share a row, and where documents are cut.
+"""Packing: which pieces of documents share a row, and where documents are cut."""
 
-A layout has `num_rows` and `num_tokens`; `arrange(order)` puts its `num_units` things into the
-order of an epoch, which changes neither, and `pieces(arrangement, row)` are those of a row, from
-left to right.
-"""
-
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,33 +22,21 @@ class Piece(NamedTuple):
 
 
 class EndToEnd:
-    """Documents end to end, cut into full rows; only the last one is padded."""
+    """Documents of some lengths end to end, in memory."""
 
-    def __init__(self, lengths: Int64[np.ndarray, "documents"], seq_len: int):
-        self._lengths, self._seq_len = lengths, seq_len
-        self.num_tokens = int(lengths.sum())
-        self.num_rows = -(-self.num_tokens // seq_len)
-        self.num_units = len(lengths)
+    def __init__(self, lengths: Int64[np.ndarray, "documents"]):
+        self._begins = np.concatenate([[0], np.cumsum(lengths)])
+        self.num_positions = int(self._begins[-1])
 
-    def arrange(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(documents in order, where each begins and the last ends)."""
-        return order, np.concatenate([[0], np.cumsum(self._lengths[order])])
-
-    def pieces(self, arrangement: Any, row: int) -> list[Piece]:
-        """The pieces in a row, from left to right."""
-        documents, begins = arrangement
-        begin = row * self._seq_len
-        end = min(begin + self._seq_len, self.num_tokens)
-        first = int(np.searchsorted(begins, begin, side="right")) - 1
-        last = int(np.searchsorted(begins, end, side="left"))
+    def pieces(self, begin: int, end: int) -> list[Piece]:
+        """The pieces of documents that positions [begin, end) consist of, in order."""
+        first = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        last = int(np.searchsorted(self._begins, end, side="left"))
+        bounds = self._begins[first : last + 1].tolist()
         return [
-            Piece(
-                int(documents[i]),
-                max(begin - int(begins[i]), 0),
-                min(end, int(begins[i + 1])) - int(begins[i]),
-            )
-            for i in range(first, last)
-            if begins[i] < begins[i + 1]
+            Piece(first + i, max(begin - start, 0), min(end, stop) - start)
+            for i, (start, stop) in enumerate(itertools.pairwise(bounds))
+            if start < stop
         ]
 
 
@@ -59,7 +44,8 @@ class Whole:
     """Documents that are never cut: each in the first row that has room, the longest first.
 
     The lengths alone decide which fit together, so that every epoch has as many rows; among
-    documents of a length an epoch's order decides. `pieces` are rows (document, start, stop).
+    documents of a length `arrange`, by an epoch's order, decides. `pieces` are rows (document,
+    start, stop).
     """
 
     def __init__(self, pieces: Int64[np.ndarray, "pieces 3"], seq_len: int):
@@ -68,9 +54,11 @@ class Whole:
         row_of = first_fit(self._lengths, seq_len)
         self._slots = np.argsort(row_of, kind="stable")  # of the pieces, the longest first
         self._bounds = np.searchsorted(row_of[self._slots], np.arange(row_of.max() + 2))
-        self.num_tokens = int(self._lengths.sum())
+        self.num_positions = int(self._lengths.sum())
         self.num_rows = len(self._bounds) - 1
-        self.num_units = len(pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
 
     def arrange(self, order: np.ndarray) -> np.ndarray:
         """The pieces in the order of the rows."""
@@ -131,6 +119,36 @@ def cut_documents(
         lengths = np.where(cut & ~_counts_within(corpus, longest, first), 0, lengths)
         _warn_of_dropped(corpus, cut & (lengths == 0), room)
     return cut_lengths(lengths, longest)
+
+
+ROOM_IN_BUCKETS = "the largest bucket {}: add a larger bucket"
+
+
+def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
+    """The buckets in ascending order; a ValueError unless they are different and positive."""
+    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
+        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
+    return np.sort(np.asarray(buckets, np.int64))
+
+
+class BucketRows:
+    """Rows of pieces by bucket, those of the shortest one first.
+
+    `counts` and `tokens` are of each of the `lengths`: its rows, and all of their tokens.
+    """
+
+    def __init__(self, rows: Int64[np.ndarray, "rows 3"], lengths: Int64[np.ndarray, "buckets"]):
+        sizes = rows[:, 2] - rows[:, 1]
+        bucket = np.searchsorted(lengths, sizes)
+        self.lengths: list[int] = lengths.tolist()
+        self.counts: list[int] = np.bincount(bucket, minlength=len(lengths)).tolist()
+        self.tokens = [int(sizes[bucket == i].sum()) for i in range(len(lengths))]
+        self._rows = rows[np.argsort(bucket, kind="stable")]
+        self._first = np.cumsum([0, *self.counts]).tolist()
+
+    def row(self, bucket: int, i: int) -> Piece:
+        """Row i of the bucket of that number."""
+        return Piece(*self._rows[self._first[bucket] + i].tolist())
 
 
 def too_long_error(

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int64
 
 from zoo.base import checksums
+from zoo.data.permutation import Permutation
 from zoo.sharding import Layout, batch_sharding, layout_of, num_batch_parts, partition_spec
 from zoo.sharding.specs import num_shards
 
@@ -155,6 +155,7 @@ def batch_shapes(
 class SeededPlan(abc.ABC):
     """A `Plan` of data with an end, which it shuffles anew in each epoch.
 
+    Orders are computed place by place, and not stored: they take no memory and no time at a start.
     `padding_waste` is the fraction of an epoch's positions that are padding.
     """
 
@@ -171,6 +172,7 @@ class SeededPlan(abc.ABC):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self._permutation = functools.lru_cache(maxsize=64)(self._make_permutation)
 
     @abc.abstractmethod
     def _build(self, k: int, rows: range) -> HostBatch:
@@ -200,13 +202,12 @@ class SeededPlan(abc.ABC):
         """See `batch_shapes`."""
         return batch_shapes(self, mesh)
 
-    def _order(self, size: int, epoch: int, what: str) -> Int64[np.ndarray, "size"]:
-        """The order of `size` things named `what` in an epoch: shuffled, or as they are."""
-        if not self.shuffle:
-            return np.arange(size)
-        # Sorting raw bits: numpy keeps these streams from version to version, unlike permutation().
-        sequence = np.random.SeedSequence([self.seed, epoch, *what.encode()])
-        return np.argsort(np.random.PCG64(sequence).random_raw(size), kind="stable")
+    def _place(self, size: int, epoch: int, what: str, i: Any) -> Any:
+        """Place i, or those of an array, in an epoch's order of `size` things named `what`."""
+        return self._permutation(size, epoch, what)[i] if self.shuffle else i
+
+    def _make_permutation(self, size: int, epoch: int, what: str) -> Permutation:
+        return Permutation(size, (self.seed, epoch, what))
 
 
 class ArrayPlan(SeededPlan):
@@ -239,9 +240,6 @@ class ArrayPlan(SeededPlan):
         self.buckets = (batch_size,)
         self.batches_per_epoch = math.ceil(self._num_rows / batch_size)
         self.padding_waste = 1 - self._num_rows / (self.batches_per_epoch * batch_size)
-        self._epoch_order = functools.lru_cache(maxsize=2)(
-            lambda epoch: self._order(self._num_rows, epoch, "rows")
-        )
 
     @property
     def fingerprint(self) -> str:
@@ -260,7 +258,7 @@ class ArrayPlan(SeededPlan):
         epoch, batch = divmod(k, self.batches_per_epoch)
         places = batch * self.batch_size + np.asarray(rows)
         weights = (places < self._num_rows).astype(np.float32)
-        chosen = self._epoch_order(epoch)[places % self._num_rows]
+        chosen = self._place(self._num_rows, epoch, "rows", places % self._num_rows)
         return {**{name: array[chosen] for name, array in self.arrays.items()}, "weights": weights}
 
 

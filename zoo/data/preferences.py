@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int64
 from zoo.data import completions, text
 from zoo.data.chats import ChatTemplate, Message, Part
 from zoo.data.corpus import Corpus
-from zoo.data.documents import Document
+from zoo.data.documents import Document, held_out_split
 from zoo.data.packing import Piece
 from zoo.data.plans import HostBatch, Row
 from zoo.data.special_tokens import begin_id, end_id
@@ -235,7 +235,7 @@ def make_pairs(
     tokenize: Any,
 ) -> text.Text:
     """The plans of the pairs to train on and of the held-out ones, by `tokenize`."""
-    parts = text.split(config, documents)
+    parts = held_out_split(documents, config.held_out)
     reader = reading(tokenizer, config.reading)
     ends = begin_id(tokenizer), end_id(tokenizer)
     train, held_out = (

@@ -2,40 +2,32 @@
 
 import dataclasses
 import functools
-import hashlib
-import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from zoo.base import configuration
+from zoo.base import checksums, configuration
 from zoo.base.configuration import may_differ, require
 from zoo.base.files import local_path
 from zoo.data.corpus import Corpus, tokenize
 from zoo.data.documents import (
     Document,
     compressed_size,
-    functions,
     held_out_split,
     read_documents,
     standard_library,
 )
 from zoo.data.mixtures.spec import is_mixture
-from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer
-from zoo.data.prepared.choice import (
-    Wanted,
-    is_for_memory,
-    prepared_by_itself,
-    prepared_folder,
-)
+from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer, same_ids
+from zoo.data.prepared.choice import prepared_by_itself, prepared_folder
 from zoo.data.prepared.parts import Part, Prepared, open_prepared
-from zoo.data.prepared.plans import PreparedBucketPlan, PreparedPackedPlan
+from zoo.data.sources.splits import Given
 from zoo.data.special_tokens import begin_id, described, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import (
@@ -46,11 +38,6 @@ from zoo.data.tokenizer import (
     load_tokenizer,
     reading,
 )
-from zoo.data.trained import save_trained
-
-logger = logging.getLogger(__name__)
-
-ForMemory = Callable[[Wanted, Path | None], bool]
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ class Source:
     text, as plain characters. If not given, parse for prompts, completions and pairs of texts, and
     text for documents and for the messages of chats."""
     cache: Path | None = may_differ(Path("~/.cache/zoo/corpus"))
-    """Folder that keeps tokenized corpora, and copies of corpora at addresses."""
+    """Folder that keeps tokenized corpora, and copies of corpora at addresses; None keeps none."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "data.")
@@ -139,25 +126,14 @@ class Text:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches.
-
-        What has changed since the first version is hashed only where it changes the batches.
-        """
+        """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
         if self.prepared is not None:
             return self.prepared.fingerprint
-        digest = hashlib.sha256()
+        content: list[Any] = []
         for plan in (self.train, self.held_out):
-            assert isinstance(plan.corpus, Corpus)
-            labels = plan.labels if isinstance(plan, LabelledPlan) else np.zeros(0, np.int32)
-            counts = plan.corpus.counts
-            more = () if counts is None else (counts,)
-            for array in (plan.corpus.tokens, plan.corpus.offsets, labels, *more):
-                digest.update(np.ascontiguousarray(array).data)
-            if plan.begin_id != plan.end_id:
-                digest.update(f"from {plan.begin_id} to {plan.end_id}".encode())
-            if counts is not None and isinstance(plan, PackedPlan):
-                digest.update(b"packed whole")
-        return digest.hexdigest()
+            content += [plan.corpus.fingerprint, plan.begin_id, plan.end_id, type(plan).__name__]
+            content.append(plan.labels if isinstance(plan, LabelledPlan) else None)
+        return checksums.of_values(content)
 
     def vocab_size(self, at_least: int = 0) -> int:
         """A model's vocabulary: all ids of the tokenizer, in a multiple of 64 to be sharded."""
@@ -193,31 +169,37 @@ def read_text(
     tokenizer_folder: Callable[..., Path],
     label: str | None = None,
     default: Source | None = None,
-    for_memory: ForMemory = is_for_memory,
 ) -> Text:
-    """Read, split and tokenize; `tokenizer_folder(make)` keeps the files of `make(folder)`.
+    """Split and tokenize text, once; `tokenizer_folder(make)` keeps the files of `make(folder)`.
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
     `label`, the field that holds a row's label, the plans are `LabelledPlan`s. A prepared corpus
     brings its tokenizer and its held-out part: a field that has another value than `default` must
-    name the same. `for_memory(wanted, cache)` says whether files are read into memory.
+    name the same.
 
     Raises:
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
-    wanted = config.tokenizer, config.vocab_size
-    prepared = find_prepared(config, default or Config(), label, *wanted, for_memory=for_memory)
-    if prepared is not None:
-        folder = tokenizer_folder(prepared.tokenizer.save)
-        check_tokenizer(prepared, load_tokenizer(folder), str(folder))
-        return prepared_text(config, prepared, seed=seed)
-    parts = split(config, read_documents_of(config, label))
+    if label is not None:
+        return _labelled(config, label, seed, tokenizer_folder)
+    named = (config, default or Config())
+    prepared = open_text(*named, config.tokenizer, config.vocab_size)
+    folder = tokenizer_folder(prepared.tokenizer.save)
+    tokenizer = load_tokenizer(folder)
+    if not same_ids(tokenizer, prepared.tokenizer):  # the text has changed since it was trained
+        prepared = open_text(*named, tokenizer)
+        check_tokenizer(prepared, tokenizer, str(folder))
+    return prepared_text(config, prepared, seed=seed)
+
+
+def _labelled(config: Config, label: str, seed: int, tokenizer_folder: Callable[..., Path]) -> Text:
+    parts = split(config, label)
 
     def make(folder: Path) -> None:
         if config.tokenizer == "bpe":
             texts = [document.text for document in parts[0]]
-            save_trained(folder, texts, config.vocab_size, config.cache)
+            BPETokenizer.train(texts, config.vocab_size).save(folder)
         else:
             get_tokenizer(config.tokenizer).save(folder)
 
@@ -225,40 +207,47 @@ def read_text(
     return make_text(config, parts, tokenizer, seed=seed, label=label)
 
 
-def find_prepared(
+def open_text(
     config: Source,
     default: Source,
-    label: str | None,
     tokenizer: str | Tokenizer,
     vocab_size: int = 0,
     *,
-    for_memory: ForMemory = is_for_memory,
-) -> Prepared | None:
-    """The prepared corpus that a configuration names, or that its text becomes now.
+    built_in: Callable[[], list[Document]] = standard_library,
+    without: Set[bytes] = frozenset(),
+) -> Prepared:
+    """The text of a configuration, on disk: prepared by `python -m zoo prepare`, or now.
 
-    None: the text is read into memory. The built-in text, labelled rows and functions always are,
-    and so are files of 32 MB in all, or more where `data.cache` is None; or what `for_memory` says.
+    Without files it is the `built_in` one, which is held out by its documents' names. What hashes
+    `without` name is not trained on.
 
     Raises:
         ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
             asked for.
     """
-    in_memory = not config.files or label is not None or config.documents == "functions"
-    if (folder := prepared_folder(config.files)) is not None:
-        if in_memory:
-            raise ValueError(
-                f"data.files={config.files!r} is prepared: it has whole documents without labels; "
-                f"give the files themselves for label={label!r} and "
-                f"data.documents={config.documents!r}"
-            )
-        prepared = open_prepared(folder, config.cache)
-        check_named(prepared, config, default)
-        return prepared
-    if in_memory:
-        return None
-    spec = (config.files, config.field, config.held_out, tokenizer, vocab_size)
-    wanted = Wanted(*spec, config.reading)
-    return None if for_memory(wanted, config.cache) else prepared_by_itself(wanted, config.cache)
+    _check_one_source(config)
+    if (folder := prepared_folder(config.files)) is None:
+        given: Given | None = None
+        if not config.files:
+            given = Given(tuple((document.name, document.text) for document in built_in()))
+        return prepared_by_itself(config, tokenizer, vocab_size, given, without)
+    if config.documents == "functions":
+        raise ValueError(
+            f"data.files={config.files!r} is prepared: it has whole documents; give the files "
+            f"themselves for data.documents={config.documents!r}"
+        )
+    prepared = open_prepared(folder, config.cache)
+    check_named(prepared, config, default)
+    return prepared
+
+
+def _check_one_source(config: Source) -> None:
+    if is_mixture(config.files):
+        raise ValueError(
+            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
+            "language models on plain text take: give one source's files (./a=b.txt, if they are "
+            "named so)"
+        )
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
@@ -267,9 +256,9 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
 
     def plan(part: Part) -> TokenPlan:
         if config.rows == "packed":
-            return PreparedPackedPlan(part, ends, config.seq_len, config.batch_size, seed)
+            return PackedPlan(part, ends, config.seq_len, config.batch_size, seed)
         bucketed = (ends, config.buckets, config.batch_size, seed, config.too_long)
-        return PreparedBucketPlan(part, *bucketed, cache=config.cache)
+        return BucketPlan(part, *bucketed, cache=config.cache)
 
     train, held_out = plan(prepared.train), plan(prepared.held_out)
     found = described(prepared.manifest.special_tokens, prepared.reading == "parse")
@@ -279,54 +268,25 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
 
 def check_label(config: Source, label: str | None) -> None:
     """Raise a ValueError where rows are to be classified and the data has none."""
-    if label is not None and (config.rows != "bucketed" or not config.files):
+    if label is None:
+        return
+    if config.rows != "bucketed" or not config.files:
         raise ValueError(
             f"label={label!r} classifies rows: it needs data.rows='bucketed' (now {config.rows!r}) "
             f"and labelled data.files (now {config.files!r})"
         )
-
-
-def read_documents_of(config: Source, label: str | None = None) -> list[Document]:
-    """The documents that a configuration names."""
-    if not config.files:
-        return standard_library()
-    if is_mixture(config.files):
+    if prepared_folder(config.files) is not None:
         raise ValueError(
-            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
-            "language models on plain text take: give one source's files (./a=b.txt, if they are "
-            "named so)"
+            f"label={label!r}: data.files={config.files!r} is prepared, and has no labels; give "
+            "the files themselves"
         )
-    return read_documents(config.files, field=config.field, label=label)
 
 
-def split(config: Source, documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """The documents to train on and those held out, none of whose texts is trained on.
-
-    Functions are divided by their files, as a function's neighbours resemble it; of one that files
-    of both parts have, the held-out one stays. The built-in text is divided by its files' names,
-    and trains on such functions, as published models have.
-    """
-    by: Literal["text", "name"] = "text" if config.files else "name"
-    train, held_out = held_out_split(documents, config.held_out, by=by)
-    if config.documents == "functions":
-        train, held_out = functions(train), functions(held_out)
-        held = {document.text for document in held_out}
-        rest = [document for document in train if document.text not in held]
-        if copies := len(train) - len(rest):
-            done = "left out" if config.files else "trained on, as the built-in text always was"
-            logger.warning(
-                "%d of %d functions to train on are held out too, in other files: they are %s",
-                copies,
-                len(train),
-                done,
-            )
-        train = rest if config.files else train
-        if not (train and held_out):
-            raise ValueError(
-                f"data.documents='functions': {len(train)} to train on and {len(held_out)} held "
-                "out; add Python files, or take 'files'"
-            )
-    return train, held_out
+def split(config: Source, label: str) -> tuple[list[Document], list[Document]]:
+    """The labelled documents to train on and those held out, by the hash of their text."""
+    _check_one_source(config)
+    documents = read_documents(config.files, field=config.field, label=label)
+    return held_out_split(documents, config.held_out)
 
 
 def make_text(
@@ -340,7 +300,7 @@ def make_text(
 ) -> Text:
     """The plans of the documents to train on and of the held-out ones.
 
-    `tokenize_rows(documents, tokenizer, cache_folder)` makes the corpus of each part where the
+    `tokenize_rows(documents, tokenizer)` makes the corpus of each part where the
     documents are no plain text.
     """
     train, held_out = parts
@@ -349,7 +309,7 @@ def make_text(
         _check_classes(classes, held_out, label)
     reader = reading(tokenizer, config.reading)
     make_corpus = tokenize_rows or tokenize
-    corpora = [make_corpus(documents, reader, config.cache) for documents in parts]
+    corpora = [make_corpus(documents, reader) for documents in parts]
     plans = [
         _plan(config, documents, corpus, tokenizer, seed, classes)
         for documents, corpus in zip(parts, corpora, strict=True)

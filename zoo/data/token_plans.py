@@ -1,18 +1,36 @@
 """Plans over tokens: documents packed into rows, or padded to the length of a bucket."""
 
 import abc
+import bisect
 import functools
+import itertools
 import math
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from zoo.base import checksums
+from zoo.base.files import local_path
 from zoo.data.corpus import Corpus, Tokenized
-from zoo.data.packing import EndToEnd, Piece, Whole, cut_documents
+from zoo.data.packing import (
+    ROOM_IN_BUCKETS,
+    BucketRows,
+    EndToEnd,
+    Piece,
+    Whole,
+    bucket_lengths,
+    cut_documents,
+)
+from zoo.data.permutation import hashed_integer
 from zoo.data.plans import HostBatch, Row, SeededPlan
+from zoo.data.prepared.parts import Part
+from zoo.data.prepared.rows import RowIndex, row_index
 
 TOKEN_BATCH = {
     "tokens": np.int32,  # the input of the model
@@ -21,8 +39,6 @@ TOKEN_BATCH = {
     "segment_ids": np.int32,  # 1, 2, ... within the row; 0 for padding
     "positions": np.int32,  # from 0 in each segment
 }
-EMPTY_ROW = -1
-
 
 Ends = int | tuple[int | None, int | None]  # a separator, or a begin and an end; None is no token
 
@@ -45,6 +61,9 @@ def check_ids(plan: Any, vocab_size: int) -> None:
             f"tokens{[*place]} is {tokens[place]}, and the model has vocab_size={vocab_size}: "
             "correct the arrays, or make the vocabulary larger"
         )
+
+
+NO_TARGET = "no document has a token that follows another: there is no target"
 
 
 class TokenPlan(SeededPlan):
@@ -72,12 +91,20 @@ class TokenPlan(SeededPlan):
         self.corpus = corpus
         self.begin_id, self.end_id = (None, None) if corpus.framed else pair
         self.frame = (self.begin_id is not None) + (self.end_id is not None)
+        if isinstance(corpus, Part):
+            if self.frame != corpus.frame:
+                raise ValueError(
+                    f"begin and end {pair} are {self.frame} tokens, and the corpus was prepared "
+                    f"for {corpus.frame} per document: take those of its tokenizer"
+                )
+            if not corpus.num_positions:
+                raise ValueError(NO_TARGET)
 
     def _positions(self, corpus: Corpus) -> Int64[np.ndarray, "documents"]:
         """The positions of each document; a position has an input and a target."""
         positions = np.maximum(np.diff(corpus.offsets) + self.frame - 1, 0)
         if not positions.any():
-            raise ValueError("no document has a token that follows another: there is no target")
+            raise ValueError(NO_TARGET)
         return positions
 
     def _cut(
@@ -150,20 +177,20 @@ class TokenPlan(SeededPlan):
 class PackedPlan(TokenPlan):
     """Rows of `seq_len` tokens, packed with documents, which are the row's segments.
 
-    In each epoch the documents are permuted and put end to end, each with its begin and its end,
-    and cut into rows, which are permuted in turn. Each token of a document, and the end after it,
-    is a target once per epoch. The parts of a document that a cut splits are segments of different
-    rows. Only the last row is padded, and the last batch with empty rows.
+    All documents, each with its begin and its end, in the order of the corpus, are a circle of
+    positions. An epoch cuts it into rows from a place of its own on, and permutes the rows. Each
+    token of a document, and the end after it, is a target once per epoch. The parts of a document
+    that a cut splits are segments of different rows. Only one row of an epoch is padded, and the
+    last batch with empty rows.
 
     Documents of which only some tokens count, such as completions, are not cut from what they
     depend on: each is in one row, with padding after it. One that is too long for a row is an
     error, is truncated, or is split into rows.
-    Memory: 16 bytes per document and 8 per row, for each of two epochs.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | Part,
         separator_id: Ends,
         seq_len: int,
         batch_size: int,
@@ -175,118 +202,158 @@ class PackedPlan(TokenPlan):
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.seq_len = seq_len
-        if corpus.counts is None:
-            self._layout: EndToEnd | Whole = EndToEnd(self._positions(corpus), seq_len)
-        else:
+        self._whole: Whole | None = None
+        if isinstance(corpus, Corpus) and corpus.counts is not None:
             rows = self._cut(corpus, seq_len, too_long, f"a row seq_len={seq_len}: raise it")
-            self._layout = Whole(rows, seq_len)
+            self._whole = Whole(rows, seq_len)
+            total, self.num_rows = self._whole.num_positions, self._whole.num_rows
+        else:
+            self._stream: Part | EndToEnd
+            if isinstance(corpus, Part):
+                self._stream = corpus
+            else:
+                self._stream = EndToEnd(self._positions(corpus))
+            total = self._stream.num_positions
+            self.num_rows = math.ceil(total / seq_len)
         self.buckets = (seq_len,)
-        self.num_rows = self._layout.num_rows
         self.batches_per_epoch = math.ceil(self.num_rows / batch_size)
-        places = self.batches_per_epoch * batch_size * seq_len
-        self.padding_waste = 1 - self._layout.num_tokens / places
+        self.padding_waste = 1 - total / (self.batches_per_epoch * batch_size * seq_len)
         # Two, because the prefetching threads cross from one epoch into the next.
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
+        self._arranged = functools.lru_cache(maxsize=2)(self._arrange)
 
-    def _make_epoch_order(self, epoch: int) -> tuple[Any, np.ndarray]:
-        """(the layout's arrangement, rows in order)."""
-        order = self._order(self._layout.num_units, epoch, "documents")
-        return self._layout.arrange(order), self._order(self.num_rows, epoch, "rows")
+    def _arrange(self, epoch: int) -> np.ndarray:
+        """The arrangement of whole documents in an epoch."""
+        assert self._whole is not None
+        count = len(self._whole)
+        return self._whole.arrange(self._place(count, epoch, "documents", np.arange(count)))
 
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The pieces in a row of an epoch, from left to right."""
-        arrangement, rows = self._epoch_order(epoch)
-        return self._layout.pieces(arrangement, int(rows[row]))
-
-
-ROOM_IN_BUCKETS = "the largest bucket {}: add a larger bucket"
-
-
-def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
-    """The buckets in ascending order; a ValueError unless they are different and positive."""
-    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
-        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-    return np.sort(np.asarray(buckets, np.int64))
+        place = int(self._place(self.num_rows, epoch, "rows", row))
+        if self._whole is not None:
+            return self._whole.pieces(self._arranged(epoch), place)
+        total, begin = self._stream.num_positions, place * self.seq_len
+        length = min(self.seq_len, total - begin)
+        if self.shuffle:
+            begin = (begin + hashed_integer(total, (self.seed, epoch, "shift"))) % total
+        last = min(begin + length, total)
+        pieces = self._stream.pieces(begin, last)
+        return pieces + (self._stream.pieces(0, rest) if (rest := begin + length - last) else [])
 
 
 class BucketPlan(TokenPlan):
     """One document per row, padded to the smallest bucket that holds it and its separator.
 
     In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
-    all buckets are permuted. A bucket's remaining rows fill up the batches of larger buckets, if
-    those have room for all of them; else they form a batch with empty rows.
+    all buckets are permuted. A bucket's remaining rows fill up the last batches of larger buckets,
+    if those have room for all of them; else they form a batch with empty rows.
 
     A document too long for the largest bucket is an error, is truncated, or is split into rows.
-    Memory: 32 bytes per row, and 8 more for each of two epochs.
+    The rows of a stored corpus are found once, and kept on disk: in the folder `cache`, or else in
+    a temporary one that goes with the plan.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | Part,
         separator_id: Ends,
         buckets: Sequence[int] = (128, 256, 512),
         batch_size: int = 8,
         seed: int = 0,
         too_long: Literal["error", "truncate", "split"] = "error",
         shuffle: bool = True,
+        *,
+        cache: Path | None = None,
     ):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
-        self._lengths = bucket_lengths(buckets)
-        longest = int(self._lengths[-1])
-        self._rows = self._cut(corpus, longest, too_long, ROOM_IN_BUCKETS.format(longest))
-        starts, stops = self._rows[:, 1], self._rows[:, 2]
-        self._row_bucket = self._lengths[np.searchsorted(self._lengths, stops - starts)]
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
-        batch_lengths, _ = self._epoch_order(0)  # every epoch has as many of each length
-        self.buckets = tuple(np.unique(batch_lengths).tolist())
-        self.batches_per_epoch = len(batch_lengths)
+        lengths = bucket_lengths(buckets)
+        if isinstance(corpus, Part):
+            if cache is None:
+                cache = Path(tempfile.mkdtemp(prefix="zoo-rows-"))
+                weakref.finalize(self, shutil.rmtree, cache, ignore_errors=True)
+            folder = local_path(cache, "data.cache")
+            self._rows: BucketRows | RowIndex = row_index(corpus, lengths, too_long, folder)
+        else:
+            longest = int(lengths[-1])
+            cut = self._cut(corpus, longest, too_long, ROOM_IN_BUCKETS.format(longest))
+            self._rows = BucketRows(cut, lengths)
+        self._num_batches, self._last = fill_batches(self._rows.counts, batch_size)
+        self._ends = list(itertools.accumulate(self._num_batches))
+        self.batches_per_epoch = self._ends[-1]
         self.num_rows = self.batches_per_epoch * batch_size  # those of padding too
-        self.padding_waste = float(1 - (stops - starts).sum() / (batch_lengths.sum() * batch_size))
-
-    def _make_epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the bucket of each batch, the rows of each batch); `EMPTY_ROW` is a row of padding."""
-        order = self._order(len(self._rows), epoch, "rows")
-        lengths, table = np.zeros(0, np.int64), np.zeros((0, self.batch_size), np.int64)
-        for length in self._lengths[::-1]:
-            rows = order[self._row_bucket[order] == length]
-            places = np.flatnonzero(table.ravel() == EMPTY_ROW)  # in batches of larger buckets
-            left_over = len(rows) % self.batch_size
-            if left_over <= len(places):
-                table.ravel()[places[:left_over]] = rows[len(rows) - left_over :]
-                rows = rows[: len(rows) - left_over]
-            rows = np.pad(rows, (0, -len(rows) % self.batch_size), constant_values=EMPTY_ROW)
-            added = rows.reshape(-1, self.batch_size)
-            table = np.concatenate([added, table])
-            lengths = np.concatenate([np.full(len(added), length), lengths])
-        order = self._order(len(table), epoch, "batches")
-        return lengths[order], table[order]
-
-    def describe_buckets(self) -> str:
-        """One line per bucket: its rows and batches in an epoch, and its padding."""
-        lengths, table = self._epoch_order(0)
-        lines = []
-        for bucket in self.buckets:
-            rows = table[lengths == bucket]
-            held = rows[rows != EMPTY_ROW]
-            filled = int((self._rows[held, 2] - self._rows[held, 1]).sum())
-            lines.append(describe_bucket(bucket, held.size, len(rows), filled / rows.size))
-        return "\n".join(lines)
+        used = [pair for pair in zip(self._rows.lengths, self._num_batches, strict=True) if pair[1]]
+        self.buckets = tuple(length for length, _ in used)
+        places = batch_size * sum(length * count for length, count in used)
+        self.padding_waste = 1 - sum(self._rows.tokens) / places
 
     def bucket(self, k: int) -> int:
         """The sequence length of batch k."""
-        epoch, batch = divmod(k, self.batches_per_epoch)
-        return int(self._epoch_order(epoch)[0][batch])
+        return self._rows.lengths[self._batch(*divmod(k, self.batches_per_epoch))[0]]
 
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The piece in a row of an epoch; none in a row of padding."""
-        index = self._epoch_order(epoch)[1].ravel()[row]
-        return [] if index == EMPTY_ROW else [Piece(*map(int, self._rows[index]))]
+        batch, place = divmod(row, self.batch_size)
+        bucket, number = self._batch(epoch, batch)
+        if number == self._num_batches[bucket] - 1 and bucket in self._last:
+            held = self._last[bucket][place]
+        else:
+            held = bucket, number * self.batch_size + place
+        return [] if held is None else [self._row(epoch, *held)]
+
+    def _batch(self, epoch: int, batch: int) -> tuple[int, int]:
+        """(the number of a batch's bucket, its number among the bucket's batches)."""
+        place = int(self._place(self.batches_per_epoch, epoch, "batches", batch))
+        bucket = bisect.bisect_right(self._ends, place)
+        return bucket, place - self._ends[bucket] + self._num_batches[bucket]
+
+    def _row(self, epoch: int, bucket: int, i: int) -> Piece:
+        length, count = self._rows.lengths[bucket], self._rows.counts[bucket]
+        return self._rows.row(bucket, int(self._place(count, epoch, f"rows of {length}", i)))
+
+    def describe_buckets(self) -> str:
+        """One line per bucket: its rows and batches in an epoch, and its padding."""
+        rows, tokens = list(self._rows.counts), list(self._rows.tokens)
+        for bucket, batch in self._last.items():
+            for source, i in filter(None, batch):  # those of smaller buckets are here instead
+                piece = self._row(0, source, i)
+                for where, sign in ((bucket, 1), (source, -1)):
+                    rows[where] += sign
+                    tokens[where] += sign * (piece.stop - piece.start)
+        lines = []
+        for i, (length, count) in enumerate(
+            zip(self._rows.lengths, self._num_batches, strict=True)
+        ):
+            if count:
+                padding = 1 - tokens[i] / (count * self.batch_size * length)
+                lines.append(
+                    f"bucket {length}: {rows[i]:,} rows in {count:,} batches, {padding:.1%} padding"
+                )
+        return "\n".join(lines)
 
 
-def describe_bucket(bucket: int, rows: int, batches: int, mean_length: float) -> str:
-    """A line on a bucket: `mean_length` is that of its rows, those of padding too."""
-    padding = 1 - mean_length / bucket
-    return f"bucket {bucket}: {rows:,} rows in {batches:,} batches, {padding:.1%} padding"
+Held = tuple[int, int] | None  # (bucket, row of it), or padding
+
+
+def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dict[int, list[Held]]]:
+    """(batches of each bucket, the last batch of each bucket that has not rows enough for it).
+
+    `counts` are the rows of the buckets, in ascending order of their lengths.
+    """
+    num_batches = [0] * len(counts)
+    last: dict[int, list[Held]] = {}
+    free: list[tuple[int, int]] = []  # (bucket, place in its last batch)
+    for bucket in reversed(range(len(counts))):
+        num_batches[bucket], left = divmod(counts[bucket], batch_size)
+        remaining = [(bucket, counts[bucket] - left + i) for i in range(left)]
+        if left <= len(free):
+            for (larger, place), row in zip(free, remaining, strict=False):
+                last[larger][place] = row
+            free = free[left:]
+        else:
+            num_batches[bucket] += 1
+            last[bucket] = [*remaining, *[None] * (batch_size - left)]
+            free = [*((bucket, place) for place in range(left, batch_size)), *free]
+    return num_batches, last
 
 
 class LabelledPlan(BucketPlan):

@@ -27,7 +27,7 @@ from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
-from zoo.tasks import begun, mixtures
+from zoo.tasks import mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Evaluate, Training
 from zoo.training.pretrained import skeleton_of
@@ -112,7 +112,6 @@ def read_text(
         tokenizer_folder=lambda make: run.once("tokenizer", make),
         label=label,
         default=default,
-        for_memory=begun.for_memory(run),
     )
     say_what_there_is(run, data)
     return data

@@ -5,26 +5,26 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from zoo.data import text
 from zoo.data.documents import Document
-from zoo.data.mixtures.leaks import Parts, without_leaks
+from zoo.data.mixtures.leaks import find_leaks
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage, rounded
 from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
-from zoo.data.prepared import hashes
 from zoo.data.prepared.agreement import check_named, check_tokenizer
-from zoo.data.prepared.choice import Wanted, is_for_memory, prepared_folder
+from zoo.data.prepared.choice import files_of, prepared_folder
 from zoo.data.prepared.format import TOKENIZER
 from zoo.data.prepared.parts import Prepared, open_prepared
-from zoo.data.sources.sample import sample_texts
+from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
 from zoo.data.sources.splits import plan_splits
-from zoo.data.tokenizer import BPETokenizer, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, get_tokenizer, load_tokenizer
 
-SAMPLE_BYTES = 64 * 2**20  # of all sources, for a tokenizer
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,31 +104,35 @@ def read_mixture(
     mixture = parse(config.files)
     configs = {s.name: dataclasses.replace(config, files=s.files) for s in mixture.sources}
     prepared = _open_prepared(config, mixture, default or text.Config())
-    read = {
-        spec.name: _read(configs[spec.name], spec, prepared)
-        for spec in mixture.sources
-        if spec.name not in prepared
-    }
-    make = functools.partial(_make_tokenizer, config, mixture, prepared, read)
-    folder = tokenizer_folder(make)
-    tokenizer = load_tokenizer(folder)
-    memory: dict[str, Parts] = {}
-    for spec in mixture.sources:
-        with _of_source(spec.name):
-            if (parts := read.get(spec.name)) is not None:
-                memory[spec.name] = _limited(parts, spec, tokenizer)
-            else:
-                found = prepared.get(spec.name)
-                prepared[spec.name] = _prepared(configs[spec.name], spec, found, tokenizer)
-    memory |= without_leaks(memory, prepared)
-    texts: dict[str, text.Text] = {}
     for name, one in configs.items():
-        with _of_source(name):
-            texts[name] = (
-                text.make_text(one, memory[name], tokenizer, seed=seed)
-                if name in memory
-                else text.prepared_text(one, prepared[name], seed=seed)
-            )
+        if name not in prepared:
+            own = [f"{corpus.folder}/{TOKENIZER}" for corpus in prepared.values()]
+            with _of_source(name):
+                files_of(one, *own[:1])
+    folder = tokenizer_folder(functools.partial(_make_tokenizer, config, mixture, prepared))
+    tokenizer = load_tokenizer(folder)
+    sources: dict[str, Prepared] = {}
+
+    def take(spec: SourceSpec, without: Set[bytes] = frozenset()) -> None:
+        with _of_source(spec.name):
+            found = prepared.get(spec.name)
+            if found is None:
+                one = configs[spec.name]
+                found = text.open_text(one, one, tokenizer, without=without)
+            check_tokenizer(found, tokenizer, "the run")
+            train = found.train.first(spec.limit_documents, spec.limit_tokens)
+            sources[spec.name] = dataclasses.replace(found, train=train)
+
+    for spec in mixture.sources:
+        take(spec)
+    leaks = find_leaks(sources)
+    for spec in mixture.sources:
+        if found := leaks.get(spec.name):
+            _check_leaks(spec.name, found, prepared, sources[spec.name])
+            take(spec, found)
+    texts = {
+        name: text.prepared_text(one, sources[name], seed=seed) for name, one in configs.items()
+    }
     train = {name: one.train for name, one in texts.items()}
     held_out = {name: one.held_out for name, one in texts.items()}
     stages = mixture.resolve(steps, [plan.corpus.num_tokens for plan in train.values()])
@@ -187,80 +191,46 @@ def _of_source(name: str) -> Iterator[None]:
         raise ValueError(f"data: the source {name!r}: {error}") from error
 
 
-def _read(config: text.Config, spec: SourceSpec, prepared: Mapping[str, Prepared]) -> Parts | None:
-    """The documents of a source for memory, to train on and held out; None: it is too large."""
-    own = [f"{corpus.folder}/{TOKENIZER}" for corpus in prepared.values()]
-    tokenizer, *_ = [*own, config.tokenizer]
-    given = (spec.files, config.field, config.held_out, tokenizer, config.vocab_size)
-    wanted = Wanted(*given, config.reading)
-    with _of_source(spec.name):
-        if config.documents == "files" and not is_for_memory(wanted, config.cache):
-            return None
-        train, held_out = text.split(config, text.read_documents_of(config))
-    return train[: spec.limit_documents], held_out
+def _check_leaks(
+    name: str, leaks: Set[bytes], prepared: Mapping[str, Prepared], source: Prepared
+) -> None:
+    """Refuse a prepared source with documents that others hold out, or one with none beside."""
+    if name in prepared:
+        raise ValueError(
+            f"data: the source {name!r} trains on {len(leaks)} documents or more that other "
+            "sources hold out: prepare all of them with one --held-out, or in one folder"
+        )
+    if len(leaks) == len(source.train):
+        raise ValueError(
+            f"data: the source {name!r} has no document to train on that no other source holds "
+            "out: give it more text, or leave it out"
+        )
+    logger.warning(
+        "data: %d documents to train on of the source %r are left out: other sources hold them out",
+        len(leaks),
+        name,
+    )
 
 
 def _make_tokenizer(
-    config: text.Config,
-    mixture: Mixture,
-    prepared: Mapping[str, Prepared],
-    read: Mapping[str, Parts | None],
-    folder: Path,
+    config: text.Config, mixture: Mixture, prepared: Mapping[str, Prepared], folder: Path
 ) -> None:
     if prepared:
         next(iter(prepared.values())).tokenizer.save(folder)
     elif config.tokenizer == "bpe":
-        BPETokenizer.train(_sample(config, mixture, read), config.vocab_size).save(folder)
+        BPETokenizer.train(_sample(config, mixture), config.vocab_size).save(folder)
     else:
         get_tokenizer(config.tokenizer).save(folder)
 
 
-def _sample(
-    config: text.Config, mixture: Mixture, read: Mapping[str, Parts | None]
-) -> Iterator[str]:
+def _sample(config: text.Config, mixture: Mixture) -> Iterator[str]:
     """Texts of each source by its weight at the begin; of one that has fewer, all of them."""
     given = [source.weight for source in mixture.sources]
     weights = [1.0 if weight is None else float(weight) for weight in given]
     for source, weight in zip(mixture.sources, weights, strict=True):
-        left = int(SAMPLE_BYTES * weight / sum(weights))
-        parts = read[source.name]
-        if parts is None:
-            splits = plan_splits(source.files, shard_bytes=2**28)
-            wanted = hashes.trains_on(hashes.hash_limit(config.held_out))
-            yield from sample_texts(splits, config.field, num_bytes=left, wanted=wanted)
-            continue
-        for document in parts[0]:
-            if left <= 0:
-                break
-            left -= len(document.text.encode())
-            yield document.text
-
-
-def _prepared(
-    config: text.Config, spec: SourceSpec, corpus: Prepared | None, tokenizer: Tokenizer
-) -> Prepared:
-    """A source that is prepared, or too large for memory, within its limits."""
-    if corpus is None:
-        corpus = text.find_prepared(config, config, None, tokenizer)
-    assert corpus is not None
-    check_tokenizer(corpus, tokenizer, "the run")
-    train = corpus.train.first(spec.limit_documents, spec.limit_tokens)
-    return dataclasses.replace(corpus, train=train)
-
-
-def _limited(parts: Parts, spec: SourceSpec, tokenizer: Tokenizer) -> Parts:
-    """The documents to train on of which the first `limit_tokens` tokens are; one at least."""
-    if spec.limit_tokens is None:
-        return parts
-    kept: list[Document] = []
-    left = spec.limit_tokens
-    for document in parts[0]:
-        size = len(tokenizer.encode(document.text))
-        if kept and size > left:
-            break
-        kept.append(document)
-        left -= size
-    return kept, parts[1]
+        splits = plan_splits(source.files, shard_bytes=2**28)
+        size = int(SAMPLE_BYTES * weight / sum(weights))
+        yield from training_texts(splits, config.field, config.held_out, size)
 
 
 def stages_as_json(stages: Sequence[Stage]) -> list[dict]:

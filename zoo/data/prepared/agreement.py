@@ -15,13 +15,16 @@ _REMEDY = "leave the flag out, or prepare the text again with it"
 SAMPLE_BYTES = 2**20  # of held-out text, for compressors
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether all texts get equal ids from both tokenizers."""
+    return one is other or _identity(one) == _identity(other)
+
+
 def check_tokenizer(
     prepared: Prepared, tokenizer: Tokenizer, whose: str, remedy: str = "prepare the text again"
 ) -> None:
     """Raise a ValueError unless a tokenizer gives the ids of the prepared one."""
-    if tokenizer is not prepared.tokenizer and _identity(tokenizer) != _identity(
-        prepared.tokenizer
-    ):
+    if not same_ids(tokenizer, prepared.tokenizer):
         raise ValueError(
             f"{whose} has another tokenizer ({_described(tokenizer)}) than {prepared.folder} was "
             f"prepared with ({_described(prepared.tokenizer)}): {remedy}"

@@ -101,6 +101,8 @@ class Manifest:
     empty: int = 0
     first_empty: str | None = None
     files: str | None = dataclasses.field(default=None, compare=False)
+    whole: str | None = None
+    """The hash of the only document, in hexadecimal: its end is held out."""
     special_tokens: int = 0
     """Special tokens in the text, or names of them, as `options` has them read."""
 

@@ -3,7 +3,7 @@
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,8 +22,11 @@ RAW = np.dtype(
         ("source", "<u4"),
         ("record", "<u8"),
         ("bytes", "<u8"),
+        ("part", "u1"),
     ]
 )
+# A record's part; of copies the one that is first in this order stays.
+ALWAYS_HELD_OUT, BY_HASH, NEVER_HELD_OUT = range(3)
 HASH = np.dtype([("high", ">u8"), ("low", ">u8")])
 DUPLICATE = np.dtype([("shard", "<u4"), ("index", "<u8")])
 
@@ -50,7 +53,12 @@ def limit_between(lowest: int, highest: int, fraction: float) -> int:
 
 def trains_on(limit: int) -> Callable[[str], bool]:
     """A function: whether a text's hash is not below the limit, so that it is not held out."""
-    return lambda text: int.from_bytes(hash_of(text.encode()), "big") >= limit
+    return lambda text: number_of_key(text.encode()) >= limit
+
+
+def number_of_key(key: bytes) -> int:
+    """The hash of a document's key as a number."""
+    return int.from_bytes(hash_of(key), "big")
 
 
 def number_of(record: Any) -> int:
@@ -63,19 +71,15 @@ def below(records: Records, limit: int) -> int:
     return bisect.bisect_left(range(len(records)), limit, key=lambda i: number_of(records[i]))
 
 
-def of_texts(texts: Iterable[str]) -> Records:
-    """The hashes of texts, in order."""
-    return np.frombuffer(b"".join(sorted(hash_of(text.encode()) for text in texts)), HASH)
-
-
 def between(records: Records, begin: int, end: int) -> Records:
     """Those of the records, which are in order, with hashes in [begin, end)."""
     return records[below(records, begin) : below(records, end)]
 
 
-def is_first(high: Records, low: Records) -> tuple[Records, Records]:
-    """(the order of the hashes, whether each in that order is the first of its kind)."""
-    order = np.lexsort((low, high))  # stable
+def is_first(records: Records) -> tuple[Records, Records]:
+    """(the order of the records, whether each in that order is the first of its hash)."""
+    high, low = records["high"], records["low"]
+    order = np.lexsort((records["part"], low, high))  # stable
     high, low = high[order], low[order]
     first = np.ones(len(order), bool)
     first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
@@ -84,7 +88,7 @@ def is_first(high: Records, low: Records) -> tuple[Records, Records]:
 
 def in_order(records: Records) -> Records:
     """Records in the order of their hashes; of equal ones the first."""
-    order, first = is_first(records["high"], records["low"])
+    order, first = is_first(records)
     return records[order[first]]
 
 
@@ -117,18 +121,17 @@ def find_duplicates(
     """
     path = slice_file(folder, number)
     if not path.exists():
-        high, low, where = [], [], []
+        found, where = [], []
         for shard in range(shards):
             records = mapped(work_file(folder, shard, RECORDS), RAW)
             first, last = below(records, begin), below(records, end)
-            high.append(records["high"][first:last])
-            low.append(records["low"][first:last])
+            found.append(records[["high", "low", "part"]][first:last])
             where.append(np.zeros(last - first, DUPLICATE))
             where[-1]["shard"], where[-1]["index"] = shard, np.arange(first, last)
-        order, first_of = is_first(np.concatenate(high), np.concatenate(low))
+        order, first_of = is_first(np.concatenate(found))
         again = np.sort(order[~first_of])  # in the order of shards, and within these of hashes
-        found = np.concatenate(where)[again]
-        files.replace(path, lambda temporary: found.tofile(temporary))
+        copies = np.concatenate(where)[again]
+        files.replace(path, lambda temporary: copies.tofile(temporary))
     return number, path.stat().st_size // DUPLICATE.itemsize
 
 

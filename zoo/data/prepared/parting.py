@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,13 @@ PARTED = ".parts.json"
 
 
 def write_parts(
-    number: int, limit: int, slices: int, frame: int, folder: Path
+    number: int, limit: int, slices: int, frame: int, without: Set[bytes], folder: Path
 ) -> tuple[int, ShardRecord]:
     """Write the `.train`, `.held_out` and `.sums` of a shard; return its number and its record.
 
-    Documents with hashes below `limit` are held out; what the `slices` list as duplicates is left
-    out. A shard that is finished is left as it is.
+    Documents with hashes below `limit` are held out unless their part is fixed; what the `slices`
+    list as duplicates is left out, and hashes `without` which the rest is to be trained on. A shard
+    that is finished is left as it is.
     """
     path = work_file(folder, number, PARTED)
     if path.exists():
@@ -42,12 +44,26 @@ def write_parts(
     raw = hashes.mapped(work_file(folder, number, hashes.RECORDS), hashes.RAW)
     duplicates = np.concatenate([*hashes.duplicates_of(number, slices, folder)])
     bound = hashes.below(raw, limit)
+
+    def chosen(suffix: str) -> Iterator[Records]:
+        for begin in range(0, len(raw), hashes.SLICE):
+            records = raw[begin : begin + hashes.SLICE]
+            part, places = records["part"], begin + np.arange(len(records))
+            fixed = part != hashes.BY_HASH
+            held_out = np.where(fixed, part == hashes.ALWAYS_HELD_OUT, places < bound)
+            kept = held_out if suffix == HELD_OUT else ~held_out
+            first, last = np.searchsorted(duplicates, [begin, begin + len(records)])
+            kept[duplicates[first:last] - begin] = False
+            if without and suffix == TRAIN:
+                found = [hashed.tobytes() in without for hashed in _bytes_of(records)]
+                kept &= ~np.array(found, bool)
+            yield records[kept]
+
     parts = {}
-    for suffix, begin, end in ((HELD_OUT, 0, bound), (TRAIN, bound, len(raw))):
-        inside = duplicates[(duplicates >= begin) & (duplicates < end)] - begin
+    for suffix in (HELD_OUT, TRAIN):
         out = shard_file(folder, number, suffix)
         partial = out.with_name(f"{out.name}.tmp")
-        parts[suffix] = _write_part(partial, raw[begin:end], inside, frame)
+        parts[suffix] = _write_part(partial, chosen(suffix), frame)
         files.sync(partial)
         partial.replace(out)
     sums = work_file(folder, number, SUMS).read_bytes()  # of the tokens
@@ -66,14 +82,11 @@ def write_parts(
     return number, record
 
 
-def _write_part(path: Path, raw: Records, duplicates: Records, frame: int) -> PartRecord:
+def _write_part(path: Path, slices: Iterable[Records], frame: int) -> PartRecord:
     """Write the records of one part, slice by slice."""
     positions, totals = 0, np.zeros(3, np.int64)
     with files.named(path), open(path, "wb") as file:
-        for begin in range(0, len(raw), hashes.SLICE):
-            chosen = raw[begin : begin + hashes.SLICE]
-            first, last = np.searchsorted(duplicates, [begin, begin + len(chosen)])
-            chosen = np.delete(chosen, duplicates[first:last] - begin)
+        for chosen in slices:
             records = np.zeros(len(chosen), RECORD)
             for field in ("start", "length", "source", "record"):
                 records[field] = chosen[field]

@@ -62,7 +62,7 @@ class Part:
     """Positions of all documents."""
 
     def __init__(self, manifest: Manifest, part: str, opened: Callable[[int], Shard]):
-        self._opened, self._suffix = opened, f".{part}"
+        self.opened, self._suffix, self._whole = opened, f".{part}", manifest.whole
         stored = [getattr(shard, part) for shard in manifest.shards]
         self._documents = _rising([record.documents for record in stored])
         self._positions = _rising([record.positions for record in stored])
@@ -121,7 +121,7 @@ class Part:
         record = self._records(shard, number, number + 1)[0]
         first, stop = int(record["start"]), min(stop, int(record["length"]))
         begin, end = (self._dtype.itemsize * (first + id) for id in (min(start, stop), stop))
-        return self._opened(shard).read(TOKENS, begin, end).view(self._dtype)
+        return self.opened(shard).read(TOKENS, begin, end).view(self._dtype)
 
     def counted(self, i: int) -> None:
         """None: all tokens count."""
@@ -130,11 +130,17 @@ class Part:
         """The file of document i and, in a file of several, its line, row or record."""
         shard, number = self._shard_of(i)
         record = self._records(shard, number, number + 1)[0]
-        name = json.loads(self._opened(shard).path(SOURCES).read_text())[record["source"]]
+        name = json.loads(self.opened(shard).path(SOURCES).read_text())[record["source"]]
         return repr(f"{name}:{record['record']}" if record["record"] else name)
 
     def hashes(self, begin: int, end: int) -> np.ndarray:
-        """The hashes in [begin, end) of its documents' texts, one shard after the other."""
+        """The hashes in [begin, end) of its documents' texts, one shard after the other.
+
+        Where a part has the end of the only document, both have that document's.
+        """
+        if self._whole is not None:
+            kept = begin <= int(self._whole, 16) < end
+            return np.frombuffer(bytes.fromhex(self._whole) * kept, HASH)
         found = [np.zeros(0, "V16")]
         for shard, (first, last) in enumerate(itertools.pairwise(self._documents.tolist())):
             hash_at = lambda i: int.from_bytes(self._records(shard, i, i + 1)["hash"].tobytes())  # noqa: B023, E731
@@ -191,7 +197,7 @@ class Part:
 
     def _records(self, shard: int, begin: int, end: int) -> np.ndarray:
         size = RECORD.itemsize
-        return self._opened(shard).read(self._suffix, begin * size, end * size).view(RECORD)
+        return self.opened(shard).read(self._suffix, begin * size, end * size).view(RECORD)
 
     def _end_before(self, shard: int, number: int) -> int:
         """Positions of the documents of a shard before that number."""
@@ -251,8 +257,11 @@ class Prepared:
     def bounds(self) -> tuple[int, int]:
         """A hash that none to train on is below, and one that all held out are below.
 
-        Both are that of the share held out, unless a part had to be given its only document.
+        Functions are held out with their files, whatever their hashes are. Else both are that of
+        the share held out, unless a part had to be given its only document.
         """
+        if "documents" in self.manifest.options:
+            return 0, 1 << 128
         limit = hash_limit(self.manifest.options["held_out"])
         ends = [limit, limit]
         for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):

@@ -8,9 +8,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,19 +32,21 @@ from zoo.data.prepared.format import (
 )
 from zoo.data.prepared.parting import PARTED, write_parts
 from zoo.data.prepared.progress import Bar
-from zoo.data.prepared.tokenizing import Spec, Tokenized, prepare_shard
+from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
+from zoo.data.sources.reading import read_split
 from zoo.data.sources.sample import sample_texts
-from zoo.data.sources.splits import Split, plan_splits
+from zoo.data.sources.splits import Given, Split, plan_splits
 from zoo.data.special_tokens import begin_id
 from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options.json"
+SAMPLE_BYTES = 64 * 2**20  # of text, for a tokenizer
 
 
 def prepare(
-    data: str | Sequence[str],
+    data: str | Sequence[str] | Given,
     folder: str | os.PathLike[str],
     *,
     tokenizer: str = "bytes",
@@ -52,6 +54,8 @@ def prepare(
     field: str = "text",
     held_out: float = 0.05,
     special_tokens: Reading = "text",
+    documents: Literal["files", "functions"] = "files",
+    without: Set[bytes] = frozenset(),
     shard_megabytes: float = 64.0,
     workers: int | None = None,
     engine: Engine = "processes",
@@ -61,8 +65,10 @@ def prepare(
 
     `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
     which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
-    first stays, and a document is held out if its hash says so. `special_tokens` is the reading of
-    their names in the text. The result does not depend on the
+    first stays, and a document is held out if its hash says so; of one document alone the end is.
+    With "functions" as `documents`, they are held out file by file, and not trained on if a file
+    that is held out has them too. Documents `without` whose hashes to train are left out.
+    `special_tokens` is the reading of their names in the text. The result does not depend on the
     `workers` (default: one per core) nor on kills; a process that comes while another one prepares
     the same folder waits for it. A file is known by its name, its size and its `Piece.version`: an
     unfinished corpus takes up changed ones, and a finished one of other files is refused. `show`
@@ -81,7 +87,9 @@ def prepare(
         raise ValueError(f"workers={workers}: must be positive")
     out = location(folder, "out")
     local = copying.working_folder(out) if is_remote(out) else out.absolute()
-    splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
+    splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
+    if not isinstance(data, Given):
+        splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
     given = None if tokenizer == "bpe" else get_tokenizer(tokenizer)
     kind = tokenizer
     if given is not None and tokenizer != "bytes":
@@ -96,16 +104,21 @@ def prepare(
     }
     if special_tokens != "text":
         options["special_tokens"] = special_tokens
+    if documents != "files":
+        options["documents"] = documents
+    if without:
+        options["without"] = hashlib.sha256(b"".join(sorted(without))).hexdigest()
     state = hashlib.sha256(" ".join(split.version for split in splits).encode()).hexdigest()
     files.make_folder(local, "out")
     with _locked(local):
         if (manifest := _begin(out, local, options, state)) is not None:
             return manifest
         if not (local / TOKENIZER).exists():
-            limit = hashes.hash_limit(held_out)
-            _save(given or _train(splits, field, vocab_size, limit), local)
+            texts = training_texts(splits, field, held_out)
+            _save(given or BPETokenizer.train(texts, vocab_size), local)
         run = _Runner(workers or len(os.sched_getaffinity(0)), engine, local)
-        manifest = _passes(splits, options, run, str(out) if is_remote(out) else None, show=show)
+        address = str(out) if is_remote(out) else None
+        manifest = _passes(splits, options, without, run, address, show=show)
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
@@ -128,8 +141,9 @@ class _Runner:
 
 
 def _passes(
-    splits: Sequence[Split],
+    splits: Sequence[Split | Given],
     options: dict[str, Any],
+    without: Set[bytes],
     run: _Runner,
     address: str | None,
     *,
@@ -141,6 +155,15 @@ def _passes(
     dtype = dtype_of(tokenizer.vocab_size)
     frame = 1 if begin_id(tokenizer) is None else 2
     spec = Spec(digest, options["field"], options.get("special_tokens", "text"))
+    only = _only_text(splits, spec.field) if "documents" not in options else None
+    if only is not None:
+        spec = dataclasses.replace(spec, cut=_cut(only, options["held_out"]))
+        logger.warning(
+            "there is one document: its last %g%% is held out", 100 * options["held_out"]
+        )
+    elif "documents" in options:
+        limit = _limit_of_files(splits, spec.field, options["held_out"])
+        spec = dataclasses.replace(spec, functions=limit)
     with Bar(sum(s.num_bytes for s in splits), lambda: _unfinished(out, dtype), show=show) as bar:
         shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
         work = [(split, number, spec, out) for number, split in enumerate(splits)]
@@ -153,14 +176,15 @@ def _passes(
         across = sum(found for _, found in run(hashes.find_duplicates, ranges))
         limit = _limit(shards, across, options)
         bar.say("dividing")
-        parts = [(i, limit, len(cuts), frame, out) for i in range(len(shards))]
+        parts = [(i, limit, len(cuts), frame, without, out) for i in range(len(shards))]
         records = dict(run(write_parts, parts))
         if address is not None:
             bar.say("copying")
             copying.copy_tokenizer(out, address)
             for _ in run(copying.copy_shard, [(i, out, address) for i in range(len(shards))]):
                 pass
-    return Manifest(
+    manifest = Manifest(
+        whole=None if only is None else hashes.hash_of(only.encode()).hex(),
         options=options,
         tokenizer=digest,
         dtype=dtype,
@@ -172,6 +196,65 @@ def _passes(
         special_tokens=sum(shard.special_tokens for shard in shards),
         first_empty=next((s.first_empty for s in shards if s.first_empty is not None), None),
     )
+    counts = [manifest.total(part).documents for part in ("train", "held_out")]
+    if not all(counts):
+        advice = "add Python files, or take documents='files'" if "documents" in options else ""
+        raise ValueError(
+            f"the {options['files']} files have {counts[0]} documents to train on and {counts[1]} "
+            f"held out{' that no other source holds out' if without else ''}: "
+            f"{advice or 'give more text'}"
+        )
+    return manifest
+
+
+def _texts(splits: Sequence[Split | Given], field: str) -> Iterator[str]:
+    return (document.text for split in splits for document in read_split(split, field))
+
+
+def _only_text(splits: Sequence[Split | Given], field: str) -> str | None:
+    """The text of all documents that have one, if it is one text; reads to the second one."""
+    first: str | None = None
+    for text in filter(None, _texts(splits, field)):
+        if first not in (None, text):
+            return None
+        first = text
+    return first
+
+
+def _cut(text: str, held_out: float) -> int:
+    """The characters of the only document that are trained on."""
+    cut = len(text) - max(1, round(held_out * len(text)))
+    if cut < 1:
+        raise ValueError(f"the only document has {len(text)} characters: too few to hold any out")
+    return cut
+
+
+def _limit_of_files(splits: Sequence[Split | Given], field: str, held_out: float) -> int:
+    """The hash below which whole files are held out; of two or more, neither part is empty."""
+    keys = (key_of(split, one) for split in splits for one in read_split(split, field))
+    lowest, highest = 1 << 128, 0
+    for number in map(hashes.number_of_key, keys):
+        lowest, highest = min(lowest, number), max(highest, number)
+    return hashes.limit_between(lowest, highest, held_out)
+
+
+def training_texts(
+    splits: Sequence[Split | Given], field: str, held_out: float, num_bytes: int = SAMPLE_BYTES
+) -> Iterator[str]:
+    """A sample of what is not held out, to train a tokenizer on; of little text all of it."""
+    if (only := _only_text(splits, field)) is not None:
+        yield only[: _cut(only, held_out)]
+        return
+    limit = hashes.hash_limit(held_out)
+    if sum(split.num_bytes for split in splits) <= num_bytes:
+        limit = _limit_of_files(splits, field, held_out)  # few documents may have another one
+    files = [split for split in splits if isinstance(split, Split)]
+    yield from sample_texts(files, field, num_bytes=num_bytes, wanted=hashes.trains_on(limit))
+    for split in splits:
+        if isinstance(split, Given):
+            for document in read_split(split):
+                if hashes.number_of_key(key_of(split, document)) >= limit:
+                    yield document.text
 
 
 def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]) -> int:
@@ -250,20 +333,15 @@ def _strange(out: Location) -> list[str]:
     return sorted(names - ({WORK} if begun <= {f"{OPTIONS}.tmp"} else set()))
 
 
-def _described(splits: Sequence[Split]) -> dict[str, Any]:
+def _described(splits: Sequence[Split | Given]) -> dict[str, Any]:
     keys = hashlib.sha256(" ".join(split.key for split in splits).encode()).hexdigest()
-    paths = {piece.path for split in splits for piece in split.pieces}
+    paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
+    given = sum(len(split.documents) for split in splits if isinstance(split, Given))
     return {
-        "files": len(paths),
+        "files": len(paths) + given,
         "bytes": sum(split.num_bytes for split in splits),
         "data": keys[:16],
     }
-
-
-def _train(splits: Sequence[Split], field: str, vocab_size: int, limit: int) -> Tokenizer:
-    """Byte pairs of a sample of what is not held out."""
-    sample = sample_texts(splits, field, wanted=hashes.trains_on(limit))
-    return BPETokenizer.train(sample, vocab_size)
 
 
 def _save(tokenizer: Tokenizer, out: Path) -> None:

@@ -2,17 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64
 
-from zoo.data.packing import Piece, cut_lengths, too_long_error
+from zoo.data.packing import ROOM_IN_BUCKETS, Piece, cut_lengths, too_long_error
 from zoo.data.prepared.once import made_once
 from zoo.data.prepared.parts import Part
 from zoo.data.prepared.shards import Shard, write_sums
-from zoo.data.token_plans import ROOM_IN_BUCKETS, bucket_lengths
 
 VERSION = 1
 _SLICE = 2**15  # documents at a time
@@ -20,11 +19,7 @@ _ROW = 3 * 8  # bytes: document, start, stop
 
 
 class RowIndex:
-    """Rows (document, start, stop) on disk, those of the shortest bucket first.
-
-    `lengths`, `counts` and `tokens` are of each bucket, in ascending order: its length, its rows,
-    and all of their tokens.
-    """
+    """`BucketRows` on disk."""
 
     def __init__(self, folder: Path):
         found = json.loads((folder / "index.json").read_text())
@@ -42,7 +37,9 @@ class RowIndex:
         return Piece(*self._files.read(".rows", begin, begin + _ROW).view("<i8").tolist())
 
 
-def row_index(part: Part, buckets: Sequence[int], too_long: str, cache: Path) -> RowIndex:
+def row_index(
+    part: Part, lengths: Int64[np.ndarray, "buckets"], too_long: str, cache: Path
+) -> RowIndex:
     """The index of a part's rows, from the folder `cache` where it is there already.
 
     Raises:
@@ -50,7 +47,6 @@ def row_index(part: Part, buckets: Sequence[int], too_long: str, cache: Path) ->
     """
     if too_long not in ("error", "truncate", "split"):
         raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
-    lengths = bucket_lengths(buckets)
     key = json.dumps([VERSION, part.fingerprint, lengths.tolist(), too_long])
     entry = cache / "rows" / hashlib.sha256(key.encode()).hexdigest()
     return RowIndex(made_once(entry, lambda folder: _write(folder, part, lengths, too_long)))

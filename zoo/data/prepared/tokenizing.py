@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from zoo.base import files
+from zoo.data.documents import functions_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import (
     SOURCES,
@@ -25,7 +26,7 @@ from zoo.data.prepared.format import (
     work_file,
 )
 from zoo.data.sources.reading import SourceDocument, read_split
-from zoo.data.sources.splits import Split
+from zoo.data.sources.splits import Given, Split
 from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import (
     BPETokenizer,
@@ -50,6 +51,10 @@ class Spec:
     """Digest of the files in `tokenizer/`."""
     field: str
     special_tokens: Reading = "text"
+    functions: int | None = None
+    """A document is a function; those of files with a hash below this are held out."""
+    cut: int | None = None
+    """Characters of the only document that are trained on; the rest is held out."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,9 @@ class Tokenized:
     special_tokens: int = 0
 
 
-def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[int, Tokenized]:
+def prepare_shard(
+    split: Split | Given, number: int, spec: Spec, folder: Path
+) -> tuple[int, Tokenized]:
     """Write the `.tokens` of a split in `folder`, and the records of its documents.
 
     Returns the shard's number, and what became of the split. A pure function of its split: a shard
@@ -86,7 +93,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
     tokens, runs, records = (_partial(folder, number, kind) for kind in (TOKENS, ".runs", ".raw"))
     with files.named(tokens), open(tokens, "wb") as token_file, open(runs, "wb") as run_file:
         writer = _Writer(split, tokenizer, token_file, run_file)
-        for batch in _batches(read_split(split, spec.field)):
+        for batch in _batches(_documents(split, spec)):
             writer.add(batch)
         writer.end_run()
     documents, lowest, highest = _merge(runs, writer.runs, records)
@@ -113,7 +120,7 @@ def prepare_shard(split: Split, number: int, spec: Spec, folder: Path) -> tuple[
     return number, done
 
 
-def finished(split: Split, number: int, spec: Spec, folder: Path) -> Tokenized | None:
+def finished(split: Split | Given, number: int, spec: Spec, folder: Path) -> Tokenized | None:
     """The record of a split if its shard is whole, else None."""
     try:
         content = json.loads(work_file(folder, number, DONE).read_text())
@@ -129,11 +136,42 @@ def finished(split: Split, number: int, spec: Spec, folder: Path) -> Tokenized |
     return done if (done.split, done.spec, sizes) == (split.version, spec, wanted) else None
 
 
+def key_of(split: Split | Given, document: SourceDocument) -> bytes:
+    """The text of a document, or the name of one that is given: by its hash it is held out."""
+    if isinstance(split, Given):
+        return source_name(split.names[document.source], document.record).encode()
+    return document.text.encode()
+
+
+class _Placed(NamedTuple):
+    """A document, and the part that it is in."""
+
+    document: SourceDocument
+    part: int
+
+
+def _documents(split: Split | Given, spec: Spec) -> Iterator[_Placed]:
+    for document in read_split(split, spec.field):
+        if spec.cut is not None:
+            head, tail = document.text[: spec.cut], document.text[spec.cut :]
+            yield _Placed(document._replace(text=head), hashes.NEVER_HELD_OUT)
+            yield _Placed(document._replace(text=tail), hashes.ALWAYS_HELD_OUT)
+        elif spec.functions is not None:
+            held_out = hashes.number_of_key(key_of(split, document)) < spec.functions
+            part = hashes.ALWAYS_HELD_OUT if held_out else hashes.NEVER_HELD_OUT
+            for line, text in functions_of(split.names[document.source], document.text):
+                yield _Placed(document._replace(record=line, text=text), part)
+        else:
+            yield _Placed(document, hashes.BY_HASH)
+
+
 class _Writer:
     """Documents to the ids in one file, and to their records in runs in another."""
 
-    def __init__(self, split: Split, tokenizer: Tokenizer, tokens: BinaryIO, runs: BinaryIO):
-        self._names, self._tokenizer = split.names, tokenizer
+    def __init__(
+        self, split: Split | Given, tokenizer: Tokenizer, tokens: BinaryIO, runs: BinaryIO
+    ):
+        self._split, self._tokenizer = split, tokenizer
         self._token_file, self._run_file = tokens, runs
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
@@ -141,24 +179,26 @@ class _Writer:
         self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
         self.first_empty: str | None = None
 
-    def add(self, batch: list[SourceDocument]) -> None:
-        encoded = encode(self._tokenizer, [document.text for document in batch])
-        for (source, record, text), whole in zip(batch, encoded, strict=True):
+    def add(self, batch: list[_Placed]) -> None:
+        encoded = encode(self._tokenizer, [placed.document.text for placed in batch])
+        for (document, part), whole in zip(batch, encoded, strict=True):
+            source, record, text = document
             ids = whole[unframed(self._tokenizer, whole)]
             self.special_tokens += count_special(self._tokenizer, text, ids)
-            if len(ids) == 0:
+            if len(ids) == 0 and not isinstance(self._split, Given):
                 self.empty += 1
-                self.first_empty = self.first_empty or source_name(self._names[source], record)
+                name = source_name(self._split.names[source], record)
+                self.first_empty = self.first_empty or name
                 continue
-            data = text.encode()
-            hashed = hashes.hash_of(data)
+            hashed = hashes.hash_of(key_of(self._split, document))
             high, low = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
-            row = (high, low, self.tokens, len(ids), source, record, len(data))
+            size = len(text.encode())
+            row = (high, low, self.tokens, len(ids), source, record, size, part)
             self._pending.append(row)
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
             self.documents += 1
             self.tokens += len(ids)
-            self.bytes += len(data)
+            self.bytes += size
         if len(self._pending) >= hashes.SLICE // 4:  # tuples are large
             self.end_run()
 
@@ -213,11 +253,11 @@ def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, 
     return len(merged), lowest, highest
 
 
-def _batches(documents: Iterable[SourceDocument]) -> Iterator[list[SourceDocument]]:
+def _batches(documents: Iterable[_Placed]) -> Iterator[list[_Placed]]:
     batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text) + 256  # of itself
+    for placed in documents:
+        batch.append(placed)
+        size += len(placed.document.text) + 256  # of itself
         if size >= BATCH:
             yield batch
             batch, size = [], 0

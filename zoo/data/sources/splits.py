@@ -1,6 +1,7 @@
 """Splits: the files of a corpus in parts of about equal size, each read on its own."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -8,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zoo.base.addresses import Location, files_matching
 from zoo.data.sources.formats import check_readable, is_divisible
@@ -45,14 +45,32 @@ class Split:
         pieces = [[getattr(piece, name) for name in names] for piece in self.pieces]
         return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()[:32]
 
-    def to_json(self) -> dict[str, Any]:
-        """The split as JSON has it, as `from_json` reads it."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Split":
-        """The split that `to_json` gave."""
-        return cls(tuple(Piece(**piece) for piece in content["pieces"]))
+@dataclass(frozen=True)
+class Given:
+    """Documents in memory, as (name, text), that become one shard; each is known by its name."""
+
+    documents: tuple[tuple[str, str], ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the documents; `SourceDocument.source` is an index of this list."""
+        return [name for name, _ in self.documents]
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the texts."""
+        return sum(len(text.encode()) for _, text in self.documents)
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Hash of the names and the texts."""
+        return hashlib.sha256(json.dumps(self.documents).encode()).hexdigest()[:32]
+
+    @property
+    def key(self) -> str:
+        """The version."""
+        return self.version
 
 
 def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Split]:

@@ -8,13 +8,13 @@ import numpy as np
 
 from zoo.data import completions, rows, text
 from zoo.data.chats import ChatTemplate
-from zoo.data.documents import help_topics
+from zoo.data.documents import held_out_split, help_topics
 from zoo.data.preferences import make_pairs
 from zoo.data.prepared.agreement import check_tokenizer
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.tokenizer import Reading, Tokenizer
 from zoo.runs.run import Run
-from zoo.tasks import begun, language
+from zoo.tasks import language
 from zoo.tasks.finetuning.config import Config, Data
 
 _REMEDY = "prepare the text again, with --tokenizer and the model's folder"
@@ -24,20 +24,15 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
     """The run's text; without files, Python's help texts, which are English and no code."""
     config = run.config.data
     text.check_label(config, label)
-    if config.format == "text":
-        for_memory = begun.for_memory(run)
-        prepared = text.find_prepared(config, Data(), label, tokenizer, for_memory=for_memory)
-        if prepared is not None:
-            check_tokenizer(prepared, tokenizer, "the model to fine-tune", _REMEDY)
-            data = text.prepared_text(config, prepared, seed=run.config.seed)
-            language.say_what_there_is(run, data)
-            return data
-    if config.format == "text":
-        documents = text.read_documents_of(config, label) if config.files else help_topics()
-        parts = text.split(config, documents)
+    if config.format != "text":
+        data = _read_rows(run, config.format, tokenizer, label)
+    elif label is not None:
+        parts = text.split(config, label)
         data = text.make_text(config, parts, tokenizer, seed=run.config.seed, label=label)
     else:
-        data = _read_rows(run, config.format, tokenizer, label)
+        prepared = text.open_text(config, Data(), tokenizer, built_in=help_topics)
+        check_tokenizer(prepared, tokenizer, "the model to fine-tune", _REMEDY)
+        data = text.prepared_text(config, prepared, seed=run.config.seed)
     language.say_what_there_is(run, data)
     return data
 
@@ -71,7 +66,7 @@ def _read_rows(
     if format == "preferences":
         data = make_pairs(config, documents, tokenizer, seed=seed, tokenize=tokenize)
     else:
-        parts = text.split(config, documents)
+        parts = held_out_split(documents, config.held_out)
         data = text.make_text(config, parts, tokenizer, seed=seed, tokenize_rows=tokenize)
     texts, behind = completions.texts_of(documents), AS_TEXT if form.is_chat else ""
     return text.describe_special_tokens(data, reading, texts, behind)
