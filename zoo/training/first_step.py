@@ -111,8 +111,8 @@ def compared(
         )
         return values["loss"], values["tokens"]
 
-    options = QUICK_TO_COMPILE.get(platform())
-    both = eqx.filter_jit(lambda model: (sums(model, 1), sums(model, 2)), compiler_options=options)
+    options: Any = {"compiler_options": QUICK_TO_COMPILE.get(platform())}
+    both = eqx.filter_jit(lambda model: (sums(model, 1), sums(model, 2)), **options)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
