@@ -175,7 +175,7 @@ def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, he
     v = np.broadcast_to((10.0 * head + place)[None, ..., None], k.shape)
     q = np.ones((1, 8, heads[0], 4))
     rules = {**sharding.RULES, "kv_heads": None}
-    with sharding.use(sharding.make_mesh(mesh), rules):
+    with sharding.use(zoo.Layout(mesh, rules)):
         call = jax.jit(functools.partial(attention, causal=False, implementation="gather"))
         out = call(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     wanted = 11 * (np.arange(heads[0]) // (heads[0] // number))

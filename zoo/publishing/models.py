@@ -24,7 +24,14 @@ from zoo.nn.products import Kind, is_derived, is_quantized
 from zoo.publishing import adapters, hf, token_ids
 from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import body_of, describe, family_name, read_skeleton, reconfigured
+from zoo.publishing.families import (
+    DIFFERENCE,
+    body_of,
+    describe,
+    family_name,
+    read_skeleton,
+    reconfigured,
+)
 from zoo.publishing.folder import (
     CONFIG,
     METRICS,
@@ -92,9 +99,8 @@ def save(
         if format == "hf":
             family, description = hf.describe(model)
             ids = token_ids.describe_ids(config, tokenizer, values, generation)
-            dtype = str(
-                next(iter(dtypes.values()))
-            )  # in the words of version 5 and of earlier ones
+            dtype = str(next(iter(dtypes.values())))
+            # In the words of transformers 5 and of earlier versions.
             description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
             written = hf.write_model(new, model, family, dtypes)
         else:
@@ -105,7 +111,7 @@ def save(
             written = {WEIGHTS: write_tensors(new and new / WEIGHTS, model, dtypes)}
         if new is not None:
             (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-            readme = _readme(Path(str(folder)).absolute().name, model, card)
+            readme = _readme(Path(str(folder)).absolute().name, model, card, description)
             (new / README).write_text(readme, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(new)
@@ -253,10 +259,12 @@ def skeleton(
     return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
 
 
-def _readme(name: str, model: PyTree, card: str) -> str:
+def _readme(name: str, model: PyTree, card: str, description: Mapping[str, Any]) -> str:
     text = f"{card.strip()}\n\n" if card.strip() else ""
+    opened = "zoo.load(folder, like=model)" if DIFFERENCE in description else "zoo.load(folder)"
     return (
         f"# {name}\n\n{text}"
         f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n"
-        "- Open it with `zoo.load`, given the path of this folder\n"
+        f"- Open it with `{opened}`, given the path of this folder"
+        f"{' and a model of its class' if DIFFERENCE in description else ''}\n"
     )

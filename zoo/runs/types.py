@@ -5,6 +5,7 @@ from zoo.data.corpus import Corpus as Corpus
 from zoo.data.packing import Piece as Piece
 from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
+from zoo.data.prepared.parts import Part as Part
 from zoo.data.token_plans import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
 from zoo.decoding.drawing import SamplingOptions as SamplingOptions
