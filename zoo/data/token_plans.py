@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
@@ -190,7 +190,7 @@ class PackedPlan(TokenPlan):
 
     def __init__(
         self,
-        corpus: Corpus | Part,
+        corpus: Tokenized,
         separator_id: Ends,
         seq_len: int,
         batch_size: int,
@@ -212,7 +212,7 @@ class PackedPlan(TokenPlan):
             if isinstance(corpus, Part):
                 self._stream = corpus
             else:
-                self._stream = EndToEnd(self._positions(corpus))
+                self._stream = EndToEnd(self._positions(cast(Corpus, corpus)))
             total = self._stream.num_positions
             self.num_rows = math.ceil(total / seq_len)
         self.buckets = (seq_len,)
@@ -255,7 +255,7 @@ class BucketPlan(TokenPlan):
 
     def __init__(
         self,
-        corpus: Corpus | Part,
+        corpus: Tokenized,
         separator_id: Ends,
         buckets: Sequence[int] = (128, 256, 512),
         batch_size: int = 8,
@@ -275,7 +275,9 @@ class BucketPlan(TokenPlan):
             self._rows: BucketRows | RowIndex = row_index(corpus, lengths, too_long, folder)
         else:
             longest = int(lengths[-1])
-            cut = self._cut(corpus, longest, too_long, ROOM_IN_BUCKETS.format(longest))
+            cut = self._cut(
+                cast(Corpus, corpus), longest, too_long, ROOM_IN_BUCKETS.format(longest)
+            )
             self._rows = BucketRows(cut, lengths)
         self._num_batches, self._last = fill_batches(self._rows.counts, batch_size)
         self._ends = list(itertools.accumulate(self._num_batches))

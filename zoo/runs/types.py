@@ -2,10 +2,10 @@
 
 from zoo.data.checks import Accepted as Accepted
 from zoo.data.corpus import Corpus as Corpus
+from zoo.data.corpus import Tokenized as Tokenized
 from zoo.data.packing import Piece as Piece
 from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
-from zoo.data.prepared.parts import Part as Part
 from zoo.data.token_plans import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
 from zoo.decoding.drawing import SamplingOptions as SamplingOptions
