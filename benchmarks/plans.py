@@ -9,6 +9,7 @@ python -m benchmarks.plans stages-compiled
 
 import dataclasses
 import math
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,9 @@ from zoo.nn.remat import Policy
 from zoo.planning import collectives, command, flops, published, targets
 from zoo.planning.collectives import Collective
 from zoo.planning.job import Estimate, make_estimate
-from zoo.planning.roofline import roofline
-from zoo.planning.schedule import Times
+from zoo.planning.roofline import Times, roofline
 from zoo.sharding.axes import is_parameter
-from zoo.transformer.config import AttentionConfig
+from zoo.transformer.config import AttentionConfig, num_flops_per_token
 from zoo.transformer.config import Config as Sizes
 from zoo.transformer.model import Transformer
 
@@ -69,7 +69,7 @@ class Published:
     model: str
     sizes: Sizes
     target: str
-    rows: int
+    rows: float
     """Of each device."""
     seq_len: int
     seconds: float
@@ -79,13 +79,42 @@ class Published:
     remat: Policy = "full"
     accumulate: int = 1
     """Microbatches of the plan's step, where its whole batch does not fit."""
+    mesh: str = sharding.storage_mesh(-1)
+    flags: str = ""
+    """Of the published run's compiler flags, the ones that the plan's step is compiled with."""
 
 
 _OFFLOADS = "the published run keeps projections on the host, and recomputes the MLP"
+_NO_WINDOWS = (
+    "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 "
+    "--xla_tpu_use_minor_sharding_for_major_trivial_input=true "
+    "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 "
+    "--xla_tpu_assign_all_reduce_scatter_layout=true"
+)
+
+
+def _llama_8b(chips: int, slice_: str, rows: int, seconds: float, flags: str = "") -> Published:
+    source = f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-{chips}/README.md"
+    remark = _OFFLOADS + (f"; compiled with its flags {flags}" if flags else "")
+    sizes = published.named("llama3-8b")
+    return Published(
+        "Llama 3.1 8B", sizes, f"v6e:{slice_}", rows, 8192, seconds, source, remark, flags=flags
+    )
+
+
 RUNS = {
-    "8b-v6e-16": Published(
-        "Llama 3.1 8B", published.named("llama3-8b"), "v6e:4x4", 3, 8192, 3.393,
-        f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-16/README.md", _OFFLOADS,
+    "8b-v6e-16": _llama_8b(16, "4x4", 3, 3.393),
+    "8b-v6e-32": _llama_8b(32, "4x8", 3, 3.495),
+    "8b-v6e-32-flags": _llama_8b(32, "4x8", 3, 3.495, _NO_WINDOWS),
+    "8b-v6e-128": _llama_8b(128, "8x16", 4, 4.602),
+    "8b-v6e-256": _llama_8b(256, "16x16", 4, 4.546),
+    "8b-context-v5p-64": Published(
+        "Llama 3.1 8B", published.named("llama3-8b"), "v5p:4x4x4", 0.5, 65_536,
+        32_768 * num_flops_per_token(published.named("llama3-8b"), 65_536) / 243.3e12,
+        "https://github.com/AI-Hypercomputer/maxtext/pull/4687",
+        "rows of 65,536 tokens, heads exchanged over 4 chips; the time is that of the published "
+        "243.3 TFLOP/s per chip, and that run keeps the output of attention",
+        mesh="fsdp=16,context=4",
     ),
     "16b-v5e-256": Published(
         "MaxText 16B", _MAXTEXT_16B, "v5e:16x16", 6, 2048, 10.31,
@@ -98,12 +127,12 @@ RUNS = {
         "of the published 692 tokens/s per chip; that run recomputes one product of the MLP alone",
     ),
     "mixtral-v6e-256": Published(
-        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v6e:16x16", 8, 4096, 8.409,
+        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v6e:16x16", 12, 4096, 13.484,
         f"{_RECIPES}/Mixtral-8x7B-MaxText/README.md",
         "the published run drops tokens beyond 1.25 of an expert's even share, and keeps "
-        "projections on the host; without that the batch takes 33.8 GiB of a chip's 32, so the "
-        "plan's step has two microbatches, and gathers twice",
-        accumulate=2,
+        "projections on the host; without that 8 of its 12 rows take 33.8 GiB of a chip's 32, so "
+        "the plan's step has three microbatches, and gathers three times",
+        accumulate=3,
     ),
     "mixtral-v5p-256": Published(
         "Mixtral 8x7B", published.named("mixtral-8x7b"), "v5p:4x4x8", 36, 4096, 36 * 4096 / 2909,
@@ -112,10 +141,6 @@ RUNS = {
         "batch takes 122 GiB of a chip's 95, so the plan's step has two microbatches, and gathers "
         "twice",
         accumulate=2,
-    ),
-    "8b-v6e-32": Published(
-        "Llama 3.1 8B", published.named("llama3-8b"), "v6e:4x8", 3, 8192, 3.495,
-        f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-32/README.md", _OFFLOADS,
     ),
     "llama2-70b-v6e-256": Published(
         "Llama 2 70B", _LLAMA2_70B, "v6e:16x16", 2, 4096, 9.052,
@@ -132,16 +157,18 @@ def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
     """
     table = Table("published step times beside the plan's bounds, seconds")
     for run in (RUNS[name] for name in runs):
+        os.environ["LIBTPU_INIT_ARGS"] = run.flags  # for the process that compiles
         devices = targets.parse(run.target).num_devices
         step = compiled(
             run.sizes,
             run.target,
-            batch_size=run.rows * devices,
+            mesh=run.mesh,
+            batch_size=int(run.rows * devices),
             seq_len=run.seq_len,
             remat=run.remat,
             accumulate=run.accumulate,
         )
-        tokens = f"{run.rows * run.seq_len:,}"
+        tokens = f"{run.rows * run.seq_len:,.0f}"
         row = {"model": run.model, "slice": run.target, "tokens per chip": tokens}
         if (roof := roofline(step)) is None:
             table.notes.append(f"{run.model}: {step.memory.total / 2**30:.1f} GiB do not fit")
@@ -419,8 +446,9 @@ def _by_stages(model: str, target: str, rows: int, quick: bool) -> dict[str, Any
     last = round((sizes.num_layers + head / layer) / count - head / layer)
 
     def bound(layers: int, name: str, mesh: str, accumulate: int) -> Times:
-        batch_size = rows * targets.parse(name).num_devices
-        options = {"mesh": mesh, "batch_size": batch_size, "accumulate": accumulate}
+        # All rows of a step go through each of the stages.
+        all_rows = rows * where.num_devices
+        options = {"mesh": mesh, "batch_size": all_rows, "accumulate": accumulate}
         step = compiled(dataclasses.replace(sizes, num_layers=layers), name, quick, **options)
         memory, roof = step.memory, roofline(step)
         if not memory.fits or roof is None:

@@ -97,7 +97,7 @@ def published_peak(precision: Precision) -> float | None:
     """The data sheet's FLOP/s of the device, if this is a JAX peer, which can identify it."""
     if "jax" not in sys.modules or "torch" in sys.modules:  # PyTorch has the GPU
         return None
-    from zoo.planning.chips import peak_flops
+    from zoo.training.chips import peak_flops
 
     return peak_flops(sys.modules["jax"].devices()[0], precision)
 

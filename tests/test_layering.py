@@ -61,8 +61,8 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     **{"base": 1070, "sharding": 1480, "nn": 3660, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 640, "data": 7930, "training": 3030, "decoding": 1670},
-    **{"publishing": 5850, "planning": 3510, "runs": 5520, "tasks": 2350, "evaluation": 1100},
+    **{"bert": 250, "wrappers": 640, "data": 7930, "training": 3160, "decoding": 1670},
+    **{"publishing": 5850, "planning": 3275, "runs": 5520, "tasks": 2350, "evaluation": 1100},
     **{"__main__": 170, "__init__": 100},
 }
 
@@ -98,6 +98,17 @@ def test_imports_run_downwards(name: str):
     assert not {room(other) for other in zoo_imports(MODULES[name])} & IGNORANT.get(
         room(name), set()
     )
+
+
+def test_the_core_imports_no_planning():
+    """But for what a run's `--plan` is to bring along itself."""
+    core = {
+        name: path for name, path in MODULES.items() if room(name) not in ("planning", "__main__")
+    }
+    found = {
+        name for name, path in core.items() if any(room(x) == "planning" for x in zoo_imports(path))
+    }
+    assert found <= {"runs/planned", "runs/run"}
 
 
 def test_imports_are_acyclic():

@@ -12,11 +12,13 @@ from helpers import small_config
 
 from zoo import sharding, transformer
 from zoo.base import configuration
-from zoo.planning import chips, command, meshes, published, schedule, targets
+from zoo.planning import command, meshes, published, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job
 from zoo.planning.meshes import Candidate, candidates, search
+from zoo.planning.roofline import Times
 from zoo.publishing.tensors import num_parameters
+from zoo.training import chips
 
 CHIP = dataclasses.replace(chips.CHIPS["h100"], memory=100.0)
 TARGET = dataclasses.replace(targets.parse("h100:8"), chip=CHIP)
@@ -119,7 +121,7 @@ def compiled(monkeypatch, times, too_large=(), broken=()):
         return mock.NonCallableMagicMock(spec=Estimate, job=job, memory=memory)
 
     def roofline(estimate):
-        return mock.Mock(by_op=schedule.Times(compute=times[estimate.job.mesh]))
+        return mock.Mock(by_op=Times(compute=times[estimate.job.mesh]))
 
     monkeypatch.setattr(meshes, "roofline", roofline)
     found = [Candidate(mesh, 10.0, 1.0, 0.5, 0.1) for mesh in times]

@@ -19,8 +19,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from zoo.planning import chips
 from zoo.runs import monitor
+from zoo.training import chips
 
 
 class Clock:

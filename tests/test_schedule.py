@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from zoo.planning import chips, collectives, hlo, products, schedule, targets, topology, traffic
-from zoo.planning.collectives import Collective
-from zoo.planning.groups import groups, pairs
+from zoo.planning import collectives, hlo, products, roofline, targets, topology, traffic
+from zoo.planning.collectives import Collective, groups, pairs
 from zoo.planning.topology import Topology
+from zoo.training import chips
 
 # Round numbers: 1 TFLOP/s, 1 GB/s of memory, and four links of 0.25 GB/s each.
 CHIP = dataclasses.replace(
@@ -174,7 +174,7 @@ ENTRY %main (p: f32[1000]) -> f32[1000] {
     assert found.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     where = grid("v5e", (2, 2), num_slices=2)
     assert where.between(found) == 4000
-    assert schedule.times(program, where, {}).links == pytest.approx(
+    assert roofline.times(program, where, {}).links == pytest.approx(
         4000 / where.chip.network, rel=0.01
     )
 
@@ -246,7 +246,7 @@ def timed(body, head=HEAD, kernels=None, chip=CHIP):
     text = head + "ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {\n"
     text += "  %p = f32[1000,1000] parameter(0)\n" + body + "}\n"
     where = dataclasses.replace(LINE, chip=chip)
-    return schedule.times(hlo.read(text), where, kernels or {})
+    return roofline.times(hlo.read(text), where, kernels or {})
 
 
 GROUPS = "channel_id=1, replica_groups={{0,1}}, dimensions={0}\n"

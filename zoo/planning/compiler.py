@@ -3,6 +3,13 @@
     python -m zoo.planning.compiler REQUEST ANSWER
 
 is that process.
+
+Private names of JAX: a `Lowered` cannot be pickled, and no public function compiles a module for
+the devices of a topology, so `_request` takes apart what `Lowered.compile` would compile
+(`_lowering`, and `pxla` and `mlir` for its options and its bytes), and `_answer` calls what that
+would call (`mlir`, `pxla`, `compiler`, `xla_client`). The stages are those of jax-ml/jax#7733,
+which leaves their serialization out. Once there is one, or a compiler that does not abort its
+process, `lowered.compile(compiler_options=…)` takes the place of both.
 """
 
 import functools
@@ -15,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +33,7 @@ from zoo.planning.targets import Target, parse
 
 _STATS = (
     "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes",
-    "alias_size_in_bytes", "temp_size_in_bytes", "peak_memory_in_bytes",
+    "alias_size_in_bytes", "temp_size_in_bytes",
 )  # fmt: skip
 _say = functools.partial(print, flush=True)
 
@@ -38,22 +44,6 @@ class CompilerError(ValueError):
 
 class OutOfMemory(CompilerError):
     """The program needs more of the device's memory than there is."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled program, with the two methods of JAX's own that a plan asks for."""
-
-    text: str
-    stats: dict[str, int]
-
-    def as_text(self) -> str:
-        """The program."""
-        return self.text
-
-    def memory_analysis(self) -> SimpleNamespace:
-        """The bytes of its parts."""
-        return SimpleNamespace(**self.stats)
 
 
 def compile_apart(
@@ -79,7 +69,8 @@ def compile_apart(
         text, stats, failure = pickle.loads(answer.read_bytes())
     if failure:
         raise (OutOfMemory if "RESOURCE_EXHAUSTED" in failure else CompilerError)(failure)
-    return Program(text, stats)
+    # Of a compiled program the two methods that a plan asks for.
+    return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: SimpleNamespace(**stats))
 
 
 def run(command: Sequence[str], what: str, say: Callable[[str], None], every: float = 30.0) -> None:
@@ -155,7 +146,7 @@ def mismatch() -> str | None:
 
 
 def _request(lowered: Any, target: Target, options: dict[str, Any]) -> dict[str, Any]:
-    from jax._src.interpreters import mlir, pxla  # no public name has them
+    from jax._src.interpreters import mlir, pxla
 
     lowering = lowered._lowering
     kept = lowering.compile_args

@@ -1,5 +1,6 @@
 """Floating-point operations of a traced step, recomputation and masked products included."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,20 +41,6 @@ def count(jaxpr: Any, of: Any = None) -> float:
     return _total(jaxpr, products)
 
 
-def kernel_bytes(jaxpr: Any) -> float:
-    """Bytes that the kernels of a jaxpr move, on all devices together.
-
-    Raises:
-        ValueError: as `count`.
-    """
-    return _total(
-        jaxpr,
-        lambda equation, scope: (
-            kernels.num_bytes(equation, scope) if kernels.is_kernel(equation) else None
-        ),
-    )
-
-
 def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
     """FLOPs and bytes of the kernels of a jaxpr by their names, on all devices together.
 
@@ -62,30 +49,20 @@ def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
     Raises:
         ValueError: as `count`.
     """
-
-    def of(name: str) -> tuple[float, float]:
-        def amount(measure: Callable[[Any, str], float]) -> float:
-            def each(equation: Any, scope: str) -> float | None:
-                if not kernels.is_kernel(equation):
-                    return None
-                return measure(equation, scope) if kernels.name(equation, scope) == name else 0.0
-
-            return _total(jaxpr, each)
-
-        return amount(lambda equation, scope: kernels.executed(equation, scope, count)), amount(
-            kernels.num_bytes
-        )
-
     names: set[str] = set()
 
-    def collect(equation: Any, scope: str) -> float | None:
-        if kernels.is_kernel(equation):
+    def total(amount: Callable[[Any, str], float], name: str) -> float:
+        def of_kernel(equation: Any, scope: str) -> float | None:
+            if not kernels.is_kernel(equation):
+                return None
             names.add(kernels.name(equation, scope))
-            return 0.0
-        return None
+            return amount(equation, scope) if kernels.name(equation, scope) == name else 0.0
 
-    _total(jaxpr, collect)
-    return {name: of(name) for name in sorted(names)}
+        return _total(jaxpr, of_kernel)
+
+    total(kernels.num_bytes, "")  # collects the names
+    executed = functools.partial(kernels.executed, count=count)
+    return {name: (total(executed, name), total(kernels.num_bytes, name)) for name in sorted(names)}
 
 
 def has_local_experts(jaxpr: Any, is_local: bool = False) -> bool:

@@ -6,8 +6,9 @@ types, operands and attributes, which computation calls which, and how often a l
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -18,6 +19,9 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
+
+
+Integers = dict[int, int]  # by the index of an element of a loop's tuple
 
 
 class HLOError(ValueError):
@@ -188,7 +192,7 @@ def visits(program: Program) -> Iterator[Visit]:
         times: int,
         is_fused: bool,
         scope: int,
-        values: "_Values",
+        given: Integers,
         caller: tuple[int, str] | None = None,
     ) -> Iterator[Visit]:
         unknown = []
@@ -196,11 +200,11 @@ def visits(program: Program) -> Iterator[Visit]:
         for instruction in computation.instructions.values():
             called, here = instruction.called, (scope, instruction.name)
             if instruction.opcode == "while":
-                turns = trip_count(program, instruction, values)
+                start = _starts(computation, instruction.operands[0], given)
+                turns = _turns(program, instruction, start)
                 if turns is None:
                     unknown.append(instruction.name)
                 body = program.computations[called["body"][0]]
-                start = _Values(computation, instruction.operands[0], values)
                 inner.append(walk(body, times * (turns or 1), False, next(scopes), start, here))
                 continue
             if instruction.opcode.endswith(("-done", "-update")):
@@ -212,7 +216,7 @@ def visits(program: Program) -> Iterator[Visit]:
             for name in names:
                 where = scope if fuses else next(scopes)
                 into = program.computations[name]
-                inner.append(walk(into, times, fuses, where, _Values(), here))
+                inner.append(walk(into, times, fuses, where, {}, here))
             branches = (
                 called.get("branch_computations", ())
                 + called.get("true_computation", ())
@@ -220,133 +224,84 @@ def visits(program: Program) -> Iterator[Visit]:
             )
             for name in branches:
                 branch = program.computations[name]
-                inner.append(walk(branch, times, False, next(scopes), _Values(), here))
+                inner.append(walk(branch, times, False, next(scopes), {}, here))
         yield Visit(computation, times, is_fused, scope, tuple(unknown), caller)
         for each in inner:
             yield from each
 
-    yield from walk(program.entry, 1, False, next(scopes), _Values())
+    yield from walk(program.entry, 1, False, next(scopes), {})
 
 
-@dataclass(frozen=True)
-class _Values:
-    """The input of a loop's body: the tuple that it starts with, and where that comes from."""
-
-    computation: Computation | None = None
-    tuple_name: str = ""
-    outer: "_Values | None" = None
-
-    def start(self, index: int) -> int | None:
-        """The integer that an element of the tuple starts as, if that is a constant."""
-        if self.computation is None:
-            return None
-        made = self.computation.instructions[self.tuple_name]
-        while made.opcode in ("copy", "opt-barrier"):
-            made = self.computation.instructions[made.operands[0]]
-        if made.opcode != "tuple":
-            return None
-        return _integer(self.computation, made.operands[index], self.outer or _Values())
+def _starts(computation: Computation, name: str, outer: Integers) -> Integers:
+    """The integers among the elements of the tuple that a loop starts with."""
+    made = computation.instructions[name]
+    while made.opcode in ("copy", "opt-barrier"):
+        made = computation.instructions[made.operands[0]]
+    elements = made.operands if made.opcode == "tuple" else ()
+    found = {i: _integer(computation, x, outer) for i, x in enumerate(elements)}
+    return {i: value for i, value in found.items() if value is not None}
 
 
-def _integer(computation: Computation, name: str, values: _Values) -> int | None:
-    """The value of a scalar instruction, if it is a constant, or one that a loop is given."""
-    instruction = computation.instructions.get(name)
-    while instruction is not None and instruction.opcode in ("copy", "bitcast", "convert"):
-        instruction = computation.instructions.get(instruction.operands[0])
-    if instruction is None:
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "and": operator.and_,
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
+    "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
+
+
+def _integer(
+    computation: Computation,
+    name: str,
+    given: Integers,
+    program: Program | None = None,
+    arguments: Sequence[Callable[[], int | None]] = (),
+) -> int | None:
+    """The value of a scalar instruction, if the elements `given` of a loop's tuple decide it.
+
+    Within a fusion, whose `arguments` are computed as they are asked for.
+    """
+    made = computation.instructions[name]
+    value = functools.partial(
+        _integer, computation, given=given, program=program, arguments=arguments
+    )
+    if made.opcode == "constant":
+        return int(made.text) if re.fullmatch(r"-?\d+", made.text) else None
+    if made.opcode == "parameter":
+        return arguments[int(made.text)]() if arguments else None
+    if made.opcode == "get-tuple-element":
+        return given.get(int(made.attribute(r"index=(\d+)") or 0))
+    if made.opcode in ("copy", "bitcast", "convert"):
+        return value(made.operands[0])
+    if made.opcode == "fusion" and program is not None:
+        fused = program.computations[made.called["calls"][0]]
+        inputs = [functools.partial(value, operand) for operand in made.operands]
+        return _integer(fused, fused.root.name, {}, program, inputs)
+    apply = _OPERATORS.get(made.attribute(r"direction=(\w+)") or made.opcode)
+    if apply is None or len(made.operands) != 2:
         return None
-    if instruction.opcode == "constant":
-        return int(instruction.text) if re.fullmatch(r"-?\d+", instruction.text) else None
-    if instruction.opcode == "get-tuple-element":
-        return values.start(_index(instruction))
-    return None
+    left, right = map(value, made.operands)
+    return None if left is None or right is None else int(apply(left, right))
 
 
-def _index(instruction: Instruction) -> int:
-    return int(instruction.attribute(r"index=(\d+)") or 0)
+_MOST_TURNS = 1_000_000
 
 
-def trip_count(program: Program, loop: Instruction, values: _Values | None = None) -> int | None:
-    """How often a `while` runs: as the text says, or as its condition has it; None if neither does.
+def _turns(program: Program, loop: Instruction, given: Integers) -> int | None:
+    """How often a `while` runs: as the text says, or as its condition does; None if neither does.
 
-    The condition compares a counter with a limit, the body adds a constant to the counter.
+    The condition is asked, turn after turn, with what the body makes of the integers in its tuple.
     """
     known = _TRIPS.search(loop.attributes)
     if known:
         return int(known.group(1))
-    holder = next(
-        (c for c in program.computations.values() if c.instructions.get(loop.name) is loop), None
-    )
-    given = _Values(holder, loop.operands[0], values)
     condition = program.computations[loop.called["condition"][0]]
     body = program.computations[loop.called["body"][0]]
-    compare = _comparison(program, condition)
-    if compare is None:
+    if body.root.opcode != "tuple":
         return None
-    (counter, limit), direction = compare
-    index = _element(condition, counter)
-    stop = _integer(condition, limit, given)
-    if index is None or body.root.opcode != "tuple":
-        return None
-    start, step = given.start(index), _step(program, body, index, given)
-    if start is None or stop is None or not step or direction not in ("LT", "LE", "GT", "GE", "NE"):
-        return None
-    inclusive = 1 if direction in ("LE", "GE") else 0
-    return max(0, math.ceil((abs(stop - start) + inclusive) / abs(step)))
-
-
-def _comparison(program: Program, condition: Computation) -> tuple[tuple[str, str], str] | None:
-    """The counter, the limit and the direction of a condition, also of one that is fused."""
-    root = condition.root
-    if root.opcode == "fusion":
-        inner = program.computations[root.called["calls"][0]]
-        compare = inner.root
-        if compare.opcode != "compare":
-            return None
-        outside = []
-        for name in compare.operands:
-            made = inner.instructions[name]
-            if made.opcode == "constant":  # as if it stood outside
-                condition.instructions.setdefault(name, made)
-            outside.append(root.operands[int(made.text)] if made.opcode == "parameter" else name)
-        return (outside[0], outside[1]), compare.attribute(r"direction=(\w+)") or ""
-    if root.opcode != "compare":
-        return None
-    return (root.operands[0], root.operands[1]), root.attribute(r"direction=(\w+)") or ""
-
-
-def _element(computation: Computation, name: str) -> int | None:
-    """Which element of the loop's tuple an instruction is."""
-    made = computation.instructions[name]
-    while made.opcode in ("copy", "bitcast", "convert"):
-        made = computation.instructions[made.operands[0]]
-    return _index(made) if made.opcode == "get-tuple-element" else None
-
-
-def _step(program: Program, body: Computation, index: int, given: _Values) -> int | None:
-    """The increment per turn of an element of the loop's tuple."""
-    computation, name = body, body.root.operands[index]
-    made = computation.instructions[name]
-    while made.opcode in ("copy", "bitcast", "convert"):
-        made = computation.instructions[made.operands[0]]
-    operands: tuple[str, ...] = made.operands
-    if made.opcode == "fusion":
-        inner = program.computations[made.called["calls"][0]]
-        added, outer = inner.root, operands
-        if added.opcode not in ("add", "subtract"):
-            return None
-        operands = ()
-        for name in added.operands:
-            part = inner.instructions[name]
-            if part.opcode == "constant":
-                body.instructions.setdefault(name, part)
-            operands += (outer[int(part.text)] if part.opcode == "parameter" else name,)
-        made = added
-    if made.opcode not in ("add", "subtract"):
-        return None
-    amounts = [
-        _integer(body, name, given)
-        for name in operands
-        if name in body.instructions and _element(body, name) != index
-    ]
-    return amounts[0] if amounts else None
+    for turn in range(_MOST_TURNS):
+        goes_on = _integer(condition, condition.root.name, given, program)
+        if not goes_on:
+            return None if goes_on is None else turn
+        moved = {i: _integer(body, body.root.operands[i], given, program) for i in given}
+        given = {i: value for i, value in moved.items() if value is not None}
+    return None

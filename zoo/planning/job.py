@@ -63,9 +63,6 @@ class Memory:
     """All of these, and the results that reuse no argument's buffer."""
     limit: float
     """The device's memory."""
-    peak: float | None = None
-    """The most that is in use at once, by the compiler's own account, which for CPUs lacks the
-    temporaries: whether it fits is by `total`."""
     is_refused: bool = False
     """The compiler gave up."""
 
@@ -140,6 +137,10 @@ def make_estimate(
     program = None if compiled is None else hlo.read(text)
     parts = sharding.num_batch_parts(mesh, rules)
     batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in job.batch.values()) / parts
+    kernels = {
+        name: (products / mesh.size, moved / mesh.size)
+        for name, (products, moved) in flops.of_kernels(traced.jaxpr).items()
+    }
     return Estimate(
         job=job,
         target=target,
@@ -148,16 +149,13 @@ def make_estimate(
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
         flops=_flops(job, target, traced),
         int8_flops=flops.count(traced.jaxpr, of=jnp.int8),
-        traffic=_traffic(program, traced, mesh.size) if program else 0.0,
+        traffic=_traffic(program, kernels) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
         compile_seconds=time.monotonic() - began,
         quick=quick,
         text=text,
         devices=tuple(mesh.devices.flat),
-        kernels={
-            name: (products / mesh.size, moved / mesh.size)
-            for name, (products, moved) in flops.of_kernels(traced.jaxpr).items()
-        },
+        kernels=kernels,
     )
 
 
@@ -184,15 +182,14 @@ def _flops(job: Job, target: Target, traced: Any) -> float:
     return flops.count(traced.jaxpr)
 
 
-def _traffic(program: hlo.Program, traced: Any, num_devices: int) -> float:
+def _traffic(program: hlo.Program, kernels: dict[str, tuple[float, float]]) -> float:
     """Bytes between a device and its memory in a step."""
     if unknown := collectives.unknown_loops(program):
         raise hlo.HLOError(
             f"loops of which the compiled program does not say how often they run: {unknown}; "
             "what is in them would count once: write them as jax.lax.scan"
         )
-    kernels = flops.kernel_bytes(traced.jaxpr) / num_devices
-    return traffic.memory_traffic(program) + kernels
+    return traffic.memory_traffic(program) + sum(moved for _, moved in kernels.values())
 
 
 def _compile(traced: Any, target: Target, quick: bool) -> tuple[Any, str]:
@@ -250,5 +247,4 @@ def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit:
         program=program,
         total=float(arguments + made + stats.temp_size_in_bytes) + program,
         limit=limit,
-        peak=float(getattr(stats, "peak_memory_in_bytes", 0)) or None,
     )

@@ -18,9 +18,9 @@ from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.ulysses import Exchange
 from zoo.planning import report, topology
 from zoo.planning.collectives import Collective, Kind
-from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.roofline import roofline
+from zoo.planning.suggestions import attempt
 from zoo.planning.targets import Target
 from zoo.sharding import MESH_AXES, ShardingError
 from zoo.transformer.config import Config
@@ -194,15 +194,11 @@ def search(
             f"{each.mesh}: by hand {each.seconds:.3f} s (products {each.compute:.3f}, parameters "
             f"{each.parameters:.3f}, activations {each.activations:.3f}); compiling …"
         )
-        try:
-            estimate = make(make_job(each.mesh), target, quick=quick)
-        except (ShardingError, CompilerError) as error:
-            say(f"  it cannot be: {error}")
+        estimate = attempt(make_job(each.mesh), target, quick, say, make)
+        if estimate is None or not estimate.memory.fits:
             continue
         roof = roofline(estimate)
-        if roof is None or not estimate.memory.fits:
-            say(f"  {report.gigabytes(estimate.memory.total)}: does not fit")
-            continue
+        assert roof is not None, "a target without peaks is refused before"
         by_op = roof.by_op
         say(
             f"  {by_op.seconds:.3f} s by instruction (products {by_op.compute:.3f}, memory "

@@ -56,6 +56,8 @@ def sections(estimate: Estimate) -> dict[str, Rows]:
         unit = estimate.job.training.data.unit
         found["bound of full overlap, at the chip's peaks"] = _roofline(roof, unit)
         found["bound by instruction, overlapped as compiled"] = _by_op(roof, unit)
+        if estimate.target.chip.kind == "tpu" and not estimate.quick:
+            found["bound by instruction, overlapped as compiled"] += [_expected(roof)]
     return found
 
 
@@ -166,6 +168,17 @@ def _by_op(roof: Roofline, unit: str) -> Rows:
         ("waiting for links", _seconds(by_op.links), share(by_op.links)),
         *_speed(roof, by_op.seconds, unit, "no overlap but the compiler's"),
     ]
+
+
+# The least and the most of published times over this bound, and of how many runs:
+# benchmarks/results/2026-11-23-calibration.md, by `python -m benchmarks.plans calibration`.
+PUBLISHED, RUNS = (1.05, 1.55), 8
+
+
+def _expected(roof: Roofline) -> tuple[str, str, str]:
+    least, most = (_seconds(each * roof.by_op.seconds) for each in PUBLISHED)
+    basis = f"{PUBLISHED[0]} to {PUBLISHED[1]} of it, {RUNS} runs of MaxText, none with experts"
+    return ("step, by published runs", f"{least} to {most}", basis)
 
 
 def _speed(roof: Roofline, seconds: float, unit: str, remark: str) -> Rows:

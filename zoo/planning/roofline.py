@@ -2,16 +2,213 @@
 
 There are two bounds. That of full overlap takes all products, all of the memory's traffic and all
 transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
-That by instruction (`schedule.times`) overlaps what the compiler does, and nothing else: this
-program is not faster.
+That by instruction (`times`) takes instruction after instruction, in the order of the compiled
+program, overlaps what the compiler does, and nothing else: this program is not faster.
 """
 
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
-from zoo.planning import hlo
+from zoo.planning import collectives, hlo, products, traffic
+from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
-from zoo.planning.schedule import Times, times
+from zoo.planning.topology import Topology, Transfer
+from zoo.training.chips import Chip
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by what the device waits for, one after the other."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.compute + self.memory + self.links
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(
+            self.compute + other.compute, self.memory + other.memory, self.links + other.links
+        )
+
+    def __mul__(self, times: float) -> "Times":
+        return Times(self.compute * times, self.memory * times, self.links * times)
+
+
+def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, float]]) -> Times:
+    """The least time of a step in which no instruction runs beside another one.
+
+    Each instruction (a fusion, a kernel, a copy) takes its FLOPs at the chip's peak or its bytes at
+    the memory's bandwidth, whichever is longer, and a collective its transfer over the links; loops
+    as often as they run. The exceptions are the compiler's own: what it starts and ends with other
+    instructions in between (a collective or a copy between memories, by `-start` and `-done` or as
+    parts of fusions) moves while these run, behind what has the same links and was started earlier;
+    its end waits for what is left.
+
+    `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names.
+    """
+    visits = [visit for visit in hlo.visits(program) if not visit.is_fused]
+    timer = _Timer(program, topology, kernels, visits)
+    inner: dict[tuple[int, str], list[Times]] = defaultdict(list)
+    total = Times()
+    turns = {visit.scope: visit.times for visit in visits}
+    for visit in reversed(visits):  # what is called comes after its caller
+        total = timer.run(visit, inner)
+        if visit.caller is not None:
+            inner[visit.caller].append(total * (visit.times / turns[visit.caller[0]]))
+    rest = sum((seconds for seconds in timer.missing()), start=Times())
+    return total + rest
+
+
+@dataclass
+class _Queue:
+    """Transfers under way, the first started first."""
+
+    waiting: dict[str, Transfer] = field(default_factory=dict)
+
+    def start(self, key: str, transfer: Transfer) -> None:
+        """Add a transfer, if it takes any time."""
+        if transfer.seconds > 0:
+            self.waiting[key] = transfer
+
+    def go_on(self, seconds: float) -> None:
+        """Move for so long what may move."""
+        while seconds > 0 and self.waiting:
+            moving = self._moving()
+            step = min(seconds, *(self.waiting[key].seconds for key in moving))
+            for key in moving:
+                left = self.waiting[key].seconds - step
+                if left > 0:
+                    self.waiting[key] = Transfer(left, self.waiting[key].links)
+                else:
+                    del self.waiting[key]
+            seconds -= step
+
+    def until(self, key: str) -> Iterator[float]:
+        """Seconds to pass, one after the other, until a transfer has ended."""
+        while key in self.waiting:
+            yield min(self.waiting[key].seconds for key in self._moving())
+
+    def _moving(self) -> list[str]:
+        """Those whose links no earlier one has."""
+        taken: set[str] = set()
+        found = []
+        for key, transfer in self.waiting.items():
+            if not taken & transfer.links:
+                found.append(key)
+            taken |= transfer.links
+        return found
+
+
+class _Timer:
+    """The times of a program's computations."""
+
+    def __init__(
+        self,
+        program: Program,
+        topology: Topology,
+        kernels: dict[str, tuple[float, float]],
+        visits: list[Visit],
+    ):
+        self.program, self.topology, self.chip = program, topology, topology.chip
+        self.parts = traffic.parts_of_collectives(program)
+        self.kernels = {name: _times(self.chip, *cost) for name, cost in kernels.items()}
+        self.calls: dict[str, int] = defaultdict(int)
+        for visit in visits:
+            for instruction in visit.computation.instructions.values():
+                self.calls[self._kernel(instruction)] += visit.times
+
+    def missing(self) -> list[Times]:
+        """Those of kernels that the program does not name."""
+        return [found for name, found in self.kernels.items() if not self.calls[name]]
+
+    def run(self, visit: Visit, inner: dict[tuple[int, str], list[Times]]) -> Times:
+        """A computation once, given the times of what its instructions call."""
+        links, copies, total = _Queue(), _Queue(), Times()
+        instructions = list(visit.computation.instructions.values())
+        moves = [collectives.within(self.program, visit, x) for x in instructions]
+        last = {key: index for index, found in enumerate(moves) for key in found}
+        started: dict[str, list[str]] = {}
+        begun: set[str] = set()
+
+        def wait(queue: _Queue, key: str) -> Times:
+            waited = 0.0
+            for seconds in queue.until(key):
+                links.go_on(seconds)
+                copies.go_on(seconds)
+                waited += seconds
+            return Times(links=waited) if queue is links else Times(memory=waited)
+
+        for index, instruction in enumerate(instructions):
+            for key, collective in moves[index].items():
+                if key not in begun:
+                    links.start(key, self.topology.transfer(collective))
+                    begun.add(key)
+            own = self._own(visit, instruction, inner)
+            if instruction.opcode in ("copy-start", "slice-start"):
+                copies.start(instruction.name, Transfer(own.memory, frozenset({"memory"})))
+                own = Times()
+            total += own
+            links.go_on(own.seconds)
+            copies.go_on(own.compute + own.links)  # the memory is busy for the rest
+            if instruction.opcode.endswith("-start") or instruction.opcode in _STARTS:
+                before = [key for name in instruction.operands for key in started.get(name, [])]
+                started[instruction.name] = [*before, *moves[index], instruction.name]
+                continue
+            ended = [key for name in instruction.operands for key in started.get(name, [])]
+            for key in (*ended, *moves[index]):
+                if key in links.waiting and (key in ended or last[key] == index):
+                    total += wait(links, key)
+                elif key in copies.waiting:
+                    total += wait(copies, key)
+        for queue in (links, copies):
+            for key in list(queue.waiting):
+                total += wait(queue, key)
+        return total
+
+    def _own(
+        self, visit: Visit, instruction: Instruction, inner: dict[tuple[int, str], list[Times]]
+    ) -> Times:
+        """Of an instruction by itself, but for its collectives."""
+        called = inner.get((visit.scope, instruction.name), [])
+        if instruction.opcode == "conditional":
+            return max(called, key=lambda x: x.seconds, default=Times())
+        if instruction.opcode in ("while", "call"):
+            return sum(called, start=Times())
+        name = self._kernel(instruction)
+        if name in self.kernels:
+            return self.kernels[name] * (1 / self.calls[name])
+        if collectives.is_collective(instruction) or instruction.opcode.startswith("async-"):
+            return Times()  # its bytes go from memory to memory while they move
+        here = visit.computation
+        return _times(
+            self.chip,
+            products.flops(self.program, here, instruction),
+            traffic.accessed(self.program, here, instruction, self.parts),
+            products.flops(self.program, here, instruction, of="s8"),
+        )
+
+    def _kernel(self, instruction: Instruction) -> str:
+        """The name of the kernel that an instruction calls: its own, less the number behind it."""
+        if instruction.attribute(r'custom_call_target="(tpu_custom_call)"') is None:
+            return ""
+        return instruction.name.rsplit(".", 1)[0]
+
+
+_STARTS = ("async-update", "send")
+
+
+def _times(chip: Chip, flops: float, moved: float, int8: float = 0.0) -> Times:
+    compute = chip.seconds(flops, int8)
+    memory = moved / (chip.bandwidth or math.inf)
+    return Times(compute=compute) if compute >= memory else Times(memory=memory)
+
 
 Bound = Literal["compute", "memory", "interconnect"]
 
@@ -45,16 +242,6 @@ class Roofline:
     def seconds(self) -> float:
         """A step at that bound."""
         return max(self.compute, self.memory, self.interconnect)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """On all devices together, at the bound of full overlap."""
-        return self.tokens / self.seconds
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilization at the bound of full overlap."""
-        return self.utilization(self.seconds)
 
     def utilization(self, seconds: float) -> float | None:
         """Model FLOPs utilization of a step of so long: recomputation counts for nothing."""

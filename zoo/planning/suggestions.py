@@ -30,6 +30,20 @@ class Attempt:
     estimate: Estimate
 
 
+def attempt(
+    job: Job, target: Target, quick: bool, say: Callable[[str], None], make: Callable[..., Estimate]
+) -> Estimate | None:
+    """Compile a job, and say why where it cannot be, or how much it takes where it does not fit."""
+    try:
+        estimate = make(job, target, quick=quick)
+    except (ShardingError, CompilerError) as error:
+        say(f"  it cannot be: {error}")
+        return None
+    if not estimate.memory.fits:
+        say(f"  {report.gigabytes(estimate.memory.total)}: does not fit")
+    return estimate
+
+
 def changes(job: Job, target: Target, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
     """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
     best, num_devices, num_slices = job, target.num_devices, target.num_slices
@@ -70,15 +84,14 @@ def suggest(
     quick: bool = False,
     say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
-) -> tuple[Attempt | None, list[Attempt]]:
-    """The first change that fits, by its own compiled program, and all that were tried.
+) -> Attempt | None:
+    """The first change that fits, by its own compiled program.
 
     None if none of the first few does, nor one of `others`, jobs by the flags that make them. A
     change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
     rows = next(iter(job.batch.values())).shape[0]
-    tried: list[Attempt] = []
 
     def changed_jobs() -> Iterator[tuple[str, Job]]:
         count = 0
@@ -93,19 +106,13 @@ def suggest(
 
     for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
-        try:
-            attempt = Attempt(flags, make(changed, target, quick=quick))
-        except (ShardingError, CompilerError) as error:
-            say(f"  it cannot be: {error}")
-            continue
-        tried.append(attempt)
-        memory = attempt.estimate.memory
-        verdict = "fits" if memory.fits else "does not fit"
-        say(f"  {report.gigabytes(memory.total)}: {verdict}")
+        found = attempt(changed, target, quick, say, make)
         # A run may be out of memory although its step would fit: others have some of it.
-        if memory.fits and memory.total < estimate.memory.total:
-            return attempt, tried
-    return None, tried
+        if found is not None and found.memory.fits:
+            say(f"  {report.gigabytes(found.memory.total)}: fits")
+            if found.memory.total < estimate.memory.total:
+                return Attempt(flags, found)
+    return None
 
 
 def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
@@ -143,7 +150,7 @@ def show_suggestion(
 ) -> Attempt | None:
     """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
     print("\nlooking for a change that fits; each is compiled", flush=True)
-    found, _ = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
+    found = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:

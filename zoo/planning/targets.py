@@ -1,6 +1,7 @@
 """The target of a plan: `v5e:4x4`, `2xv5e:4x4`, `h200:8`, `24GiB:1` or `cpu:8`."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -11,8 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from zoo.nn.precision import Precision, native_precision
-from zoo.planning import chips
-from zoo.planning.chips import CHIPS, Chip
+from zoo.training.chips import CHIPS, Chip, GiB, of_kind
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Target:
     @property
     def num_devices(self) -> int:
         """The number of devices of a mesh of all of it."""
-        return self.num_slices * math.prod(self.shape)
+        return self.num_slices * math.prod(self.shape) * self.chip.devices
 
     @property
     def is_exact(self) -> bool:
@@ -107,6 +107,7 @@ _EXAMPLES = {
     "v5e": "v5e:1x1, v5e:2x2, v5e:4x4 or v5e:16x16",
     "v5p": "v5p:1x1x1, v5p:2x2x1, v5p:4x4x4 or v5p:4x8x8",
     "v6e": "v6e:1x1, v6e:2x2, v6e:4x4 or v6e:16x16",
+    "tpu7x": "tpu7x:1x1x1, tpu7x:2x2x1 or tpu7x:4x4x4",
 }
 
 
@@ -117,12 +118,14 @@ def parse(text: str) -> Target:
         ValueError: an unknown target; the message lists the known ones.
     """
     given = text.strip().lower()
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*|[\d.]+gib):(\d+(?:x\d+)*)", given)
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*|\d+(?:\.\d+)?gib):(\d+(?:x\d+)*)", given)
     slices, name, sizes = match.groups() if match else (None, "", "")
     shape, num_slices = tuple(map(int, sizes.split("x"))) if sizes else (), int(slices or 1)
-    chip = chips.by_name(name)
+    chip = CHIPS.get({"a100": "a100-80"}.get(name, name))
+    if name.endswith("gib"):
+        chip = Chip(name.replace("gib", "GiB"), "gpu", float(name[:-3]) * GiB)
     if name == "cpu" and num_slices * math.prod(shape):
-        chip = chips.cpu(num_slices * math.prod(shape))
+        chip = cpu(num_slices * math.prod(shape))
     if chip is None or 0 in (num_slices, *shape) or (len(shape) > 1) != (chip.kind == "tpu"):
         names = ", ".join((*CHIPS, "cpu"))
         raise ValueError(
@@ -139,10 +142,26 @@ def parse(text: str) -> Target:
 _GPUS = 8  # of a machine: the largest that NVLink's switch joins in a DGX or an HGX
 
 
+def cpu(devices: int) -> Chip:
+    """A virtual device of this machine: its share of the memory, and no peak to quote."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Chip("cpu", "cpu", memory / devices)
+
+
+def of_device(device: Any, devices: int) -> Chip:
+    """The chip that a device of JAX's is, with the memory that JAX may use of it."""
+    if device.platform == "cpu":
+        return cpu(devices)
+    kind = device.device_kind
+    chip = of_kind(kind) or Chip(kind, device.platform, math.inf)
+    usable = (device.memory_stats() or {}).get("bytes_limit", chip.memory)
+    return dataclasses.replace(chip, memory=float(usable))
+
+
 def present(mesh: Mesh) -> Target:
     """The devices of a mesh that is at hand."""
     devices = tuple(mesh.devices.flat)
-    chip = chips.of_device(devices[0], len(devices))
+    chip = of_device(devices[0], len(devices))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     shape: tuple[int, ...] = (len(devices) // slices,)
     if chip.links:

@@ -1,9 +1,10 @@
 """The places of a program's devices, the links between them, and the seconds of a collective.
 
 A slice of TPUs is a grid whose chips have links to their neighbours alone. A dimension closes to a
-ring only where the slice has all of it: 16 chips of v5e and v6e; of v4 and v5p every dimension, if
-all are multiples of 4 (so the pages on each version of the Cloud TPU documentation). GPUs of one
-machine are joined by a switch. Between slices, or machines, there is a slower network.
+ring only where the slice has all of it: 16 chips of v5e and v6e; of v4, v5p and 7x every dimension,
+if all are multiples of 4 (so the pages on each version of the Cloud TPU documentation; that of 7x
+refers to v5p). The two devices of a 7x share its links, each with half. GPUs of one machine are
+joined by a switch. Between slices, or machines, there is a slower network.
 """
 
 import itertools
@@ -13,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.planning.chips import Chip
 from zoo.planning.collectives import Collective
+from zoo.training.chips import Chip
 
-_RING = {"v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
+_RING = {"v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "tpu7x": 4}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def memory_traffic(program: Program) -> float:
 
     A fusion that slices a stack of layers reads the slice, one that writes into it the slice too,
     a lookup the rows that it finds, and a copy that runs beside other work what it moves. Pallas
-    kernels are left out: `flops.kernel_bytes` counts them, block by block.
+    kernels are left out: `flops.of_kernels` counts them, block by block.
     """
     parts, total = parts_of_collectives(program), 0.0
     for visit in hlo.visits(program):

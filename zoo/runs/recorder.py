@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import optax
 
-from zoo.planning.chips import peak_flops
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
 from zoo.runs.config import Config
 from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
+from zoo.training.chips import peak_flops
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 
