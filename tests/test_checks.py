@@ -292,7 +292,7 @@ def first_steps(loss: Any, mesh: str = "", count: int = 1, **options: Any) -> li
 )
 def test_a_loss_that_is_no_sum_is_warned_of_once(loss: Any, mesh: str):
     [text] = first_steps(loss, mesh, count=3)
-    count = 8 if mesh else 4
+    count = 8 if mesh else 2
     numbers = rf"loss of {count} equal rows .* weight of (\S+), that of {2 * count} .* and (\S+): "
     one, two = map(float, re.search(numbers, text).groups())
     assert two / one == (1 if loss is sum_beside_one else 2)

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import equinox as eqx
 import jax
@@ -23,12 +24,13 @@ from helpers import (
 )
 
 import zoo
-from zoo import losses, optimizers, sharding
+from zoo import lora, losses, optimizers, sharding
 from zoo.nn.parameters import cast, gather
 from zoo.nn.precision import in_precision
 from zoo.publishing import models
 from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.kinds import is_matrix
+from zoo.tasks.finetuning.base import merge
 from zoo.training import state as state_module
 from zoo.transformer import ExpertsConfig, moe, routing
 from zoo.transformer import dispatch as exchanges
@@ -579,6 +581,29 @@ def test_biases_depend_on_neither_mesh_nor_microbatches(spec: str, accumulate: i
     *other, other_norm = biases_after(spec, accumulate)
     np.testing.assert_array_equal(other, one)
     np.testing.assert_allclose(other_norm, norm, rtol=1e-4)
+
+
+@jax.numpy_dtype_promotion("standard")  # as in a run
+def test_a_merged_model_keeps_biases_and_states_as_they_were():
+    """Though all else is of one dtype, as sampling needs."""
+    kept = 1 / jnp.arange(2.0, 2 + 2 * EXPERTS).reshape(2, EXPERTS)
+    model = cast(drawn_transformer(**BIASED), jnp.bfloat16)
+    model = eqx.tree_at(lambda x: x.blocks.mlp.bias.value, model, kept)
+    model = lora.adapt(model, lora.Config(targets=("blocks.attention.*",)), key=jax.random.key(0))
+    _, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema", momentum=0.3)
+    run = Mock(zoo.Run, mesh=zoo.make_mesh(""), rules=None)
+    merged, same = merge(run, (model, state))
+    assert not lora.has_adapters(merged)
+    bias = merged.blocks.mlp.bias.value
+    assert (bias.dtype, bias.tolist()) == (jnp.float32, kept.tolist())
+    dtypes = [str(x.dtype) for x in jax.tree.leaves(merged)]
+    assert (dtypes.count("float32"), dtypes.count("bfloat16")) == (1, len(dtypes) - 1)
+    assert any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(state))
+    assert_trees_close(same, state, rtol=0)
+    trained = eqx.tree_at(
+        lambda x: x.embedding.weight, model, replace_fn=lambda x: x.astype(jnp.float32)
+    )
+    assert {str(x.dtype) for x in jax.tree.leaves(merge(run, trained))} == {"float32"}
 
 
 def test_biases_resume_bit_for_bit(tmp_path: Any):

@@ -1,6 +1,7 @@
 """zoo.nn.rounded_products: int8 products of blocks, beside their formula in float64."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,16 @@ def test_product_and_gradients_are_those_of_the_formula(x_shape, w_shape, contra
     assert np.abs(wanted[0] - x_ @ w_).max() > 1e-3  # rounding does show
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, rtol=2e-6, atol=2e-6)
+
+
+def test_a_rounded_matrix_crosses_a_trace():
+    x, w = normal(0, (2, 16)), normal(1, (2, 16, 8))
+    renamed = (("*matrix", "embed mlp"), ("*outputs", "mlp"))
+    stacked = [dataclasses.replace(rounded_matrix(each, 1), axes=renamed) for each in w]
+    both = jax.tree.map(lambda *each: jnp.stack(each), *stacked)
+    _, found = jax.lax.scan(lambda carry, each: (carry, each.times(carry)), x, both)
+    for each, alone in zip(found, w, strict=True):
+        np.testing.assert_allclose(each, multiply(x, alone, 1), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -18,12 +18,15 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from zoo.data.checks import Accepted, check_values
-from zoo.nn.precision import Precision
+from zoo.nn.precision import Precision, platform
 from zoo.training.loss_values import EVAL_NAMES, LossFunction, accepted_by, loss_values, unwrapped
 from zoo.training.state import TrainState
 
 logger = logging.getLogger(__name__)
-ROWS = 4  # of the comparison, at least
+ROWS = 2  # of the comparison, at least: some losses squeeze an axis of one
+
+# A comparison is computed once, and compiled for longer than it is computed.
+QUICK_TO_COMPILE: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
 class LossWarning(UserWarning):
@@ -108,7 +111,8 @@ def compared(
         )
         return values["loss"], values["tokens"]
 
-    both = eqx.filter_jit(lambda model: (sums(model, 1), sums(model, 2)))
+    options: Any = {"compiler_options": QUICK_TO_COMPILE.get(platform())}
+    both = eqx.filter_jit(lambda model: (sums(model, 1), sums(model, 2)), **options)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
