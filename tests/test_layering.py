@@ -61,7 +61,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     **{"base": 1070, "sharding": 1480, "nn": 3660, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 640, "data": 7930, "training": 3160, "decoding": 1670},
+    **{"bert": 250, "wrappers": 640, "data": 7930, "training": 3170, "decoding": 1670},
     **{"publishing": 5850, "planning": 3275, "runs": 5520, "tasks": 2350, "evaluation": 1100},
     **{"__main__": 170, "__init__": 100},
 }
