@@ -21,6 +21,7 @@ from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
 
 import zoo
+from zoo.runs.remote.store import Store as Objects
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
@@ -202,6 +203,14 @@ def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     output = finish(start(address, work, shared, again, "--seed=1"), 1)
     assert "seed: was 0, is 1" in output
     assert time.monotonic() - began < 60
+
+
+def test_files_come_back_whatever_their_last_byte(store, tmp_path):
+    place, names = Objects(f"{store.address}/run"), [str(last) for last in range(256)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" + bytes([int(name)]))
+    assert place.put(tmp_path, names) == []
+    assert [place.read(name) for name in names] == [(tmp_path / x).read_bytes() for x in names]
 
 
 def test_several_processes_share_the_working_folder(store, shared, tmp_path):

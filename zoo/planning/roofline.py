@@ -29,7 +29,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum over all of these."""
         return self.compute + self.memory + self.links
 
     def __add__(self, other: "Times") -> "Times":
@@ -96,7 +96,7 @@ class _Queue:
             yield min(self.waiting[key].seconds for key in self._moving())
 
     def _moving(self) -> list[str]:
-        """Those whose links no earlier one has."""
+        """The names of the transfers whose links no earlier transfer uses."""
         taken: set[str] = set()
         found = []
         for key, transfer in self.waiting.items():
@@ -125,11 +125,11 @@ class _Timer:
                 self.calls[self._kernel(instruction)] += visit.times
 
     def missing(self) -> list[Times]:
-        """Those of kernels that the program does not name."""
+        """The times of kernels that the program does not name."""
         return [found for name, found in self.kernels.items() if not self.calls[name]]
 
     def run(self, visit: Visit, inner: dict[tuple[int, str], list[Times]]) -> Times:
-        """A computation once, given the times of what its instructions call."""
+        """The time of a computation run once; `inner` are the times of the ones that it calls."""
         links, copies, total = _Queue(), _Queue(), Times()
         instructions = list(visit.computation.instructions.values())
         moves = [collectives.within(self.program, visit, x) for x in instructions]
@@ -175,7 +175,7 @@ class _Timer:
     def _own(
         self, visit: Visit, instruction: Instruction, inner: dict[tuple[int, str], list[Times]]
     ) -> Times:
-        """Of an instruction by itself, but for its collectives."""
+        """The time of an instruction by itself, without its collectives."""
         called = inner.get((visit.scope, instruction.name), [])
         if instruction.opcode == "conditional":
             return max(called, key=lambda x: x.seconds, default=Times())

@@ -1,7 +1,7 @@
-"""What a step looks at besides its maths: the values of batches, and its first time.
+"""Checks of a step beside its maths: of the values of each batch, and of the first step.
 
-The first time a loss's total and weight are compared for some rows and for two copies of them, and
-it is said whether the gradient was clipped.
+At the first step a loss's total and weight are compared for some rows and for two copies of them,
+and a gradient that was clipped is reported.
 """
 
 import inspect
@@ -49,7 +49,7 @@ class Checks:
         check_values(batch, self.accepted(state))
 
     def accepted(self, state: PyTree) -> Accepted:
-        """What the entries of batches may hold, by the loss and the sizes of the model."""
+        """The values that entries of a batch may have, by name: from the loss and the model."""
         if self._accepted is None:
             model = state.model if isinstance(state, TrainState) else state
             self._accepted = accepted_by(self._loss_fn, model)
@@ -102,9 +102,9 @@ class Checks:
 def compared(
     loss_fn: LossFunction, precision: Precision | str, model: PyTree, batch: PyTree, rows: int
 ) -> str:
-    """What is wrong with the sums of a loss for a batch like this; nothing where it can't be told.
+    """The mistake in the sums of a loss for a batch like this; "" where there is no sign of one.
 
-    A loss that cannot be computed without a key, or that is not finite, tells nothing.
+    A loss that needs a key, or is not finite, gives no sign.
     """
 
     def sums(model: PyTree, copies: int) -> tuple[Array, Array]:

@@ -146,7 +146,7 @@ def unwrapped(loss_fn: Any) -> list[Any]:
 
 
 def accepted_by(loss_fn: Any, model: PyTree) -> Accepted:
-    """What the entries of batches may hold, by `zoo.losses.accepts` and the sizes of a model."""
+    """The values that entries of a batch may have, by name: by `zoo.losses.accepts` and model."""
     stated: dict[str, Any] = {}
     for each in reversed(unwrapped(loss_fn)):
         stated |= getattr(each, "accepts", {})
