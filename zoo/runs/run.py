@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -31,9 +30,8 @@ from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
 from zoo.runs.config import Config as Config  # users' programs take it from here, too
 from zoo.runs.config import ConfigT, as_json, differences, read_config
-from zoo.runs.processes import RunError
+from zoo.runs.processes import RunError, Signals
 from zoo.runs.remote import folder
-from zoo.runs.signals import Signals
 
 TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
 
@@ -65,7 +63,6 @@ class Run(Generic[ConfigT]):
     def __enter__(self) -> "Run[ConfigT]":
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
-        logging.getLogger("absl").addFilter(_has_no_traceback)
         if processes.is_on_cpu():
             processes.keep_freed_memory()
         if config.distributed:
@@ -108,10 +105,11 @@ class Run(Generic[ConfigT]):
             files.remove_unfinished(self.folder)  # of model/ and best/
             self.copy()
         processes.barrier("run folder")
+        remote: Any = self._remote
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             keep=config.keep_checkpoints,
-            committed=self._remote.committed if self._remote else None,
+            **{"committed": remote.committed, "held": remote.held} if remote else {},
         )
         stack.push(self._unbind)
         stack.callback(self.checkpointer.close)
@@ -237,9 +235,7 @@ class Run(Generic[ConfigT]):
             partial.rename(target)
             files.sync(self.folder)
         processes.barrier(name)
-        # Runs of earlier versions have no list there.
-        is_listed = (target / checksums.NAME).exists() or not any(target.glob("*"))
-        if is_listed and (problems := checksums.problems(target)):
+        if problems := checksums.problems(target):
             raise RunError(
                 f"{target} is damaged: {'; '.join(problems)}. Put it back from a copy, or remove "
                 "it to have it made again of the same data."
@@ -270,13 +266,8 @@ class Run(Generic[ConfigT]):
         files.replace(path, lambda temporary: temporary.write_text(text))
 
 
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Orbax and each of its threads also log the errors that they raise."""
-    return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
-
-
 def versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
-    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"}
+    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy"}
     installed = packages & {d.name for d in importlib.metadata.distributions()}
     return {name: importlib.metadata.version(name) for name in sorted(installed)}

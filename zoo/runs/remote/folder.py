@@ -18,19 +18,16 @@ from jax.experimental import multihost_utils
 from zoo.base import addresses, files
 from zoo.base.configuration import require
 from zoo.runs import processes
-from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError
 from zoo.runs.remote.copier import Copier
+from zoo.runs.remote.copies import METRICS, STEPS, Record, RemoteCopies
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.metric_parts import MetricParts, read_lines
-from zoo.runs.remote.mirror import METRICS, Mirror, Record
-from zoo.runs.remote.steps import RemoteSteps, link, local_steps
 from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
 _SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
-_OUTGOING = ".outgoing"  # of the working folder: checkpoints on their way
 
 
 def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
@@ -88,6 +85,8 @@ class RemoteFolder:
     ):
         self.address, self.folder = address.rstrip("/"), folder
         self._keep, self._every, self._say, self._lease = keep, every, say, lease
+        self._wanted: int | None = None  # the checkpoint to copy next
+        self._copied: int | None = None  # and the one that is being copied
 
     def __enter__(self) -> "RemoteFolder":
         self._store = Store(self.address)
@@ -121,31 +120,22 @@ class RemoteFolder:
 
     def _fetch(self, record: Record) -> None:
         """Make the working folder that of the run at the address, as far as it is behind."""
-        files.remove(self.folder / _OUTGOING)
-        self._mirror = mirror = Mirror(self.folder, self._store, record)
-        self._steps = RemoteSteps(self._store, keep=self._keep)
-        steps = local_steps(self.folder / "checkpoints")
-        _check_same_run(self.address, self.folder, record.id, mirror.id, steps)
-        if not mirror.id and self._steps.committed:
+        copies = self._copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
+        steps = local_steps(self.folder / STEPS)
+        _check_same_run(self.address, self.folder, record.id, copies.id, steps)
+        if not copies.id and copies.complete:
             raise RunError(
                 f"run_dir='{self.address}': it has checkpoints/, but no run.json that says of "
                 "which run they are; use another --run-dir"
             )
-        mirror.begin()
+        copies.begin()
         record.write(self.folder)
-        self._parts = MetricParts(self._store)
-        self._asked: set[int] = set()  # checkpoints that were given to the copier
         began = time.monotonic()
-        fetched = self._steps.fetch(self.folder / "checkpoints", above=max(steps, default=-1))
-        if fetched is not None:
-            mirror.fetch(only_missing=False)
-        elif self._steps.committed:
-            mirror.fetch(only_missing=True)
+        fetched = copies.fetch_step(above=max(steps, default=-1))
+        if fetched is not None or copies.complete:
+            copies.fetch(only_missing=fetched is None)
         else:  # without a checkpoint a run begins anew, if with the same configuration
-            mirror.fetch_one("config.json")
-        metrics = self.folder / METRICS
-        if fetched is not None or not metrics.exists():
-            files.replace(metrics, lambda to: to.write_bytes(b"".join(self._parts.lines)))
+            copies.fetch(["config.json", METRICS], only_missing=True)
         if fetched is not None:
             seconds = time.monotonic() - began
             self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
@@ -158,12 +148,18 @@ class RemoteFolder:
 
     def fetch_newer(self, step: int) -> bool:
         """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
-        return self._steps.fetch(self.folder / "checkpoints", above=step) is not None
+        return self._copies.fetch_step(above=step) is not None
 
-    def committed(self, step: int, folder: Path) -> None:
+    def committed(self, step: int) -> None:
         """Take a checkpoint that is whole: copy it if that is due, and what else has changed."""
-        before = max((x for x in self._copies() if x <= step), default=0)
-        self._begin(step if step - before >= self._every else None, folder)
+        known = {self._wanted or 0, *self._copies.good}
+        if step - max((x for x in known if x <= step), default=0) >= self._every:
+            self._wanted = step
+        self._copier.begin()
+
+    def held(self) -> set[int | None]:
+        """The checkpoints that must stay in the working folder, as they are being copied."""
+        return {self._wanted, self._copied}
 
     def copy(self) -> None:
         """Begin to copy the files that have changed."""
@@ -184,11 +180,8 @@ class RemoteFolder:
 
     def settle(self, *, patient: bool = True) -> None:
         """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`."""
-        checkpoints = self.folder / "checkpoints"
-        last = max(local_steps(checkpoints), default=None)
-        if last is not None and last not in self._copies():
-            self._begin(last, checkpoints / str(last))
-        self._copier.begin(whole=True)
+        self._wanted = max(local_steps(self.folder / STEPS), default=self._wanted)
+        self._copier.begin()
         self._copier.wait(self._say, patient=patient)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -209,34 +202,17 @@ class RemoteFolder:
                 self._lease.release()
             self._lock.__exit__(None, None, None)
 
-    def _begin(self, step: int | None, folder: Path) -> None:
-        job = None
-        if step is not None:
-            self._asked.add(step)
-            # The checkpointer may remove its own while it is copied.
-            target = self.folder / _OUTGOING / str(step)
-            link(folder, target)
-            job = (step, target)
-        self._copier.begin(job)
-
-    def _copies(self) -> set[int]:
-        """The checkpoints that are at the address, or on their way."""
-        return self._steps.good | self._asked
-
-    def _copy(self, job: tuple[int, Path] | None, whole: bool) -> None:
+    def _copy(self) -> None:
         """In the background: copy what has changed, and then a checkpoint of before."""
         assert self._lease is not None
         check = self._lease.check
         check()
-        # An evaluation's line says that its files are there: they are copied in between.
-        lines = read_lines(self.folder / METRICS)
-        self._mirror.copy(check, whole=whole)
-        check()
-        self._parts.append(lines)
-        if job is not None:
-            self._steps.copy(*job, check)
-        elif whole:  # of a run that was killed before it did
-            self._steps.prune(check)
+        step = self._copied = self._wanted
+        self._copies.copy_files(check)
+        if step is not None:
+            self._copies.copy_step(step, check)
+            if self._wanted == step:
+                self._wanted = None
 
 
 def check_shared(folder: Path, owner: str) -> None:
