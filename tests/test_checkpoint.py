@@ -631,7 +631,9 @@ def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, mo
 
 def test_committed_steps_are_announced(opened):
     seen = []
-    checkpointer = opened(committed=lambda step, folder: seen.append((step, folder.is_dir())))
+    checkpointer = opened(
+        committed=lambda step: seen.append((step, (checkpointer.folder / str(step)).is_dir()))
+    )
     checkpointer.save(3, make_state(3), {})
     checkpointer.wait()
     assert seen == [(3, True)]
