@@ -629,6 +629,18 @@ def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, mo
     assert checkpointer.good_steps() == [1, 2]
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (), (0, 3)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, bool])
+def test_zeros_and_empty_arrays_are_restored(opened, shape, dtype):
+    """A chunk of zeros is stored, so that a missing one is an error."""
+    checkpointer, state = opened(), {"x": jnp.zeros(shape, dtype), "y": jnp.ones(shape, dtype)}
+    checkpointer.save(1, state, {})
+    found = checkpointer.restore({name: jnp.full_like(x, 1) for name, x in state.items()})[0]
+    for name, x in state.items():
+        assert found[name].dtype == dtype
+        assert np.asarray(found[name]).tolist() == np.asarray(x).tolist()
+
+
 def test_committed_steps_are_announced(opened):
     seen = []
     checkpointer = opened(

@@ -105,6 +105,7 @@ def _spec(folder: Path, name: str, array: jax.Array) -> dict[str, Any]:
             "chunk_grid": chunk_grid,
             "codecs": codecs,
         },
+        "store_data_equal_to_fill_value": True,  # zeros too: a missing chunk is an error
     }
 
 
