@@ -104,7 +104,11 @@ class RemoteFolder:
         lease = self._lease = self._lease or Lease(self._store, say=self._say)
         # Whoever worked in this folder on this machine has ended: the folder's lock is free.
         ended = record.owners if record.host == host else []
-        _check_unused(self.folder, record)
+        if not record.owners and (self.folder / "config.json").exists():
+            raise RunError(
+                f"{self.folder} holds a run of its own, and can't be the working folder of one at "
+                "an address; give another --work-dir"
+            )
         record.host, record.owners = host, [*record.owners[-1:], lease.owner]
         record.write(self.folder)
         lease.acquire(dead=ended)
@@ -122,7 +126,13 @@ class RemoteFolder:
         """Make the working folder that of the run at the address, as far as it is behind."""
         copies = self._copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
         steps = local_steps(self.folder / STEPS)
-        _check_same_run(self.address, self.folder, record.id, copies.id, steps)
+        if steps and record.id != copies.id:
+            there = "holds another run" if copies.id else "holds no run any more"
+            raise RunError(
+                f"{self.address} {there}, and its working folder {self.folder} has step "
+                f"{steps[-1]} of one that was there. Move that folder away, or give another "
+                f"--work-dir (and --run-dir {self.folder} continues what is in it)."
+            )
         if not copies.id and copies.complete:
             raise RunError(
                 f"run_dir='{self.address}': it has checkpoints/, but no run.json that says of "
@@ -213,6 +223,7 @@ class RemoteFolder:
             self._copies.copy_step(step, check)
             if self._wanted == step:
                 self._wanted = None
+        self._copied = None
 
 
 def check_shared(folder: Path, owner: str) -> None:
@@ -230,22 +241,4 @@ def check_shared(folder: Path, owner: str) -> None:
         raise RunError(
             f"process {blind} does not see {folder}, the working folder of process 0: give "
             "--work-dir, a folder on a disk that all processes share"
-        )
-
-
-def _check_unused(folder: Path, record: Record) -> None:
-    if not record.owners and (folder / "config.json").exists():
-        raise RunError(
-            f"{folder} holds a run of its own, and can't be the working folder of one at an "
-            "address; give another --work-dir"
-        )
-
-
-def _check_same_run(address: str, folder: Path, ours: str, theirs: str, steps: list[int]) -> None:
-    if steps and ours != theirs:
-        there = "holds another run" if theirs else "holds no run any more"
-        raise RunError(
-            f"{address} {there}, and its working folder {folder} has step {steps[-1]} of one that "
-            f"was there. Move that folder away, or give another --work-dir (and --run-dir {folder} "
-            "continues what is in it)."
         )
