@@ -381,13 +381,13 @@ def train(work, clock, *, until=LAST, every=1, said=None):
             made.rename(work / "tokenizer")
         assert checksums.problems(work / "tokenizer") == []
         log = MetricsLog(work / "metrics.jsonl", resume_step=start)
-        remote.copy()
+        remote.copier.begin()
 
         def evaluate(step):
             log.write(step, eval_loss=step / 4)
             (work / "best").mkdir(exist_ok=True)
             (work / "best" / "of").write_text(str(step))
-            remote.copy()
+            remote.copier.begin()
 
         written = read_metrics(work / "metrics.jsonl")
         if start and not any("eval_loss" in x and x["step"] == start for x in written):
@@ -504,8 +504,12 @@ def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
         (tmp_path / "a" / "config.json").write_text("{}")
         write_step(tmp_path / "a" / "checkpoints", 1)
         first.committed(1)
-        first._copier._thread.join()
-        for check in (first.check, first.check_copies, lambda: first.__exit__(None, None, None)):
+        first.copier._thread.join()
+        for check in (
+            first.lease.check_known,
+            first.copier.check,
+            lambda: first.__exit__(None, None, None),
+        ):
             with pytest.raises(LeaseError, match="This process stops, and writes nothing there"):
                 check()
         assert bucket() == before
@@ -696,7 +700,7 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
                 pass
             if isinstance(error, ConnectionError):
                 run.check_address(copies=True)
-                run._remote._copier._failing_since -= 60 * copier.MINUTES
+                run._remote.copier._failing_since -= 60 * copier.MINUTES
             run.check_address(copies=True)
 
     with pytest.raises(CheckpointError) as raised:

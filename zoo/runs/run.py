@@ -125,7 +125,7 @@ class Run(Generic[ConfigT]):
                 every=config.copy_every,
                 say=self.say,
             )
-            owner = stack.enter_context(self._remote).owner
+            owner = stack.enter_context(self._remote).lease.owner
         folder.check_shared(self.folder, owner)
 
     def __exit__(self, *exception: Any) -> None:
@@ -169,7 +169,7 @@ class Run(Generic[ConfigT]):
     def copy(self) -> None:
         """Begin to copy what has changed in the folder to the address, if the run is at one."""
         if self._remote is not None:
-            self._remote.copy()
+            self._remote.copier.begin()
 
     def steps_of(self, plan: Plan) -> int:
         """The optimizer steps in all: where the configuration has epochs, those of this plan.
@@ -194,14 +194,14 @@ class Run(Generic[ConfigT]):
     def check_address(self, *, copies: bool = False) -> None:
         """Raise an error if another process has taken over the run, or `copies` fail for long."""
         if self._remote is not None:
-            self._remote.check()
+            self._remote.lease.check_known()
             if copies:
-                self._remote.check_copies()
+                self._remote.copier.check()
 
     @property
     def status(self) -> str:
         """The progress line's note on copies that are not made; empty if they are."""
-        return "" if self._remote is None else self._remote.note()
+        return "" if self._remote is None else self._remote.copier.note()
 
     @property
     def is_main(self) -> bool:

@@ -84,12 +84,13 @@ class RemoteFolder:
         lease: Lease | None = None,
     ):
         self.address, self.folder = address.rstrip("/"), folder
-        self._keep, self._every, self._say, self._lease = keep, every, say, lease
+        self._keep, self._every, self._say = keep, every, say
+        self._store = Store(self.address)
+        self.lease = lease or Lease(self._store, say=say)
         self._wanted: int | None = None  # the checkpoint to copy next
         self._copied: int | None = None  # and the one that is being copied
 
     def __enter__(self) -> "RemoteFolder":
-        self._store = Store(self.address)
         self._lock = processes.lock(self.folder, self.address)
         self._lock.__enter__()
         try:
@@ -101,7 +102,7 @@ class RemoteFolder:
 
     def _open(self) -> None:
         record, host = Record.read(self.folder), socket.gethostname()
-        lease = self._lease = self._lease or Lease(self._store, say=self._say)
+        lease = self.lease
         # Whoever worked in this folder on this machine has ended: the folder's lock is free.
         ended = record.owners if record.host == host else []
         if not record.owners and (self.folder / "config.json").exists():
@@ -120,7 +121,7 @@ class RemoteFolder:
         except BaseException:
             lease.release()
             raise
-        self._copier = Copier(self._copy, self.address, self.folder)
+        self.copier = Copier(self._copy, self.address, self.folder)
 
     def _fetch(self, record: Record) -> None:
         """Make the working folder that of the run at the address, as far as it is behind."""
@@ -150,12 +151,6 @@ class RemoteFolder:
             seconds = time.monotonic() - began
             self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
 
-    @property
-    def owner(self) -> str:
-        """The name of this process as the lease's owner."""
-        assert self._lease is not None
-        return self._lease.owner
-
     def fetch_newer(self, step: int) -> bool:
         """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
         return self._copies.fetch_step(above=step) is not None
@@ -165,37 +160,19 @@ class RemoteFolder:
         known = {self._wanted or 0, *self._copies.good}
         if step - max((x for x in known if x <= step), default=0) >= self._every:
             self._wanted = step
-        self._copier.begin()
+        self.copier.begin()
 
     def held(self) -> set[int | None]:
         """The checkpoints that must stay in the working folder, as they are being copied."""
         return {self._wanted, self._copied}
 
-    def copy(self) -> None:
-        """Begin to copy the files that have changed."""
-        self._copier.begin()
-
-    def check(self) -> None:
-        """Raise a LeaseError if another process has taken over the run."""
-        assert self._lease is not None
-        self._lease.check_known()
-
-    def check_copies(self) -> None:
-        """Raise what has kept copies from being made for too long; see `Copier.check`."""
-        self._copier.check()
-
-    def note(self) -> str:
-        """The progress line's note on copies that are not made; empty if they are."""
-        return self._copier.note()
-
     def settle(self, *, patient: bool = True) -> None:
         """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`."""
         self._wanted = max(local_steps(self.folder / STEPS), default=self._wanted)
-        self._copier.begin()
-        self._copier.wait(self._say, patient=patient)
+        self.copier.begin()
+        self.copier.wait(self._say, patient=patient)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        assert self._lease is not None
         try:
             if kind is None or issubclass(kind, SystemExit):
                 self.settle()
@@ -208,14 +185,13 @@ class RemoteFolder:
                     _log.warning("%s", failure)
         finally:
             at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
-            if self._copier.close(0.0 if at_once else 60.0):
-                self._lease.release()
+            if self.copier.close(0.0 if at_once else 60.0):
+                self.lease.release()
             self._lock.__exit__(None, None, None)
 
     def _copy(self) -> None:
         """In the background: copy what has changed, and then a checkpoint of before."""
-        assert self._lease is not None
-        check = self._lease.check
+        check = self.lease.check
         check()
         step = self._copied = self._wanted
         self._copies.copy_files(check)
