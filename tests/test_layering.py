@@ -62,7 +62,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     **{"base": 1070, "sharding": 1480, "nn": 3660, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 640, "data": 7930, "training": 3030, "decoding": 1670},
-    **{"publishing": 5850, "planning": 3510, "runs": 5320, "tasks": 2350, "evaluation": 1100},
+    **{"publishing": 5850, "planning": 3510, "runs": 5290, "tasks": 2350, "evaluation": 1100},
     **{"__main__": 170, "__init__": 100},
 }
 

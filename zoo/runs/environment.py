@@ -125,7 +125,8 @@ def _run(run_dir: str) -> Iterator[str]:
     Raises:
         RunError: there is no run.
     """
-    found, where = None, addresses.location(run_dir, "run_dir")
+    found: dict[str, Any] | None = None
+    where = addresses.location(run_dir, "run_dir")
     if addresses.is_remote(where):
         store = Store(run_dir)
         steps, (_, found) = sorted(stored_steps(store)[0]), lease.newest(store)
