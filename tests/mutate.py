@@ -74,11 +74,9 @@ TESTS = {
     "runs/callbacks/average": "tests/test_callbacks.py -k 'average or decay'",
     "runs/checkpoint": "tests/test_checkpoint.py",
     "runs/remote/copier": "tests/test_remote.py",
+    "runs/remote/copies": "tests/test_remote.py",
     "runs/remote/folder": "tests/test_remote.py",
     "runs/remote/lease": "tests/test_remote.py",
-    "runs/remote/metric_parts": "tests/test_remote.py",
-    "runs/remote/mirror": "tests/test_remote.py",
-    "runs/remote/steps": "tests/test_remote.py",
     "runs/remote/store": "tests/test_remote.py",
     "sharding/axes": "tests/test_sharding.py | tests/test_optimizers.py",
     "sharding/constraints": "tests/test_sharding.py",
@@ -104,7 +102,7 @@ TESTS = {
 }
 
 # What takes long to import, and starts none of JAX's devices.
-LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "orbax.checkpoint", "pytest", "tokenizers"]
+LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "tensorstore", "pytest", "tokenizers"]
 FLAGS = ["-n0", "-x", "-pno:cacheprovider", "--no-header", "-q", "--tb=line"]
 
 

@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     **{"base": 1100, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 642, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 5150, "planning": 3270, "runs": 5520, "tasks": 2350, "evaluation": 1100},
+    **{"publishing": 5150, "planning": 3270, "runs": 5290, "tasks": 2350, "evaluation": 1100},
     **{"quantization": 690},
     **{"__main__": 170, "__init__": 104},
 }
@@ -109,7 +109,7 @@ def test_the_core_names_no_room_around_it(name: str):
 
 
 # No public name has what they need: see there.
-PRIVATE = {"planning/compiler", "runs/stored_arrays"}
+PRIVATE = {"planning/compiler"}
 
 
 def test_nothing_private_of_other_libraries_is_imported():
@@ -229,7 +229,16 @@ def test_families_import_no_heavy_packages(tmp_path: Path):
     )
     loaded = set(run(program, tmp_path))
     assert {"jax", "equinox", "jaxtyping", "zoo"} <= loaded
-    heavy = {"grain", "matplotlib", "optax", "orbax", "rich", "safetensors", "tokenizers", "tyro"}
+    heavy = {
+        "grain",
+        "matplotlib",
+        "optax",
+        "tensorstore",
+        "rich",
+        "safetensors",
+        "tokenizers",
+        "tyro",
+    }
     assert not loaded & heavy
 
 
@@ -246,7 +255,7 @@ def test_flags_are_shown_before_heavy_packages_are_imported(tmp_path: Path):
     )
     loaded = set(run(program, tmp_path))
     assert {"jax", "equinox", "tokenizers", "tyro", "zoo"} <= loaded
-    assert not loaded & {"grain", "matplotlib", "orbax", "tensorstore", "pyarrow"}
+    assert not loaded & {"grain", "matplotlib", "tensorstore", "pyarrow"}
 
 
 def test_public_names_can_be_imported(tmp_path: Path):

@@ -1,7 +1,6 @@
 import dataclasses
 import fnmatch
 import json
-import logging
 import os
 import shutil
 import signal
@@ -409,16 +408,6 @@ def test_leftover_temporary_files_are_removed(tmp_path):
         assert [path.name for path in folder.glob("*.tmp")] == ["notes.tmp"]
 
 
-def test_once_accepts_results_without_checksums(tmp_path):
-    with Run(config(tmp_path)) as run:
-        folder = run.once("thing", Path.mkdir)
-        (folder / "file").write_text("first")
-        (folder / checksums.NAME).unlink()
-    begin(config(tmp_path))
-    with Run(config(tmp_path)) as run:
-        assert (run.once("thing", Path.mkdir) / "file").read_text() == "first"
-
-
 def test_once_refuses_results_of_other_runs(tmp_path):
     made = tmp_path / "run" / "thing"
     made.mkdir(parents=True)
@@ -545,18 +534,6 @@ def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES must be set"):
         Run(config(tmp_path, distributed=True)).__enter__()
-
-
-def test_duplicate_orbax_logs_are_hidden(tmp_path, caplog, monkeypatch):
-    monkeypatch.delenv("ZOO_TRACEBACK", raising=False)
-    with Run(config(tmp_path)):
-        log = logging.getLogger("absl")
-        log.error("a thread failed", exc_info=ValueError("disk full"))
-        log.warning("something else")
-        monkeypatch.setenv("ZOO_TRACEBACK", "1")
-        log.error("a thread failed again", exc_info=ValueError("disk full"))
-    messages = [record.message for record in caplog.records if record.name == "absl"]
-    assert messages == ["something else", "a thread failed again"]
 
 
 def test_versions_report_the_running_jax():

@@ -1,4 +1,4 @@
-"""Training checkpoints: asynchronous and sharded through Orbax, with checksums.
+"""Training checkpoints: asynchronous and sharded, with checksums.
 
 A checkpoint is a folder `<step>/` of `arrays/` (see `zoo.runs.stored_arrays`), `meta.json` and
 `checksums.json`, which is written last: without it a step is incomplete. It lists every file with
@@ -9,7 +9,6 @@ own, which each process writes and verifies for its own devices. A folder is wri
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums, files
 from zoo.publishing.tensors import differences
-from zoo.runs import stored_arrays
+from zoo.runs import processes, stored_arrays
 from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
@@ -57,16 +56,18 @@ class Checkpointer:
         folder: Path,
         *,
         keep: int = 3,
-        committed: Callable[[int, Path], None] | None = None,
+        committed: Callable[[int], None] | None = None,
+        held: Callable[[], Collection[int | None]] = tuple,
     ):
         """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps.
 
-        `committed(step, folder)` is called on process 0, in the background, with each new step.
+        `committed(step)` is called on process 0, in the background, with each new step. Older steps
+        that are `held()` stay until the next save.
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
-        self._keep, self._committed = keep, committed
+        self._keep, self._committed, self._held = keep, committed, held
         self._newest: int | None = None
         self._damaged: dict[int, str] = {}  # steps whose extras were found to be, and how
         self.extras: dict[str, str] = {}
@@ -78,10 +79,6 @@ class Checkpointer:
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
-
-    @functools.cached_property
-    def _orbax(self) -> Any:
-        return stored_arrays.make_checkpointer()
 
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
@@ -107,12 +104,12 @@ class Checkpointer:
             with self._explained(step):
                 files.remove(partial)
                 partial.mkdir()
-        # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
+        processes.barrier("checkpoint")  # what was there is removed
         stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
         with self._explained(step):
-            self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
+            write = stored_arrays.begin(partial / "arrays", stored)
         self._newest = step
-        self._commit = self._pool.submit(self._finish, step, text)
+        self._commit = self._pool.submit(self._finish, step, text, write)
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
         """The newest undamaged (state, step, meta), or None where nothing has been saved.
@@ -163,7 +160,7 @@ class Checkpointer:
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""
-        return _steps(self.folder)
+        return local_steps(self.folder)
 
     def wait(self) -> None:
         """Wait for the save under way, and raise the error that it ended with."""
@@ -178,8 +175,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._pool.shutdown()
-            if "_orbax" in vars(self):  # of a run that saved
-                self._orbax.close()
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:
@@ -199,23 +194,22 @@ class Checkpointer:
                 f"Step {step} could not be saved in {self.folder}: {reason}"
             ) from error
 
-    def _finish(self, step: int, record: str) -> None:
+    def _finish(self, step: int, record: str, write: Callable[[], None]) -> None:
         """In the background: wait for all processes' arrays, then seal, commit and prune."""
-        self._orbax.wait_until_finished()
+        write()
         if jax.process_index() != 0:
             return
         partial = self.folder / f"{step}.tmp"
-        stored_arrays.check_written(partial / "arrays")
         (partial / "meta.json").write_text(record)
         checksums.write(partial, trusted=_has_checksums)
-        files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
+        files.sync_all(partial)
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
-        for old in self.good_steps()[: -self._keep]:
+        if self._committed is not None:
+            self._committed(step)
+        for old in {*self.good_steps()[: -self._keep]} - {*self._held()}:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
-        if self._committed is not None:
-            self._committed(step, self.folder / str(step))
 
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step, but those in `failures`, whose files are those of its list.
@@ -292,14 +286,16 @@ def is_checkpoint(folder: Path) -> bool:
 
 def read_meta(folder: Path) -> dict | None:
     """The meta of the newest step in `folder` whose `meta.json` is undamaged, else None."""
-    for step in reversed(_steps(folder) if folder.is_dir() else []):
+    for step in reversed(local_steps(folder)):
         if not checksums.problems(folder / str(step), only="meta.json"):
             return json.loads((folder / str(step) / "meta.json").read_text())["meta"]
     return None
 
 
-def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+def local_steps(folder: Path) -> list[int]:
+    """The steps whose save in a folder is complete, oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
 
 
 def _problems(folder: Path, step: int) -> list[str]:
@@ -365,7 +361,6 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
-    """Orbax casts another dtype in silence and reports another tree in its own terms."""
     lines = differences(saved, wanted, "in the checkpoint", "in this run")
     if lines:
         raise CheckpointError(

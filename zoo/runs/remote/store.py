@@ -1,9 +1,8 @@
 """The objects under an address, by their names below it, through fsspec."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 
 from zoo.base import files
@@ -31,14 +30,6 @@ class Store:
                 return self._fs.cat_file(self._path(name))
             except FileNotFoundError:
                 return None
-
-    def read_all(self, names: Sequence[str]) -> list[bytes]:
-        """The bytes of several objects, asked for at once."""
-        if not names:
-            return []
-        with explained(self._place):
-            found = self._fs.cat([self._path(name) for name in names])
-            return [found[self._path(name)] for name in names]
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object whole, over the one that is there."""
@@ -112,15 +103,6 @@ class Store:
             self._fs.invalidate_cache()
             folder = self._path(prefix)
             return sorted(path.removeprefix(f"{folder}/") for path in self._fs.find(folder))
-
-    def modified(self, name: str) -> datetime | None:
-        """The time of an object's writing, by the store's clock; None if there is no object."""
-        with explained(self._place):
-            self._fs.invalidate_cache()
-            try:
-                return self._fs.modified(self._path(name))
-            except FileNotFoundError:
-                return None
 
     @contextlib.contextmanager
     def _in_bucket(self) -> Iterator[None]:
