@@ -102,7 +102,7 @@ TESTS = {
 }
 
 # What takes long to import, and starts none of JAX's devices.
-LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "tensorstore", "pytest", "tokenizers"]
+LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "orbax.checkpoint", "pytest", "tokenizers"]
 FLAGS = ["-n0", "-x", "-pno:cacheprovider", "--no-header", "-q", "--tb=line"]
 
 

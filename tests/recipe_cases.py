@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-import tensorstore
 import xla
 
 import zoo
@@ -230,12 +230,8 @@ def saved_arrays(run_dir: Path, step: int = STEPS) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by name: parameters, optimizer state, the key, the counters."""
     folder = run_dir / "checkpoints" / str(step)
     names = json.loads((folder / "meta.json").read_text())["arrays"]
-    found = {}
-    for name in names:
-        place = {"driver": "ocdbt", "base": f"file://{folder}/arrays/", "path": f"{name}/"}
-        array = tensorstore.open({"driver": "zarr3", "kvstore": place}).result()
-        found[name] = np.asarray(array.read().result())
-    return found
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    return ocp.PyTreeCheckpointer().restore(folder / "arrays", restore_args=as_numpy)
 
 
 def assert_same_result(run_dir: Path, other: Path) -> None:

@@ -86,6 +86,7 @@ def test_wrong_values_are_detected(tmp_path, monkeypatch):
     assert not refused
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's leftovers
 def test_unnamed_errors_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "problems", lambda folder: [])
     outcomes = damage_all(tmp_path, "", 12 * ("file deleted", "folder emptied"))

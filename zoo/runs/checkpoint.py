@@ -1,4 +1,4 @@
-"""Training checkpoints: asynchronous and sharded, with checksums.
+"""Training checkpoints: asynchronous and sharded through Orbax, with checksums.
 
 A checkpoint is a folder `<step>/` of `arrays/` (see `zoo.runs.stored_arrays`), `meta.json` and
 `checksums.json`, which is written last: without it a step is incomplete. It lists every file with
@@ -9,6 +9,7 @@ own, which each process writes and verifies for its own devices. A folder is wri
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from jaxtyping import PyTree
 
 from zoo.base import checksums, files
 from zoo.publishing.tensors import differences
-from zoo.runs import processes, stored_arrays
+from zoo.runs import stored_arrays
 from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ class Checkpointer:
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
 
+    @functools.cached_property
+    def _orbax(self) -> Any:
+        return stored_arrays.make_checkpointer()
+
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
 
@@ -104,12 +109,12 @@ class Checkpointer:
             with self._explained(step):
                 files.remove(partial)
                 partial.mkdir()
-        processes.barrier("checkpoint")  # what was there is removed
+        # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
         with self._explained(step):
-            write = stored_arrays.begin(partial / "arrays", stored)
+            self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
         self._newest = step
-        self._commit = self._pool.submit(self._finish, step, text, write)
+        self._commit = self._pool.submit(self._finish, step, text)
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
         """The newest undamaged (state, step, meta), or None where nothing has been saved.
@@ -175,6 +180,8 @@ class Checkpointer:
             self.wait()
         finally:
             self._pool.shutdown()
+            if "_orbax" in vars(self):  # of a run that saved
+                self._orbax.close()
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:
@@ -194,15 +201,16 @@ class Checkpointer:
                 f"Step {step} could not be saved in {self.folder}: {reason}"
             ) from error
 
-    def _finish(self, step: int, record: str, write: Callable[[], None]) -> None:
+    def _finish(self, step: int, record: str) -> None:
         """In the background: wait for all processes' arrays, then seal, commit and prune."""
-        write()
+        self._orbax.wait_until_finished()
         if jax.process_index() != 0:
             return
         partial = self.folder / f"{step}.tmp"
+        stored_arrays.check_written(partial / "arrays")
         (partial / "meta.json").write_text(record)
         checksums.write(partial, trusted=_has_checksums)
-        files.sync_all(partial)
+        files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
         if self._committed is not None:
@@ -361,6 +369,7 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+    """Orbax casts another dtype in silence and reports another tree in its own terms."""
     lines = differences(saved, wanted, "in the checkpoint", "in this run")
     if lines:
         raise CheckpointError(

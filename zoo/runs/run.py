@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class Run(Generic[ConfigT]):
     def __enter__(self) -> "Run[ConfigT]":
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        logging.getLogger("absl").addFilter(_has_no_traceback)
         if processes.is_on_cpu():
             processes.keep_freed_memory()
         if config.distributed:
@@ -267,8 +269,13 @@ class Run(Generic[ConfigT]):
         files.replace(path, lambda temporary: temporary.write_text(text))
 
 
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Orbax and each of its threads also log the errors that they raise."""
+    return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
+
+
 def versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
-    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy"}
+    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"}
     installed = packages & {d.name for d in importlib.metadata.distributions()}
     return {name: importlib.metadata.version(name) for name in sorted(installed)}
