@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import fsspec
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from zoo.base import checksums, files
+from zoo.runs import checkpoint
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
@@ -110,13 +112,13 @@ def write_step(checkpoints, step):
     (made / "arrays").mkdir(parents=True)
     (made / "arrays" / "data").write_bytes(f"arrays of {step}".encode())
     (made / "meta.json").write_text(json.dumps({"step": step}))
-    checksums.write(made)
+    checkpoint.seal(made)
     return made
 
 
 def test_steps_are_complete_last_and_removed_incomplete_first(tmp_path, bucket, monkeypatch):
     copies, seen = make_copies(tmp_path), []
-    for name in ("put", "remove"):
+    for name in ("put", "write", "remove"):
         plain = getattr(copies._store, name)
 
         def call(*arguments, plain=plain, **more):
@@ -170,10 +172,12 @@ def test_a_step_that_is_being_copied_stays_in_the_folder(tmp_path, monkeypatch, 
     ],
     ids=["other bytes", "a file is missing", "the list"],
 )
-def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket):
+def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SMALL", 0)  # the arrays' file is a large one
     first = make_copies(tmp_path / "a", keep=2)
     for step in (2, 4):
-        write_step(tmp_path / "a" / "checkpoints", step)
+        made = write_step(tmp_path / "a" / "checkpoints", step)
+        assert b"sha256" not in (made / "checksums.json").read_bytes().partition(b"meta.json")[0]
         first.copy_step(step, lambda: None)
     damage(fsspec.filesystem("memory"))
     copies = make_copies(tmp_path / "b")
@@ -185,6 +189,8 @@ def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket):
     checkpoints = tmp_path / "b" / "checkpoints"
     assert sorted(x.name for x in checkpoints.iterdir()) == ["2"]
     assert checksums.problems(checkpoints / "2") == []
+    sealed = [x / "checkpoints" / "2" / "checksums.json" for x in (tmp_path / "a", tmp_path / "b")]
+    assert sealed[0].read_bytes() == sealed[1].read_bytes()
     write_step(checkpoints, 3)
     copies.copy_step(3, lambda: None)  # and not the damaged one is kept
     assert {x.split("/")[1] for x in bucket() if x.startswith("checkpoints")} == {"3"}
@@ -233,6 +239,19 @@ def test_a_crashed_owner_loses_the_lease_after_its_time(store, clock):
     second.check()
     third = make_lease(clock, store(ADDRESS))
     third.acquire(dead=[second.owner])  # known to have ended
+
+
+@pytest.mark.parametrize("age", [45, 61])
+def test_a_starter_waits_for_the_rest_of_a_crashed_owners_time(age, clock):
+    crashed, said = make_lease(clock), []
+    crashed.acquire()
+    fsspec.filesystem("memory").store["/bucket/run/lease/00000001"].modified -= timedelta(0, age)
+    then = clock.now
+    make_lease(clock, say=said.append).acquire()
+    left = max(lease.SECONDS - age, 0)
+    assert left - 1 <= clock.now - then <= left + 2 + lease.SETTLE
+    assert len(said) == (left > 0)
+    assert not [x for x in Store(ADDRESS).names("lease") if not x.isdecimal()]
 
 
 @pytest.mark.parametrize("store", [Store, Replacing])

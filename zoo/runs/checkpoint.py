@@ -209,7 +209,7 @@ class Checkpointer:
         partial = self.folder / f"{step}.tmp"
         stored_arrays.check_written(partial / "arrays")
         (partial / "meta.json").write_text(record)
-        checksums.write(partial, trusted=_has_checksums)
+        seal(partial)
         files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
@@ -285,6 +285,11 @@ def problems(folder: Path) -> list[str]:
     if not (found := checksums.problems(folder)):
         found = stored_arrays.problems(folder / "arrays")
     return found
+
+
+def seal(folder: Path) -> None:
+    """Write the list of a step's files, which completes it."""
+    checksums.write(folder, trusted=_has_checksums)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -1,9 +1,10 @@
 """The copies at an address of a working folder's files and checkpoints.
 
 Objects have the names of the files. A list of checksums goes last into its folder, and is removed
-first: a checkpoint without it is incomplete. `run.json` has the id of the run, and the names of
-the files that may be there; the record in the working folder, `.remote.json`, has that id, and
-which files were copied.
+first: a checkpoint without it is incomplete. That of a checkpoint has the SHA-256 of large files
+too, by which what is fetched is compared. `run.json` has the id of the run, and the names of the
+files that may be there; the record in the working folder, `.remote.json`, has that id, and which
+files were copied.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any
 
 from zoo.base import checksums, files
 from zoo.base.addresses import AddressError, inside
-from zoo.runs.checkpoint import set_aside
+from zoo.runs.checkpoint import seal, set_aside
 from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
@@ -125,11 +126,14 @@ class RemoteCopies:
             self._remove(step, check)
             self._begun = self._begun | {step}
             folder, prefix = self._folder / STEPS / str(step), f"{STEPS}/{step}/"
-            names = [x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()]
-            missing = self._store.put(folder, [x for x in names if x != checksums.NAME], prefix)
+            listed: dict[str, dict] = {}
+            with contextlib.suppress(FileNotFoundError):
+                listed |= checksums.of(folder)
+            missing = self._store.put(folder, listed, prefix)
             check()
-            if missing or self._store.put(folder, [checksums.NAME], prefix):
+            if missing or not listed:
                 return  # it was removed meanwhile, as a newer one is there
+            self._store.write(prefix + checksums.NAME, checksums.as_text(listed).encode())
             self.complete = self.complete | {step}
             self._damaged = self._damaged - {step}
         self.prune(check)
@@ -152,7 +156,7 @@ class RemoteCopies:
     def fetch_step(self, *, above: int) -> int | None:
         """Copy the newest undamaged step above a step into the folder; None without one.
 
-        A damaged one is reported. The arrays' own checksums are verified when they are read.
+        A damaged one is reported.
         """
         for step in sorted(self.complete - self._fetched, reverse=True):
             if step <= above:
@@ -181,6 +185,7 @@ class RemoteCopies:
                 )
                 files.remove(partial)
                 continue
+            seal(partial)  # as it was: reading its arrays verifies their own checksums
             files.sync_all(partial)
             if target.exists():
                 set_aside(target)

@@ -1,8 +1,8 @@
 """The lock of an address: a lease, which its owner renews and which a crashed owner loses.
 
 The lease with the highest number counts, `lease/00000007`. Another owner creates the next number:
-once the last one was given back, or once a starter has watched it for `seconds` in which its owner
-has not renewed it. Where a store can create an object
+once the last one was given back, or once its owner has not renewed it for `seconds`, by the
+store's clock or by the time in which a starter watched it. Where a store can create an object
 only if there is none, one starter alone succeeds. Where it can't, the last writer reads itself
 back after a wait, and the one before finds another's name, there or when it renews.
 """
@@ -77,11 +77,12 @@ class Lease:
                         f"another process is training in {self._store.address}; use another "
                         "--run-dir"
                     )
-                watched, ends = found, began + self._seconds
-                self._say(
-                    f"{self._store.address}: another process is at work, or was killed there; "
-                    f"waiting for up to {self._seconds:.0f} s to see which"
-                )
+                watched, ends = found, began + self._seconds - self._age(number)
+                if ends > began:
+                    self._say(
+                        f"{self._store.address}: another process is at work, or was killed there; "
+                        f"waiting for up to {ends - began:.0f} s to see which"
+                    )
             if not alive or boot_clock() >= ends:
                 self.previous = None if found is None else found["owner"]
                 if self._create(number + 1, began):
@@ -154,6 +155,16 @@ class Lease:
             return False
         self._store.write(name, self._content())
         return True
+
+    def _age(self, number: int) -> float:
+        """The seconds since a lease was renewed, by the clock of the store alone."""
+        probe = f"lease/now-{self.owner}"
+        self._store.write(probe, b"")
+        now, then = self._store.modified(probe), self._store.modified(_name(number))
+        self._store.remove([probe])
+        if now is None or then is None:  # it was taken over in this moment
+            return 0.0
+        return (now - then).total_seconds()
 
     def _content(self, *, released: bool = False) -> bytes:
         content = {"owner": self.owner, "renewals": self._beats, "released": released}

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 from zoo.base import files
@@ -103,6 +104,15 @@ class Store:
             self._fs.invalidate_cache()
             folder = self._path(prefix)
             return sorted(path.removeprefix(f"{folder}/") for path in self._fs.find(folder))
+
+    def modified(self, name: str) -> datetime | None:
+        """The time of an object's writing, by the store's clock; None if there is no object."""
+        with explained(self._place):
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.modified(self._path(name))
+            except FileNotFoundError:
+                return None
 
     @contextlib.contextmanager
     def _in_bucket(self) -> Iterator[None]:
