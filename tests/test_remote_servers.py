@@ -21,6 +21,8 @@ from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
 
 import zoo
+from zoo.runs.remote.lease import Lease, LeaseError
+from zoo.runs.remote.store import Store as Objects
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
@@ -202,6 +204,21 @@ def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     output = finish(start(address, work, shared, again, "--seed=1"), 1)
     assert "seed: was 0, is 1" in output
     assert time.monotonic() - began < 60
+
+
+def test_a_starter_waits_by_the_clock_of_the_store(store):
+    place = Objects(f"{store.address}/run")
+    crashed = Lease(place, seconds=8.0, settle=0.5)
+    crashed._released.set()  # it renews nothing
+    crashed.acquire()
+    time.sleep(6)
+    began = time.monotonic()
+    other = Lease(place, seconds=8.0, settle=0.5)
+    other.acquire()
+    assert time.monotonic() - began < 6
+    with pytest.raises(LeaseError, match=f"taken over the run in {store.address}/run"):
+        crashed.check()
+    other.release()
 
 
 def test_several_processes_share_the_working_folder(store, shared, tmp_path):
