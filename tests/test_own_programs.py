@@ -16,7 +16,7 @@ import zoo
 from zoo import sharding
 from zoo.data import plans
 from zoo.runs import recorder
-from zoo.runs.callbacks import flags
+from zoo.runs.callbacks import hooks
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -88,7 +88,7 @@ def show_most(folder, monkeypatch):
     """The flags that one run shows together, each found by what it leaves."""
     names = ("wandb", "tensorboard")
     trackers = {name: type(name, (Tracked,), {"name": name}) for name in names}
-    monkeypatch.setattr(flags, "TRACKERS", trackers)
+    monkeypatch.setattr(hooks, "TRACKERS", trackers)
     seen = []
 
     def watched(model, batch, key):
