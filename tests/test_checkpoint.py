@@ -617,9 +617,30 @@ def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, mo
     assert checkpointer.good_steps() == [1, 2]
 
 
+@pytest.mark.parametrize("shape", [(4, 3), ()])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, bool])
+def test_zeros_are_restored(opened, shape, dtype):
+    """A chunk of zeros is stored, so that a missing one is an error."""
+    checkpointer, state = opened(), {"x": jnp.zeros(shape, dtype), "y": jnp.ones(shape, dtype)}
+    checkpointer.save(1, state, {})
+    found = checkpointer.restore({name: jnp.full_like(x, 1) for name, x in state.items()})[0]
+    for name, x in state.items():
+        assert found[name].dtype == dtype
+        assert np.asarray(found[name]).tolist() == np.asarray(x).tolist()
+
+
+def test_empty_arrays_are_refused_by_name(opened):
+    checkpointer = opened()
+    with pytest.raises(CheckpointError, match=r"Step 1 could not be saved.* zero size.*name=empty"):
+        checkpointer.save(1, {"x": jnp.ones(3), "empty": jnp.ones((0, 3))}, {})
+    assert checkpointer.restore({"x": jnp.ones(3)}) is None
+
+
 def test_committed_steps_are_announced(opened):
     seen = []
-    checkpointer = opened(committed=lambda step, folder: seen.append((step, folder.is_dir())))
+    checkpointer = opened(
+        committed=lambda step: seen.append((step, (checkpointer.folder / str(step)).is_dir()))
+    )
     checkpointer.save(3, make_state(3), {})
     checkpointer.wait()
     assert seen == [(3, True)]

@@ -694,7 +694,7 @@ def lora_of(model):
 )
 def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
     jobs, live = [], []
-    make_job, call = planned.make_job, CompiledStep.__call__
+    explained, call = planned.explained, CompiledStep.__call__
 
     def step(self, state, batch):
         outputs = call(self, state, batch)
@@ -705,7 +705,11 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
             live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return outputs
 
-    monkeypatch.setattr(planned, "make_job", lambda *x: jobs.append(make_job(*x)) or jobs[-1])
+    monkeypatch.setattr(
+        planned,
+        "explained",
+        lambda mesh, make, of: jobs.append(make()) or explained(mesh, make, of),
+    )
     monkeypatch.setattr(CompiledStep, "__call__", step)
     monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_, **__: sys.exit())
     gc.collect()

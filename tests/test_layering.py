@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     **{"base": 1100, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 642, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 5150, "planning": 3270, "runs": 5520, "tasks": 2350, "evaluation": 1100},
+    **{"publishing": 5150, "planning": 3270, "runs": 5260, "tasks": 2350, "evaluation": 1100},
     **{"quantization": 690},
     **{"__main__": 170, "__init__": 104},
 }
@@ -230,7 +230,7 @@ def test_families_import_no_heavy_packages(tmp_path: Path):
     loaded = set(run(program, tmp_path))
     assert {"jax", "equinox", "jaxtyping", "zoo"} <= loaded
     heavy = {"grain", "matplotlib", "optax", "orbax", "rich", "safetensors", "tokenizers", "tyro"}
-    assert not loaded & heavy
+    assert not loaded & {*heavy, "tensorstore"}
 
 
 def test_flags_are_shown_before_heavy_packages_are_imported(tmp_path: Path):

@@ -290,7 +290,8 @@ def test_epochs_without_steps_are_refused(tmp_path):
         zoo.fit(run, training())
 
 
-def test_checkpoints_follow_cadence_and_end(tmp_path):
+def test_checkpoints_follow_cadence_and_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(planned, "make_job", lambda *_: pytest.fail("a run needs no plan"))
     run = config(tmp_path, steps=10, keep_checkpoints=2)
     fit(run)
     assert checkpoints(run) == [8, 10]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 
 import equinox as eqx
@@ -16,8 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 import zoo
 from zoo import sharding
 from zoo.data import plans
-from zoo.runs import identity, recorder
-from zoo.runs.callbacks import flags
+from zoo.runs import recorder
+from zoo.runs.callbacks import hooks
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -89,7 +88,7 @@ def show_most(folder, monkeypatch):
     """The flags that one run shows together, each found by what it leaves."""
     names = ("wandb", "tensorboard")
     trackers = {name: type(name, (Tracked,), {"name": name}) for name in names}
-    monkeypatch.setattr(flags, "TRACKERS", trackers)
+    monkeypatch.setattr(hooks, "TRACKERS", trackers)
     seen = []
 
     def watched(model, batch, key):
@@ -368,21 +367,6 @@ def test_plans_without_a_fingerprint_have_that_of_some_batches(tmp_path):
     fit(config(tmp_path, steps=2), data=Drawn())
     with pytest.raises(RunError, match="has changed since step 2"):
         fit(config(tmp_path), data=Drawn(15))
-
-
-def test_a_run_without_a_fingerprint_resumes_and_says_so(tmp_path, capsys):
-    fit(config(tmp_path, steps=2), data=plan())
-    path = tmp_path / "run" / "checkpoints" / "2"
-    meta = json.loads((path / "meta.json").read_text())
-    for name in (identity.LOSS, identity.OPTIMIZER):
-        del meta["meta"][name]
-    meta["meta"][identity.DATA] = ""
-    (path / "meta.json").write_text(json.dumps(meta))
-    zoo.base.checksums.write(path)
-    fit(config(tmp_path))
-    output = capsys.readouterr().out
-    assert "step 2 does not say of which data it is" in output
-    assert "goes on" not in output
 
 
 def adamw(rate=1e-2, **options):

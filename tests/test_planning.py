@@ -950,13 +950,13 @@ def test_running_out_of_memory_is_explained(capsys, monkeypatch):
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
     with (
         pytest.raises(RunError, match=r"memory .*2.00 GiB; this fits: --accumulate 2"),
-        planned.explained(mesh, wanted, lambda: []),
+        planned.explained(mesh, lambda: wanted, lambda: []),
     ):
         raise jax.errors.JaxRuntimeError(message)
     assert "does not fit" in capsys.readouterr().out
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
-        planned.explained(mesh, wanted, lambda: []),
+        planned.explained(mesh, lambda: wanted, lambda: []),
     ):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 

@@ -19,7 +19,6 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-import xxhash
 from damage import KINDS, hurt
 from fsspec.implementations.memory import MemoryFile
 from helpers import arrays, assert_trees_close, drawn_model, labelled_batch, token_batch
@@ -39,8 +38,7 @@ from zoo.publishing import downloads, uploads
 from zoo.publishing.errors import PublishError
 from zoo.publishing.hf.weights import Weights
 from zoo.runs.checkpoint import Checkpointer
-from zoo.runs.remote.mirror import Mirror, Record
-from zoo.runs.remote.steps import RemoteSteps
+from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.store import Store
 
 
@@ -478,21 +476,22 @@ def of_local_checksums(names: list[str], world: Hostile) -> Any:
     return not found
 
 
-def of_a_marker(names: list[str], world: Hostile) -> Any:
-    listed = {name: [1, xxhash.xxh3_128(b"x").hexdigest()] for name in names}
-    world.put("run/checkpoints/5.json", {"step": 5, "files": listed})
+def of_a_step(names: list[str], world: Hostile) -> Any:
+    listed = {name: {"bytes": 1, "sha256": checksums.sha256(b"x")} for name in names}
+    world.put("run/checkpoints/5/checksums.json", json.loads(checksums.as_text(listed)))
     for name in names:
         world.put(f"run/checkpoints/5/{name}")
-    if RemoteSteps(Store("memory://store/run"), keep=1).fetch(world.folder, above=-1) is None:
+    copies = RemoteCopies(world.folder, Store("memory://store/run"), Record(), keep=1)
+    if copies.fetch_step(above=-1) is None:
         raise AddressError("damaged")
-    return tree(world.folder / "5")
+    return tree(world.folder / "checkpoints" / "5")
 
 
 def of_a_run(names: list[str], world: Hostile) -> Any:
     world.put("run/run.json", {"id": "1", "files": names})
     for name in names:
         world.put(f"run/{name}")
-    Mirror(world.folder, Store("memory://store/run"), Record()).fetch(only_missing=False)
+    RemoteCopies(world.folder, Store("memory://store/run"), Record(), keep=1).fetch()
     return tree(world.folder)
 
 
@@ -527,7 +526,7 @@ READERS = (
     of_a_listing,
     of_checksums,
     of_local_checksums,
-    of_a_marker,
+    of_a_step,
     of_a_run,
     of_a_prepared_corpus,
     of_an_index,

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 import shutil
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import fsspec
@@ -12,15 +14,15 @@ import jax.numpy as jnp
 import pytest
 
 from zoo.base import checksums, files
-from zoo.runs.checkpoint import CheckpointError
+from zoo.runs import checkpoint
+from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import copier, folder, lease
+from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.metric_parts import MetricParts, read_lines
-from zoo.runs.remote.steps import RemoteSteps, local_steps
 from zoo.runs.remote.store import Store
 from zoo.runs.run import Run
 
@@ -67,86 +69,98 @@ def make_lease(clock, store=None, **options):
 # --- Objects ------------------------------------------------------------------------------------
 
 
-def test_metrics_are_appended_by_parts(tmp_path, bucket):
-    path, store = tmp_path / "metrics.jsonl", Store(ADDRESS)
-    log = MetricsLog(path)
-    parts = MetricParts(store)
-    for step in range(1, 7):
-        log.write(step, loss=step / 2)
-        if step % 2 == 0:
-            parts.append(read_lines(path))
-            log.write(step, eval_loss=step / 4)  # it belongs to the next part
-    parts.append(read_lines(path))
-    parts.append(read_lines(path))  # nothing new
-    written = bucket()
-    assert [*written] == [f"metrics/{x}.jsonl" for x in ("0-0", "3-1", "5-2", "7-3")]
-    assert b"".join(MetricParts(store).lines) == path.read_bytes()
+def make_copies(work, *, keep=1):
+    return RemoteCopies(work, Store(ADDRESS), Record(), keep=keep)
 
 
-@pytest.mark.parametrize("resumed", [0, 2, 3, 4, 6])
-def test_lines_after_the_resumed_step_are_dropped(resumed, tmp_path, bucket):
-    path, store = tmp_path / "metrics.jsonl", Store(ADDRESS)
-    parts = MetricParts(store)
-    log = MetricsLog(path)
-    for step in range(1, 7):
-        log.write(step, run=1)
-        if step % 2 == 0:
-            parts.append(read_lines(path))
-    before = bucket()
-    for _ in range(2):  # killed once more at the same place
-        parts = MetricParts(store)
-        path.write_bytes(b"".join(parts.lines))
-        log = MetricsLog(path, resume_step=resumed)
-        parts.append(read_lines(path))
-        log.write(resumed + 1, run=2)
-        parts.append(read_lines(path))
-    assert {name: bucket()[name] for name in before} == before  # never rewritten
-    records = read_metrics(path)
-    assert [x["step"] for x in records] == [*range(1, resumed + 2)]
-    assert [x["run"] for x in records] == [1] * resumed + [2]
-    assert b"".join(MetricParts(store).lines) == path.read_bytes()
-
-
-def test_half_written_lines_are_not_copied(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_half_written_lines_are_not_copied(tmp_path, bucket):
+    path, copies = tmp_path / "metrics.jsonl", make_copies(tmp_path)
     path.write_bytes(b'{"step": 1}\n{"ste')
-    MetricParts(Store(ADDRESS)).append(read_lines(path))
-    assert MetricParts(Store(ADDRESS)).lines == [b'{"step": 1}\n']
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"] == b'{"step": 1}\n'
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"] == path.read_bytes()
+
+
+def test_metrics_are_copied_after_the_files_that_their_lines_mean(tmp_path, bucket, monkeypatch):
+    """An evaluation's line says that best/ is that of its step: best/ is at the address before."""
+    log, copies = MetricsLog(tmp_path / "metrics.jsonl"), make_copies(tmp_path)
+    plain = copies._store.put
+
+    def put(*arguments):  # another evaluation ends meanwhile
+        found = plain(*arguments)
+        if arguments[1] == ["best.json"] and len(read_metrics(tmp_path / "metrics.jsonl")) < 2:
+            (tmp_path / "other.json").write_text("2")
+            log.write(2, eval_loss=0.5)
+        return found
+
+    monkeypatch.setattr(copies._store, "put", put)
+    (tmp_path / "best.json").write_text("1")
+    log.write(1, eval_loss=1.0)
+    copies.copy_files(lambda: None)
+    assert bucket()["other.json"] == b"2"
+    assert bucket()["metrics.jsonl"].count(b"\n") == 1
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"].count(b"\n") == 2
 
 
 def write_step(checkpoints, step):
     """A folder like a checkpoint's."""
     made = checkpoints / str(step)
+    files.remove(made)
     (made / "arrays").mkdir(parents=True)
     (made / "arrays" / "data").write_bytes(f"arrays of {step}".encode())
     (made / "meta.json").write_text(json.dumps({"step": step}))
-    checksums.write(made)
+    checkpoint.seal(made)
     return made
 
 
-def test_steps_are_copied_marker_last_and_removed_marker_first(tmp_path, bucket, monkeypatch):
-    store, seen = Store(ADDRESS), []
-    steps = RemoteSteps(store, keep=1)
+def test_steps_are_complete_last_and_removed_incomplete_first(tmp_path, bucket, monkeypatch):
+    copies, seen = make_copies(tmp_path), []
     for name in ("put", "write", "remove"):
-        plain = getattr(store, name)
+        plain = getattr(copies._store, name)
 
         def call(*arguments, plain=plain, **more):
             seen.append({x for x in bucket() if x.startswith("checkpoints")})
             return plain(*arguments, **more)
 
-        monkeypatch.setattr(store, name, call)
+        monkeypatch.setattr(copies._store, name, call)
     for step in (1, 2):
-        steps.copy(step, write_step(tmp_path, step), lambda: None)
+        write_step(tmp_path / "checkpoints", step)
+        copies.copy_step(step, lambda: None)
     seen.append({*bucket()})
     for step in (1, 2):
-        whole = {f"checkpoints/{step}/{x}" for x in ("arrays/data", "meta.json", "checksums.json")}
-        with_marker = [x for x in seen if f"checkpoints/{step}.json" in x]
-        assert with_marker
-        assert all(x >= whole for x in with_marker)
-        partial = [x & whole for x in seen]
-        assert {f"checkpoints/{step}/arrays/data", f"checkpoints/{step}/meta.json"} in partial
-    assert seen[-1] == {"checkpoints/2.json"} | whole
-    assert steps.good == {2}
+        parts = {f"checkpoints/{step}/{x}" for x in ("arrays/data", "meta.json")}
+        whole = parts | {f"checkpoints/{step}/checksums.json"}
+        complete = [x for x in seen if f"checkpoints/{step}/checksums.json" in x]
+        assert complete
+        assert all(x >= whole for x in complete)
+        assert parts in [x & whole for x in seen]
+    assert seen[-1] == whole
+    assert copies.good == {2}
+
+
+def test_a_step_that_is_being_copied_stays_in_the_folder(tmp_path, monkeypatch, bucket):
+    slowed, release = threading.Event(), threading.Event()
+    plain = RemoteCopies.copy_step
+
+    def slow(self, *arguments):
+        slowed.set()
+        assert release.wait(60)
+        plain(self, *arguments)
+
+    with Run(config(tmp_path, keep_checkpoints=1)) as run:
+        run.settle()
+        monkeypatch.setattr(RemoteCopies, "copy_step", slow)
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+        assert slowed.wait(60)
+        for step in (2, 3, 4):
+            run.checkpointer.save(step, {"x": jnp.ones(2)}, {})
+            run.checkpointer.wait()
+        assert run.checkpointer.good_steps() == [1, 4]
+        release.set()
+    assert {x.split("/")[1] for x in bucket() if x.startswith("checkpoints")} == {"4"}
 
 
 @pytest.mark.parametrize(
@@ -154,28 +168,32 @@ def test_steps_are_copied_marker_last_and_removed_marker_first(tmp_path, bucket,
     [
         lambda fs: fs.pipe_file("/bucket/run/checkpoints/4/arrays/data", b"arrays of 5"),
         lambda fs: fs.rm_file("/bucket/run/checkpoints/4/meta.json"),
-        lambda fs: fs.pipe_file("/bucket/run/checkpoints/4.json", b"{"),
+        lambda fs: fs.pipe_file("/bucket/run/checkpoints/4/checksums.json", b"{"),
     ],
-    ids=["other bytes", "a file is missing", "the marker"],
+    ids=["other bytes", "a file is missing", "the list"],
 )
-def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket):
-    store = Store(ADDRESS)
-    steps = RemoteSteps(store, keep=2)
+def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SMALL", 0)  # the arrays' file is a large one
+    first = make_copies(tmp_path / "a", keep=2)
     for step in (2, 4):
-        steps.copy(step, write_step(tmp_path / "a", step), lambda: None)
+        made = write_step(tmp_path / "a" / "checkpoints", step)
+        assert b"sha256" not in (made / "checksums.json").read_bytes().partition(b"meta.json")[0]
+        first.copy_step(step, lambda: None)
     damage(fsspec.filesystem("memory"))
-    steps = RemoteSteps(store, keep=1)
-    assert steps.fetch(tmp_path / "b", above=2) is None  # the local step is newer than a good one
-    steps = RemoteSteps(store, keep=1)
+    copies = make_copies(tmp_path / "b")
+    assert copies.fetch_step(above=2) is None  # the local step is newer than a good one
+    copies = make_copies(tmp_path / "b")
     with caplog.at_level(logging.WARNING):
-        assert steps.fetch(tmp_path / "b", above=-1) == 2
+        assert copies.fetch_step(above=-1) == 2
     assert "Damaged checkpoint, step 4 in memory://bucket/run" in caplog.text
-    assert sorted(x.name for x in (tmp_path / "b").iterdir()) == ["2"]
-    assert checksums.problems(tmp_path / "b" / "2") == []
-    steps.copy(3, write_step(tmp_path / "a", 3), lambda: None)  # and not the damaged one is kept
-    assert {x for x in bucket() if x.endswith("0.json") or x.count("/") == 1} == {
-        "checkpoints/3.json"
-    }
+    checkpoints = tmp_path / "b" / "checkpoints"
+    assert sorted(x.name for x in checkpoints.iterdir()) == ["2"]
+    assert checksums.problems(checkpoints / "2") == []
+    sealed = [x / "checkpoints" / "2" / "checksums.json" for x in (tmp_path / "a", tmp_path / "b")]
+    assert sealed[0].read_bytes() == sealed[1].read_bytes()
+    write_step(checkpoints, 3)
+    copies.copy_step(3, lambda: None)  # and not the damaged one is kept
+    assert {x.split("/")[1] for x in bucket() if x.startswith("checkpoints")} == {"3"}
 
 
 # --- The lease ----------------------------------------------------------------------------------
@@ -221,6 +239,19 @@ def test_a_crashed_owner_loses_the_lease_after_its_time(store, clock):
     second.check()
     third = make_lease(clock, store(ADDRESS))
     third.acquire(dead=[second.owner])  # known to have ended
+
+
+@pytest.mark.parametrize("age", [45, 61])
+def test_a_starter_waits_for_the_rest_of_a_crashed_owners_time(age, clock):
+    crashed, said = make_lease(clock), []
+    crashed.acquire()
+    fsspec.filesystem("memory").store["/bucket/run/lease/00000001"].modified -= timedelta(0, age)
+    then = clock.now
+    make_lease(clock, say=said.append).acquire()
+    left = max(lease.SECONDS - age, 0)
+    assert left - 1 <= clock.now - then <= left + 2 + lease.SETTLE
+    assert len(said) == (left > 0)
+    assert not [x for x in Store(ADDRESS).names("lease") if not x.isdecimal()]
 
 
 @pytest.mark.parametrize("store", [Store, Replacing])
@@ -302,7 +333,7 @@ class Mortal:
     left: float = float("inf")
 
     def __enter__(self):
-        for name in ("read", "read_all", "write", "create", "put", "get", "remove", "names"):
+        for name in ("read", "write", "create", "put", "get", "remove", "names"):
             plain = getattr(Store, name)
 
             def call(store, *arguments, plain=plain, **more):
@@ -335,8 +366,8 @@ class AtOnce:
     def __init__(self, copy, address, working_folder):
         self._copy = copy
 
-    def begin(self, step=None, *, whole=False):
-        self._copy(step, whole)
+    def begin(self):
+        self._copy()
 
     def wait(self, say, *, patient=True):
         pass
@@ -369,13 +400,13 @@ def train(work, clock, *, until=LAST, every=1, said=None):
             made.rename(work / "tokenizer")
         assert checksums.problems(work / "tokenizer") == []
         log = MetricsLog(work / "metrics.jsonl", resume_step=start)
-        remote.copy()
+        remote.copier.begin()
 
         def evaluate(step):
             log.write(step, eval_loss=step / 4)
             (work / "best").mkdir(exist_ok=True)
             (work / "best" / "of").write_text(str(step))
-            remote.copy()
+            remote.copier.begin()
 
         written = read_metrics(work / "metrics.jsonl")
         if start and not any("eval_loss" in x and x["step"] == start for x in written):
@@ -386,7 +417,7 @@ def train(work, clock, *, until=LAST, every=1, said=None):
                 made = write_step(work / "partial", step)
                 files.make_folder(checkpoints, "checkpoints")
                 made.rename(checkpoints / str(step))
-                remote.committed(step, checkpoints / str(step))
+                remote.committed(step)
                 evaluate(step)
         remote.__exit__(None, None, None)
     except BaseException:
@@ -440,7 +471,7 @@ def test_a_kill_between_any_two_requests_loses_nothing(
                 break
             except KilledError:
                 assert mortal.left <= 0
-        marked = [int(Path(x).stem) for x in bucket() if x.count("/") == 1 and "points/" in x]
+        marked = [int(x) for x in complete(bucket())]
         kept = local_steps(work / "checkpoints")
         is_lost = (requests + first) // stride % 2 == 1
         if is_lost:
@@ -457,16 +488,21 @@ def test_a_kill_between_any_two_requests_loses_nothing(
         assert found.items() <= wanted.items()
         assert "checkpoints/6/arrays/data" in found
         assert {"tokenizer/a", "tokenizer/checksums.json", "best/of", "config.json"} <= found.keys()
-        apart = ("lease", "metrics", "checkpoints")
+        apart = ("lease", "checkpoints")
         assert _outside(apart, bucket()) == _outside(apart, stored)
-        marked = [x for x in bucket() if x.startswith("checkpoints") and x.count("/") == 1]
-        assert "checkpoints/6.json" in marked
+        marked = complete(bucket())
+        assert "6" in marked
         assert len(marked) <= 2
-        assert len(_outside(("checkpoints",), stored) ^ {*stored}) == 8
-        assert len(_outside(("checkpoints",), bucket()) ^ {*bucket()}) == 4 * len(marked)
+        assert len(_outside(("checkpoints",), stored) ^ {*stored}) == 6
+        assert len(_outside(("checkpoints",), bucket()) ^ {*bucket()}) == 3 * len(marked)
         requests += stride
-    assert requests >= 50
+    assert requests >= 40
     assert {*starts} == {0, 2, 4, 6}
+
+
+def complete(names):
+    """The steps that are complete at the address."""
+    return {x.split("/")[1] for x in names if re.fullmatch(r"checkpoints/\d+/checksums.json", x)}
 
 
 def open_folder(work, clock, **options):
@@ -485,9 +521,14 @@ def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
     with second:
         before = bucket()
         (tmp_path / "a" / "config.json").write_text("{}")
-        first.committed(1, write_step(tmp_path / "a" / "checkpoints", 1))
-        first._copier._thread.join()
-        for check in (first.check, first.check_copies, lambda: first.__exit__(None, None, None)):
+        write_step(tmp_path / "a" / "checkpoints", 1)
+        first.committed(1)
+        first.copier._thread.join()
+        for check in (
+            first.lease.check_known,
+            first.copier.check,
+            lambda: first.__exit__(None, None, None),
+        ):
             with pytest.raises(LeaseError, match="This process stops, and writes nothing there"):
                 check()
         assert bucket() == before
@@ -497,15 +538,18 @@ def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
 def test_only_every_so_many_checkpoints_are_copied_and_the_last(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(folder, "Copier", AtOnce)
     seen = []
-    plain = RemoteSteps.copy
-    monkeypatch.setattr(
-        RemoteSteps, "copy", lambda self, step, *more: (seen.append(step), plain(self, step, *more))
-    )
+    plain = RemoteCopies.copy_step
+
+    def copy_step(self, step, check):
+        if step not in self.good:
+            seen.append(step)
+        plain(self, step, check)
+
+    monkeypatch.setattr(RemoteCopies, "copy_step", copy_step)
     work = tmp_path / "w"
     for until, expected in ((7, [4, 6]), (12, [4, 6, 10, 12]), (14, [4, 6, 10, 12, 14])):
         train(work, clock, until=until, every=3)
         assert seen == expected
-    assert not [*(work / "_outgoing").glob("*")]
 
 
 def test_damaged_local_steps_fall_back_to_the_address(tmp_path):
@@ -620,7 +664,7 @@ def test_objects_of_others_are_left_alone(tmp_path, bucket):
         pass
     assert bucket()["notes.txt"] == b"mine"
     fs.rm("/bucket/run", recursive=True)
-    fs.pipe_file("/bucket/run/checkpoints/1.json", b"{}")
+    fs.pipe_file("/bucket/run/checkpoints/1/checksums.json", b"{}")
     with pytest.raises(RunError, match=r"it has checkpoints/, but no run\.json that says"):
         Run(config(tmp_path, work_dir=tmp_path / "new")).__enter__()
 
@@ -656,7 +700,7 @@ def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
         run.check_address(copies=True)
         threading.Timer(0.05, mended.set).start()
     assert run.status == ""
-    assert "checkpoints/1.json" in bucket()
+    assert "checkpoints/1/checksums.json" in bucket()
 
 
 @pytest.mark.parametrize("error", [ConnectionError("refused"), PermissionError("denied")])
@@ -675,7 +719,7 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
                 pass
             if isinstance(error, ConnectionError):
                 run.check_address(copies=True)
-                run._remote._copier._failing_since -= 60 * copier.MINUTES
+                run._remote.copier._failing_since -= 60 * copier.MINUTES
             run.check_address(copies=True)
 
     with pytest.raises(CheckpointError) as raised:

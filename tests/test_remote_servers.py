@@ -21,6 +21,7 @@ from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
 
 import zoo
+from zoo.runs.remote.lease import Lease, LeaseError
 from zoo.runs.remote.store import Store as Objects
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
@@ -211,6 +212,21 @@ def test_files_come_back_whatever_their_last_byte(store, tmp_path):
         (tmp_path / name).write_bytes(b"x" + bytes([int(name)]))
     assert place.put(tmp_path, names) == []
     assert [place.read(name) for name in names] == [(tmp_path / x).read_bytes() for x in names]
+
+
+def test_a_starter_waits_by_the_clock_of_the_store(store):
+    place = Objects(f"{store.address}/run")
+    crashed = Lease(place, seconds=8.0, settle=0.5)
+    crashed._released.set()  # it renews nothing
+    crashed.acquire()
+    time.sleep(6)
+    began = time.monotonic()
+    other = Lease(place, seconds=8.0, settle=0.5)
+    other.acquire()
+    assert time.monotonic() - began < 6
+    with pytest.raises(LeaseError, match=f"taken over the run in {store.address}/run"):
+        crashed.check()
+    other.release()
 
 
 def test_several_processes_share_the_working_folder(store, shared, tmp_path):

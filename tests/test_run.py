@@ -409,16 +409,6 @@ def test_leftover_temporary_files_are_removed(tmp_path):
         assert [path.name for path in folder.glob("*.tmp")] == ["notes.tmp"]
 
 
-def test_once_accepts_results_without_checksums(tmp_path):
-    with Run(config(tmp_path)) as run:
-        folder = run.once("thing", Path.mkdir)
-        (folder / "file").write_text("first")
-        (folder / checksums.NAME).unlink()
-    begin(config(tmp_path))
-    with Run(config(tmp_path)) as run:
-        assert (run.once("thing", Path.mkdir) / "file").read_text() == "first"
-
-
 def test_once_refuses_results_of_other_runs(tmp_path):
     made = tmp_path / "run" / "thing"
     made.mkdir(parents=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from zoo.runs.signals import SECONDS, Signals, Stopped
+from zoo.runs.processes import SECONDS, Signals, Stopped
 
 
 class Clock:

@@ -76,8 +76,12 @@ def write(
     """
     listed: dict[str, dict] = of(folder, skip=skip, trusted=trusted, known=known)
     listed |= {name: digest.entry() for name, digest in (known or {}).items()}
-    content = json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
-    files.replace(folder / NAME, lambda temporary: temporary.write_text(content))
+    files.replace(folder / NAME, lambda temporary: temporary.write_text(as_text(listed)))
+
+
+def as_text(listed: dict[str, dict]) -> str:
+    """The content of a `checksums.json` of files with these entries, as `of` returns them."""
+    return json.dumps({"files": listed, "sha256": _digest(listed)}, indent=1)
 
 
 def of(

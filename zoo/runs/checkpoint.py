@@ -57,16 +57,18 @@ class Checkpointer:
         folder: Path,
         *,
         keep: int = 3,
-        committed: Callable[[int, Path], None] | None = None,
+        committed: Callable[[int], None] | None = None,
+        held: Callable[[], Collection[int | None]] = tuple,
     ):
         """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps.
 
-        `committed(step, folder)` is called on process 0, in the background, with each new step.
+        `committed(step)` is called on process 0, in the background, with each new step. Older steps
+        that are `held()` stay until the next save.
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
-        self._keep, self._committed = keep, committed
+        self._keep, self._committed, self._held = keep, committed, held
         self._newest: int | None = None
         self._damaged: dict[int, str] = {}  # steps whose extras were found to be, and how
         self.extras: dict[str, str] = {}
@@ -163,7 +165,7 @@ class Checkpointer:
 
     def good_steps(self) -> list[int]:
         """The steps whose save is complete, oldest first; only restore verifies their bytes."""
-        return _steps(self.folder)
+        return local_steps(self.folder)
 
     def wait(self) -> None:
         """Wait for the save under way, and raise the error that it ended with."""
@@ -207,15 +209,15 @@ class Checkpointer:
         partial = self.folder / f"{step}.tmp"
         stored_arrays.check_written(partial / "arrays")
         (partial / "meta.json").write_text(record)
-        checksums.write(partial, trusted=_has_checksums)
+        seal(partial)
         files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
         partial.rename(self.folder / str(step))
         files.sync(self.folder)
-        for old in self.good_steps()[: -self._keep]:
+        if self._committed is not None:
+            self._committed(step)
+        for old in {*self.good_steps()[: -self._keep]} - {*self._held()}:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
-        if self._committed is not None:
-            self._committed(step, self.folder / str(step))
 
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step, but those in `failures`, whose files are those of its list.
@@ -285,6 +287,11 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
+def seal(folder: Path) -> None:
+    """Write the list of a step's files, which completes it."""
+    checksums.write(folder, trusted=_has_checksums)
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is that of a step."""
     return (folder / "arrays").is_dir() and (folder / "meta.json").is_file()
@@ -292,14 +299,16 @@ def is_checkpoint(folder: Path) -> bool:
 
 def read_meta(folder: Path) -> dict | None:
     """The meta of the newest step in `folder` whose `meta.json` is undamaged, else None."""
-    for step in reversed(_steps(folder) if folder.is_dir() else []):
+    for step in reversed(local_steps(folder)):
         if not checksums.problems(folder / str(step), only="meta.json"):
             return json.loads((folder / str(step) / "meta.json").read_text())["meta"]
     return None
 
 
-def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+def local_steps(folder: Path) -> list[int]:
+    """The steps whose save in a folder is complete, oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
 
 
 def _problems(folder: Path, step: int) -> list[str]:

@@ -7,14 +7,21 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from zoo.base import addresses
 from zoo.data.text import Config as TextConfig
 from zoo.publishing.folder import version
+from zoo.runs.checkpoint import local_steps
 from zoo.runs.config import Config as RunConfig
+from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
+from zoo.runs.remote import lease
+from zoo.runs.remote.copies import stored_steps
 from zoo.runs.remote.folder import CACHE
-from zoo.runs.remote.summary import summary
+from zoo.runs.remote.store import Store
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Variables by their beginnings; none of these holds a password or a token.
@@ -29,7 +36,7 @@ def report(run: str = "") -> str:
         "devices": _devices(),
         "variables": _variables(),
         "caches": _caches(),
-    } | ({f"run {run}": summary(run)} if run else {})
+    } | ({f"run {run}": _run(run)} if run else {})
     lines = []
     for title, found in sections.items():
         texts = [*found] or ["none"]
@@ -110,3 +117,31 @@ def _caches() -> Iterator[str]:
         files = [path for path in folder.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         yield f"{flag} {folder}: {len(files):,} files, {size / 1e6:,.0f} MB"
+
+
+def _run(run_dir: str) -> Iterator[str]:
+    """Lines on a run: its checkpoints, its last numbers, and whether a process is at work.
+
+    Raises:
+        RunError: there is no run.
+    """
+    found: dict[str, Any] | None = None
+    where = addresses.location(run_dir, "run_dir")
+    if addresses.is_remote(where):
+        store = Store(run_dir)
+        steps, (_, found) = sorted(stored_steps(store)[0]), lease.newest(store)
+    else:
+        steps = local_steps(where / "checkpoints")
+    path = where / "metrics.jsonl"
+    records = read_metrics(path) if path.exists() else []
+    if not steps and not records:
+        raise RunError(f"run='{run_dir}': there is neither a checkpoint nor a metric of a run")
+    yield f"checkpoints {', '.join(map(str, steps)) or 'none'}"
+    last: dict[str, Any] = {}
+    for record in records:
+        last |= record
+    yield ", ".join(f"{name} {value}" for name, value in last.items())
+    if found is not None:
+        yield (
+            "no process is at work" if found["released"] else "a process is at work, or was killed"
+        )

@@ -60,11 +60,7 @@ def check(run: Run, step: int, meta: Mapping[str, Any], found: Mapping[str, Any]
     Raises:
         RunError: other data.
     """
-    if not meta[DATA]:  # of an earlier version
-        run.say(
-            f"step {step} does not say of which data it is: whether they are the same is unknown"
-        )
-    elif meta[DATA] != found[DATA]:
+    if meta[DATA] != found[DATA]:
         raise RunError(
             f"the data of {run.address} has changed since step {step}: the same batches can't "
             "be made again. Put the files back, or start anew with another --run-dir."
@@ -72,7 +68,7 @@ def check(run: Run, step: int, meta: Mapping[str, Any], found: Mapping[str, Any]
     for name in (OPTIMIZER, LOSS):
         # A schedule is laid out anew over other steps, which the run says.
         other_steps = meta["config"]["steps"] != run.config.steps and name == OPTIMIZER
-        if lines := differences(meta.get(name, {}), found[name], schedules=not other_steps):
+        if lines := differences(meta[name], found[name], schedules=not other_steps):
             run.say("\n".join([f"the {name} has changed since step {step}, and goes on:", *lines]))
         if unknown := [path for path, value in found[name].items() if value.startswith(UNKNOWN)]:
             run.say(

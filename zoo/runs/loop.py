@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -30,14 +31,13 @@ from zoo.runs.callbacks.best import (
     save_somehow,
 )
 from zoo.runs.callbacks.callback import Callback
-from zoo.runs.callbacks.flags import with_flags
-from zoo.runs.callbacks.hooks import Hooks
+from zoo.runs.callbacks.hooks import Hooks, with_flags
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import kept_records
+from zoo.runs.processes import Stopped
 from zoo.runs.recorder import Recorder
 from zoo.runs.run import Run, versions
-from zoo.runs.signals import Stopped
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training
 from zoo.training.state import TrainState
@@ -93,9 +93,9 @@ def fit(
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     hooks = Hooks(run, training, with_flags(config, callbacks, save))
-    job = planned.make_job(run, training)
+    make_job = functools.partial(planned.make_job, run, training)
     if config.plan:
-        planned.show(job, config.plan)
+        planned.show(make_job(), config.plan)
     check_memory(training.data)
     origin = identity.of_training(training)
     state, start = _restore_or_init(run, training, hooks, origin)
@@ -112,7 +112,7 @@ def fit(
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
         )
-        with planned.explained(run.mesh, job, lambda: step_fn.programs):
+        with planned.explained(run.mesh, make_job, lambda: step_fn.programs):
             _compile(run, step_fn, state, training.data)
             _check_evaluations(hooks, state, is_due=training.pretrained is not None)
             state, result = _train(run, training, hooks, step_fn, state, origin)

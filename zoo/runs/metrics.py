@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.base import files
+from zoo.base import addresses, files
 
 Number = float | int  # spelled out for run-time checkers, to which an int is no float
 
@@ -27,12 +27,12 @@ def _to_line(record: dict[str, Any]) -> str:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in the order of the file.
+    """The records of a metrics.jsonl, which may be at an address, in the order of the file.
 
     `"nan"`, `"inf"` and `"-inf"` come back as floats. A torn last line, which a killed process
     leaves, is dropped; a damaged line before it is a ValueError that names its number.
     """
-    lines = Path(path).read_bytes().splitlines()
+    lines = addresses.location(path, "path").read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -46,10 +46,13 @@ def _remat_flag(job: Job) -> str | None:
 
 
 @contextlib.contextmanager
-def explained(mesh: Mesh, job: Job, programs: Callable[[], list[Any]]) -> Iterator[None]:
+def explained(
+    mesh: Mesh, make: Callable[[], Job], programs: Callable[[], list[Any]]
+) -> Iterator[None]:
     """Within, running out of device memory prints an estimate of the step, and a change that fits.
 
-    `programs` are those compiled for the step so far, the largest bucket's last.
+    `make` describes the step then; `programs` are those compiled for it so far, the largest
+    bucket's last.
 
     Raises:
         RunError: in place of JAX's own error.
@@ -64,7 +67,7 @@ def explained(mesh: Mesh, job: Job, programs: Callable[[], list[Any]]) -> Iterat
         return
     found = None
     if jax.process_count() == 1:
-        compiled = next(reversed(programs()), None)
+        job, compiled = make(), next(reversed(programs()), None)
         estimate = make_estimate(job, present(mesh), compiled=compiled)
         report.show(estimate)
         found = show_suggestion(estimate, _remat_flag(job))

@@ -31,9 +31,8 @@ from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
 from zoo.runs.config import Config as Config  # users' programs take it from here, too
 from zoo.runs.config import ConfigT, as_json, differences, read_config
-from zoo.runs.processes import RunError
+from zoo.runs.processes import RunError, Signals
 from zoo.runs.remote import folder
-from zoo.runs.signals import Signals
 
 TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
 
@@ -109,10 +108,11 @@ class Run(Generic[ConfigT]):
             files.remove_unfinished(self.folder)  # of model/ and best/
             self.copy()
         processes.barrier("run folder")
+        remote: Any = self._remote
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             keep=config.keep_checkpoints,
-            committed=self._remote.committed if self._remote else None,
+            **{"committed": remote.committed, "held": remote.held} if remote else {},
         )
         stack.push(self._unbind)
         stack.callback(self.checkpointer.close)
@@ -128,7 +128,7 @@ class Run(Generic[ConfigT]):
                 every=config.copy_every,
                 say=self.say,
             )
-            owner = stack.enter_context(self._remote).owner
+            owner = stack.enter_context(self._remote).lease.owner
         folder.check_shared(self.folder, owner)
 
     def __exit__(self, *exception: Any) -> None:
@@ -172,7 +172,7 @@ class Run(Generic[ConfigT]):
     def copy(self) -> None:
         """Begin to copy what has changed in the folder to the address, if the run is at one."""
         if self._remote is not None:
-            self._remote.copy()
+            self._remote.copier.begin()
 
     def steps_of(self, plan: Plan) -> int:
         """The optimizer steps in all: where the configuration has epochs, those of this plan.
@@ -197,14 +197,14 @@ class Run(Generic[ConfigT]):
     def check_address(self, *, copies: bool = False) -> None:
         """Raise an error if another process has taken over the run, or `copies` fail for long."""
         if self._remote is not None:
-            self._remote.check()
+            self._remote.lease.check_known()
             if copies:
-                self._remote.check_copies()
+                self._remote.copier.check()
 
     @property
     def status(self) -> str:
         """The progress line's note on copies that are not made; empty if they are."""
-        return "" if self._remote is None else self._remote.note()
+        return "" if self._remote is None else self._remote.copier.note()
 
     @property
     def is_main(self) -> bool:
@@ -238,9 +238,7 @@ class Run(Generic[ConfigT]):
             partial.rename(target)
             files.sync(self.folder)
         processes.barrier(name)
-        # Runs of earlier versions have no list there.
-        is_listed = (target / checksums.NAME).exists() or not any(target.glob("*"))
-        if is_listed and (problems := checksums.problems(target)):
+        if problems := checksums.problems(target):
             raise RunError(
                 f"{target} is damaged: {'; '.join(problems)}. Put it back from a copy, or remove "
                 "it to have it made again of the same data."

@@ -12,11 +12,14 @@ import jax
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
+from zoo.runs.callbacks.average import Average
+from zoo.runs.callbacks.best import BestCheckpoint, EarlyStopping, Save
 from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.callbacks.norms import Norms
+from zoo.runs.callbacks.trackers import TRACKERS
 from zoo.runs.config import Config
-from zoo.runs.processes import RunError
+from zoo.runs.processes import RunError, Stopped
 from zoo.runs.run import Run
-from zoo.runs.signals import Stopped
 from zoo.sharding.axes import keystr
 from zoo.training.description import Training
 from zoo.training.state import TrainState
@@ -261,3 +264,28 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _belongs(array: str, name: str) -> bool:
     return f"{array}.".startswith(f"callbacks.{name}.")
+
+
+def with_flags(config: Config, given: Sequence[Callback], save: Save) -> list[Callback]:
+    """The callbacks that are given among those of flags; `save` writes `best/`.
+
+    They see the metrics of `--average`, and `--patience` and `--keep-best` see theirs. What changes
+    nothing comes last: `--norms-every` and `--track`.
+    """
+    average = None if config.average is None else Average(config.average)
+    found = [*given] if average is None else [average, *given]
+    if config.patience is not None:
+        metric = "eval_loss" if average is None else f"{average.name}/eval_loss"
+        found.append(EarlyStopping(metric, config.patience))
+    if config.keep_best is not None:
+        is_averaged = average is not None and config.keep_best.startswith(f"{average.name}/")
+        found.append(
+            BestCheckpoint(
+                config.keep_best,
+                "max" if "accuracy" in config.keep_best else "min",
+                model=lambda state: average.model if average and is_averaged else state.model,
+                save=save,
+            )
+        )
+    norms = [Norms(config.norms_every)] if config.norms_every else []
+    return [*found, *norms, *(TRACKERS[name]() for name in config.trackers)]

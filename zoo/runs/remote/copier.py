@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zoo.base import files
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.remote.lease import LeaseError, boot_clock
 
@@ -15,34 +14,21 @@ _FINAL = (PermissionError, FileNotFoundError)  # no right to write, no bucket
 
 
 class Copier:
-    """Copies in the background: what `begin` asks for, the newest waiting checkpoint first."""
+    """Calls `copy` in the background, as often as `begin` asks for it and until it succeeds."""
 
-    def __init__(
-        self,
-        copy: Callable[[tuple[int, Path] | None, bool], object],
-        address: str,
-        working_folder: Path,
-    ):
+    def __init__(self, copy: Callable[[], object], address: str, working_folder: Path):
         self._copy, self._address, self._working_folder = copy, address, working_folder
-        self._step: tuple[int, Path] | None = None
-        self._wanted = self._whole = self._busy = self._closed = False
+        self._wanted = self._busy = self._closed = False
         self._failure: Exception | None = None  # the last one, since then without a success
-        self._failing_since: float | None = None
+        self._failing_since = 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
         self._thread.start()
 
-    def begin(self, step: tuple[int, Path] | None = None, *, whole: bool = False) -> None:
-        """Ask for a copy of what has changed, and of a checkpoint: (its step, a folder for it).
-
-        The folder is removed once it is copied, or when a newer checkpoint takes its place.
-        """
+    def begin(self) -> None:
+        """Ask for a copy of what has changed."""
         with self._changed:
-            if step is not None:
-                if self._step is not None:
-                    files.remove(self._step[1])
-                self._step = step
-            self._wanted, self._whole = True, self._whole or whole
+            self._wanted = True
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -55,7 +41,10 @@ class Copier:
         failure = self._failure
         if isinstance(failure, LeaseError):
             raise failure
-        if failure is not None and (_is_final(failure) or self._failing_seconds() > MINUTES * 60):
+        is_final = isinstance(failure, _FINAL) or isinstance(
+            getattr(failure, "__cause__", None), _FINAL
+        )
+        if failure is not None and (is_final or self._failing_seconds() > MINUTES * 60):
             raise CheckpointError(self._explanation(failure)) from failure
 
     def wait(self, say: Callable[[str], object], *, patient: bool = True) -> None:
@@ -101,35 +90,28 @@ class Copier:
                 self._changed.wait_for(lambda: self._wanted or self._closed)
                 if self._closed:
                     return
-                step, whole = self._step, self._whole
-                self._step, self._wanted, self._whole, self._busy = None, False, False, True
+                self._wanted, self._busy = False, True
+            failure: Exception | None = None
             try:
-                self._copy(step, whole)
+                self._copy()
             except Exception as error:
-                with self._changed:
-                    self._failing_since = self._failing_since or boot_clock()
-                    self._failure, self._busy, self._wanted = error, False, True
-                    self._whole = self._whole or whole
-                    if self._step is None:
-                        self._step = step
-                    elif step is not None:
-                        files.remove(step[1])
-                    if isinstance(error, LeaseError):
-                        return
+                failure = error
+            with self._changed:
+                if failure is not None and self._failure is None:
+                    self._failing_since = boot_clock()
+                self._failure, self._busy = failure, False
+                if failure is not None:
+                    self._wanted = True
+                self._changed.notify_all()
+                if isinstance(failure, LeaseError):
+                    return
+                if failure is not None:
                     pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
                     self._changed.wait_for(lambda: self._closed, pause)
-                tries += 1
-            else:
-                tries = 0
-                if step is not None:
-                    files.remove(step[1])
-                with self._changed:
-                    self._busy, self._failure, self._failing_since = False, None, None
-                    self._changed.notify_all()
+            tries = 0 if failure is None else tries + 1
 
     def _failing_seconds(self) -> float:
-        since = self._failing_since
-        return 0.0 if since is None else boot_clock() - since
+        return 0.0 if self._failure is None else boot_clock() - self._failing_since
 
     def _explanation(self, failure: Exception) -> str:
         minutes = int(self._failing_seconds() / 60)
@@ -142,8 +124,3 @@ class Copier:
 
     def _reason(self, failure: Exception) -> str:
         return str(failure).removeprefix(f"{self._address}: ")
-
-
-def _is_final(failure: Exception) -> bool:
-    """Whether a failure does not mend itself."""
-    return isinstance(failure, _FINAL) or isinstance(failure.__cause__, _FINAL)

@@ -18,19 +18,16 @@ from jax.experimental import multihost_utils
 from zoo.base import addresses, files
 from zoo.base.configuration import require
 from zoo.runs import processes
-from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError
 from zoo.runs.remote.copier import Copier
+from zoo.runs.remote.copies import METRICS, STEPS, Record, RemoteCopies
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.metric_parts import MetricParts, read_lines
-from zoo.runs.remote.mirror import METRICS, Mirror, Record
-from zoo.runs.remote.steps import RemoteSteps, link, local_steps
 from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
 _SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
-_OUTGOING = ".outgoing"  # of the working folder: checkpoints on their way
 
 
 def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
@@ -87,10 +84,13 @@ class RemoteFolder:
         lease: Lease | None = None,
     ):
         self.address, self.folder = address.rstrip("/"), folder
-        self._keep, self._every, self._say, self._lease = keep, every, say, lease
+        self._keep, self._every, self._say = keep, every, say
+        self._store = Store(self.address)
+        self.lease = lease or Lease(self._store, say=say)
+        self._wanted: int | None = None  # the checkpoint to copy next
+        self._copied: int | None = None  # and the one that is being copied
 
     def __enter__(self) -> "RemoteFolder":
-        self._store = Store(self.address)
         self._lock = processes.lock(self.folder, self.address)
         self._lock.__enter__()
         try:
@@ -102,10 +102,14 @@ class RemoteFolder:
 
     def _open(self) -> None:
         record, host = Record.read(self.folder), socket.gethostname()
-        lease = self._lease = self._lease or Lease(self._store, say=self._say)
+        lease = self.lease
         # Whoever worked in this folder on this machine has ended: the folder's lock is free.
         ended = record.owners if record.host == host else []
-        _check_unused(self.folder, record)
+        if not record.owners and (self.folder / "config.json").exists():
+            raise RunError(
+                f"{self.folder} holds a run of its own, and can't be the working folder of one at "
+                "an address; give another --work-dir"
+            )
         record.host, record.owners = host, [*record.owners[-1:], lease.owner]
         record.write(self.folder)
         lease.acquire(dead=ended)
@@ -117,82 +121,58 @@ class RemoteFolder:
         except BaseException:
             lease.release()
             raise
-        self._copier = Copier(self._copy, self.address, self.folder)
+        self.copier = Copier(self._copy, self.address, self.folder)
 
     def _fetch(self, record: Record) -> None:
         """Make the working folder that of the run at the address, as far as it is behind."""
-        files.remove(self.folder / _OUTGOING)
-        self._mirror = mirror = Mirror(self.folder, self._store, record)
-        self._steps = RemoteSteps(self._store, keep=self._keep)
-        steps = local_steps(self.folder / "checkpoints")
-        _check_same_run(self.address, self.folder, record.id, mirror.id, steps)
-        if not mirror.id and self._steps.committed:
+        copies = self._copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
+        steps = local_steps(self.folder / STEPS)
+        if steps and record.id != copies.id:
+            there = "holds another run" if copies.id else "holds no run any more"
+            raise RunError(
+                f"{self.address} {there}, and its working folder {self.folder} has step "
+                f"{steps[-1]} of one that was there. Move that folder away, or give another "
+                f"--work-dir (and --run-dir {self.folder} continues what is in it)."
+            )
+        if not copies.id and copies.complete:
             raise RunError(
                 f"run_dir='{self.address}': it has checkpoints/, but no run.json that says of "
                 "which run they are; use another --run-dir"
             )
-        mirror.begin()
+        copies.begin()
         record.write(self.folder)
-        self._parts = MetricParts(self._store)
-        self._asked: set[int] = set()  # checkpoints that were given to the copier
         began = time.monotonic()
-        fetched = self._steps.fetch(self.folder / "checkpoints", above=max(steps, default=-1))
-        if fetched is not None:
-            mirror.fetch(only_missing=False)
-        elif self._steps.committed:
-            mirror.fetch(only_missing=True)
+        fetched = copies.fetch_step(above=max(steps, default=-1))
+        if fetched is not None or copies.complete:
+            copies.fetch(only_missing=fetched is None)
         else:  # without a checkpoint a run begins anew, if with the same configuration
-            mirror.fetch_one("config.json")
-        metrics = self.folder / METRICS
-        if fetched is not None or not metrics.exists():
-            files.replace(metrics, lambda to: to.write_bytes(b"".join(self._parts.lines)))
+            copies.fetch(["config.json", METRICS], only_missing=True)
         if fetched is not None:
             seconds = time.monotonic() - began
             self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
 
-    @property
-    def owner(self) -> str:
-        """The name of this process as the lease's owner."""
-        assert self._lease is not None
-        return self._lease.owner
-
     def fetch_newer(self, step: int) -> bool:
         """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
-        return self._steps.fetch(self.folder / "checkpoints", above=step) is not None
+        return self._copies.fetch_step(above=step) is not None
 
-    def committed(self, step: int, folder: Path) -> None:
+    def committed(self, step: int) -> None:
         """Take a checkpoint that is whole: copy it if that is due, and what else has changed."""
-        before = max((x for x in self._copies() if x <= step), default=0)
-        self._begin(step if step - before >= self._every else None, folder)
+        known = {self._wanted or 0, *self._copies.good}
+        if step - max((x for x in known if x <= step), default=0) >= self._every:
+            self._wanted = step
+        self.copier.begin()
 
-    def copy(self) -> None:
-        """Begin to copy the files that have changed."""
-        self._copier.begin()
-
-    def check(self) -> None:
-        """Raise a LeaseError if another process has taken over the run."""
-        assert self._lease is not None
-        self._lease.check_known()
-
-    def check_copies(self) -> None:
-        """Raise what has kept copies from being made for too long; see `Copier.check`."""
-        self._copier.check()
-
-    def note(self) -> str:
-        """The progress line's note on copies that are not made; empty if they are."""
-        return self._copier.note()
+    def held(self) -> set[int | None]:
+        """The checkpoints that must stay in the working folder, as they are being copied."""
+        return {self._wanted, self._copied}
 
     def settle(self, *, patient: bool = True) -> None:
         """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`."""
-        checkpoints = self.folder / "checkpoints"
-        last = max(local_steps(checkpoints), default=None)
-        if last is not None and last not in self._copies():
-            self._begin(last, checkpoints / str(last))
-        self._copier.begin(whole=True)
-        self._copier.wait(self._say, patient=patient)
+        self._wanted = max(local_steps(self.folder / STEPS), default=self._wanted)
+        self.copier.begin()
+        self.copier.wait(self._say, patient=patient)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        assert self._lease is not None
         try:
             if kind is None or issubclass(kind, SystemExit):
                 self.settle()
@@ -205,38 +185,21 @@ class RemoteFolder:
                     _log.warning("%s", failure)
         finally:
             at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
-            if self._copier.close(0.0 if at_once else 60.0):
-                self._lease.release()
+            if self.copier.close(0.0 if at_once else 60.0):
+                self.lease.release()
             self._lock.__exit__(None, None, None)
 
-    def _begin(self, step: int | None, folder: Path) -> None:
-        job = None
-        if step is not None:
-            self._asked.add(step)
-            # The checkpointer may remove its own while it is copied.
-            target = self.folder / _OUTGOING / str(step)
-            link(folder, target)
-            job = (step, target)
-        self._copier.begin(job)
-
-    def _copies(self) -> set[int]:
-        """The checkpoints that are at the address, or on their way."""
-        return self._steps.good | self._asked
-
-    def _copy(self, job: tuple[int, Path] | None, whole: bool) -> None:
+    def _copy(self) -> None:
         """In the background: copy what has changed, and then a checkpoint of before."""
-        assert self._lease is not None
-        check = self._lease.check
+        check = self.lease.check
         check()
-        # An evaluation's line says that its files are there: they are copied in between.
-        lines = read_lines(self.folder / METRICS)
-        self._mirror.copy(check, whole=whole)
-        check()
-        self._parts.append(lines)
-        if job is not None:
-            self._steps.copy(*job, check)
-        elif whole:  # of a run that was killed before it did
-            self._steps.prune(check)
+        step = self._copied = self._wanted
+        self._copies.copy_files(check)
+        if step is not None:
+            self._copies.copy_step(step, check)
+            if self._wanted == step:
+                self._wanted = None
+        self._copied = None
 
 
 def check_shared(folder: Path, owner: str) -> None:
@@ -254,22 +217,4 @@ def check_shared(folder: Path, owner: str) -> None:
         raise RunError(
             f"process {blind} does not see {folder}, the working folder of process 0: give "
             "--work-dir, a folder on a disk that all processes share"
-        )
-
-
-def _check_unused(folder: Path, record: Record) -> None:
-    if not record.owners and (folder / "config.json").exists():
-        raise RunError(
-            f"{folder} holds a run of its own, and can't be the working folder of one at an "
-            "address; give another --work-dir"
-        )
-
-
-def _check_same_run(address: str, folder: Path, ours: str, theirs: str, steps: list[int]) -> None:
-    if steps and ours != theirs:
-        there = "holds another run" if theirs else "holds no run any more"
-        raise RunError(
-            f"{address} {there}, and its working folder {folder} has step {steps[-1]} of one that "
-            f"was there. Move that folder away, or give another --work-dir (and --run-dir {folder} "
-            "continues what is in it)."
         )

@@ -73,7 +73,10 @@ class Lease:
             alive = found is not None and not found["released"] and found["owner"] not in dead
             if alive and found != watched:
                 if watched is not None or number != first:
-                    raise self._taken()
+                    raise LeaseError(
+                        f"another process is training in {self._store.address}; use another "
+                        "--run-dir"
+                    )
                 watched, ends = found, began + self._seconds - self._age(number)
                 if ends > began:
                     self._say(
@@ -166,11 +169,6 @@ class Lease:
     def _content(self, *, released: bool = False) -> bytes:
         content = {"owner": self.owner, "renewals": self._beats, "released": released}
         return json.dumps(content).encode()
-
-    def _taken(self) -> LeaseError:
-        return LeaseError(
-            f"another process is training in {self._store.address}; use another --run-dir"
-        )
 
 
 def newest(store: Store) -> tuple[int, dict[str, Any] | None]:

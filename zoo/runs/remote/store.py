@@ -1,7 +1,7 @@
 """The objects under an address, by their names below it, through fsspec."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -31,14 +31,6 @@ class Store:
                 return self._fs.cat_file(self._path(name))
             except FileNotFoundError:
                 return None
-
-    def read_all(self, names: Sequence[str]) -> list[bytes]:
-        """The bytes of several objects, asked for at once."""
-        if not names:
-            return []
-        with explained(self._place):
-            found = self._fs.cat([self._path(name) for name in names])
-            return [found[self._path(name)] for name in names]
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object whole, over the one that is there."""
