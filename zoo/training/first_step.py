@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from zoo.data.checks import Accepted, check_values
-from zoo.nn.precision import Precision, platform
+from zoo.nn.precision import Precision
+from zoo.nn.products import platform
 from zoo.training.loss_values import EVAL_NAMES, LossFunction, accepted_by, loss_values, unwrapped
 from zoo.training.state import TrainState
 
