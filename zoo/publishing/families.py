@@ -2,14 +2,14 @@
 
 Folders name a family by this table, never by module, and its `Config` makes the model again. A
 model with other classes in it than its configuration makes, or of no family, is stored with a line
-on the difference, and opens with `like`.
+on the difference, and opens with `like`. `OWN` is the zoo's format of folders.
 """
 
 import dataclasses
 import json
 import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,20 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
 from zoo.base import configuration
+from zoo.base.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import CONFIG, read_json, version
+from zoo.publishing.folder import CONFIG, WEIGHTS, json_object, read_json, version
+from zoo.publishing.formats import Format
 from zoo.publishing.structure import first_difference
-from zoo.publishing.tensors import check_counts, num_parameters
+from zoo.publishing.tensors import (
+    check_counts,
+    num_parameters,
+    outline,
+    read_dtypes,
+    read_tensors,
+    write_tensors,
+)
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
 
@@ -209,3 +218,81 @@ def body_of(model: PyTree) -> Any:
     if isinstance(model, Classifier):
         return model.body
     return model.members if isinstance(model, Ensemble) else model
+
+
+def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a model's texts: its configuration's, or if it has none the tokenizer's.
+
+    Raises:
+        PublishError: the tokenizer's are not in the model's vocabulary.
+    """
+    if not hasattr(config, "eos_ids") or config.vocab_size is None:
+        return ()
+    ids = config.eos_ids or tokenizer_eos_ids(tokenizer)
+    try:
+        configuration.check_ids("the tokenizer", ids, config.vocab_size)
+    except ValueError as error:
+        raise PublishError(f"{error}: it is not the tokenizer of this model") from None
+    return ids
+
+
+def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
+    separator = getattr(tokenizer, "separator_id", None)
+    return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
+
+
+def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
+    """The same model, whose texts may end with these ids as well."""
+    old: Any = getattr(model, "config", None)
+    if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
+        return model
+    new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
+    ended = object.__new__(type(model))
+    for name, value in {**vars(model), "config": new}.items():
+        object.__setattr__(ended, name, value)
+    return ended
+
+
+class _Own(Format):
+    """The zoo's own format: `config.json` with a family, and its parameters by their paths."""
+
+    has_checksums = True
+
+    def describes(self, content: bytes) -> bool:
+        return not {"family", "config"}.isdisjoint(json_object(content))
+
+    def load(
+        self, folder: Path, *, ignore: Collection[str], like: PyTree, **options: Any
+    ) -> PyTree:
+        if ignore:
+            raise PublishError(f"ignore={tuple(ignore)}: {folder} is in the zoo's own format")
+        skeleton = reconfigured(read_skeleton(folder, like), options.pop("overrides"))
+        return read_tensors(folder / WEIGHTS, skeleton, **options)
+
+    def skeleton(self, folder: Path, **options: Any) -> PyTree:
+        plain = reconfigured(read_skeleton(folder), options["overrides"])
+        return read_dtypes(folder / WEIGHTS, plain, options["dtype"], options["quantize"])
+
+    def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
+        return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None
+
+    def write(
+        self,
+        folder: Path | None,
+        model: PyTree,
+        dtypes: Mapping[str, Any],
+        *,
+        tokenizer: Any,
+        like: Path | None,
+    ) -> dict[str, Digest]:
+        description = describe(model)
+        eos_ids = choose_eos_ids(getattr(body_of(model), "config", None), tokenizer)
+        if eos_ids and "config" in description:
+            description["config"]["eos_ids"] = eos_ids
+        if folder is not None:
+            (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+        return {WEIGHTS: write_tensors(folder and folder / WEIGHTS, model, dtypes)}
+
+
+OWN = _Own()

@@ -12,12 +12,13 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.base import configuration
+from zoo.hf.family import words
+from zoo.hf.linears import Linear, linears
+from zoo.hf.names import LAYER
 from zoo.nn.parameters import resolve
+from zoo.publishing.adapters import ALL_LINEAR
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import read_json
-from zoo.publishing.hf.family import words
-from zoo.publishing.hf.linears import ALL_LINEAR, Linear, linears
-from zoo.publishing.hf.names import LAYER
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.wrappers import lora

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.base import configuration
+from zoo.hf.names import Tensor
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf.names import Tensor
 from zoo.publishing.tensors import check_counts
 
 

@@ -15,23 +15,24 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.base.checksums import Digest
+from zoo.hf import gpt2_bert, llama, quantization
+from zoo.hf.family import Family
+from zoo.hf.matrices import Matrix, Part
+from zoo.hf.names import Layout, Piece, layouts, pieces
+from zoo.hf.token_ids import with_eos_ids
+from zoo.hf.weights import Weights, write_weights
 from zoo.nn.products import Kind
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
-from zoo.publishing.hf.family import Family
-from zoo.publishing.hf.matrices import Matrix, Part
-from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
-from zoo.publishing.hf.weights import Weights, write_weights
 from zoo.publishing.slices import BLOCK_BYTES
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype, quantized_skeleton
-from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.parts import gathered, place
 
 # `describe` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
-_ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.GPT2, bert.BERT]
+_ORDER += [llama.GEMMA2, llama.GEMMA3, llama.MIXTRAL, llama.QWEN3_MOE]
+_ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 

@@ -8,6 +8,7 @@ adapters side by side: its A has the ranks of all of them.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,16 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.publishing import peft_config
+from zoo.base.configuration import check_value, require
+from zoo.hf import names as hf_names
+from zoo.hf import peft_config
+from zoo.hf.linears import Linear, linears
+from zoo.hf.names import Layout
+from zoo.hf.weights import DTYPES
+from zoo.publishing.adapters import ALL_LINEAR
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import ADAPTER_CONFIG
-from zoo.publishing.hf import names as hf_names
-from zoo.publishing.hf.linears import Linear
-from zoo.publishing.hf.names import Layout
-from zoo.publishing.hf.weights import DTYPES
+from zoo.publishing.folder import read_json
+from zoo.publishing.formats import AdapterFormat, Base, Opened
 from zoo.publishing.slices import open_file
 from zoo.publishing.tensors import Tensor, check_tensors, fill, write_file
 from zoo.sharding.axes import keystr
@@ -36,7 +40,9 @@ from zoo.sharding.parts import place
 from zoo.sharding.placement import on_host
 from zoo.wrappers import lora
 
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME, _REVISION = "base_model_name_or_path", "revision"  # of the base
+_METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 _ROOT = "base_model.model."
 ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
@@ -57,7 +63,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
 
 
-class Opened:
+class _Opened(Opened):
     """A folder of adapters for a model, checked: their configuration, and their arrays.
 
     Matrices whose adapters are of a lower rank than others' get that of the others, and a scale
@@ -138,7 +144,7 @@ class Opened:
                 f"of the model; its modules are {', '.join(modules)}"
             )
         refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
-        if refused and self.options.target_modules != peft_config.ALL_LINEAR:
+        if refused and self.options.target_modules != ALL_LINEAR:
             raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
         partly = [
@@ -209,21 +215,64 @@ def _refusal(path: str, reason: str) -> str:
     return f"PEFT's format has no adapters on {path}: {reason}; choose other targets"
 
 
-def write(
-    folder: Path | None,
-    model: PyTree,
-    config: lora.Config,
-    base: dict[str, Any],
-    metadata: dict[str, str],
-) -> None:
-    """Write the adapters of a model, which `config` describes.
+class _Peft(AdapterFormat):
+    """The format of PEFT, which opens what is written where Hugging Face has such a model."""
 
-    All processes call it, and those without a folder take part in gathering. `base` are the fields
-    of `adapter_config.json` that name the model, `metadata` goes into the header of the weights.
+    config, base_field = ADAPTER_CONFIG, _NAME
 
-    Raises:
-        PublishError: PEFT has no adapters on a matrix.
-    """
+    def has(self, folder: Path) -> bool:
+        return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+
+    def weight_files(self, folder: Path) -> list[str]:
+        return [WEIGHTS]
+
+    def base(self, folder: Path) -> Base:
+        return _read_base(folder)
+
+    def open(self, folder: Path, base: PyTree) -> Opened:
+        return _Opened(folder, base)
+
+    def check(self, model: PyTree, config: lora.Config) -> None:
+        _check(model, config)
+
+    def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
+        _write(folder, model, config, base)
+
+    def modules(self, model: PyTree) -> dict[str, str]:
+        try:
+            family, table = linears(model)
+        except PublishError:  # a model of no family has only paths
+            return {}
+        return {path: linear.names(family.prefixes[0])[0] for path, linear in table.items()}
+
+
+PEFT = _Peft()
+
+
+def _read_base(folder: Path) -> Base:
+    peft_config.read(folder / ADAPTER_CONFIG)  # refuses other methods before a base is opened
+    values = read_json(folder / ADAPTER_CONFIG)
+    with open_file(folder / WEIGHTS) as file:
+        text = (file.metadata() or {}).get(_METADATA, "{}")
+    try:
+        origin, name, revision = json.loads(text), values.get(_NAME), values.get(_REVISION)
+        check_value(_NAME, name, str | None)
+        check_value(_REVISION, revision, str | None)
+        is_commit = revision is None or re.fullmatch(r"\w[\w.-]*", revision)
+        require(bool(is_commit), f"{_REVISION}={revision!r}: must be a commit")
+        check_value("base", origin, dict)
+        checksum, quantized = origin.get("weights"), origin.get("quantized")
+        check_value("base.weights", checksum, str | None)
+        quantized = quantized if quantized is None else tuple(quantized)
+        check_value("base.quantized", quantized, tuple[str, ...] | None)
+        eos_ids = tuple(origin.get("eos_ids", ()))
+        check_value("base.eos_ids", eos_ids, tuple[int, ...])
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"{folder / ADAPTER_CONFIG} or {WEIGHTS}: {error}") from error
+    return Base(name or "", revision, checksum, quantized, eos_ids)
+
+
+def _write(folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
     (prefix, *_), task, table = peft_config.modules(model)
     modules = _by_module(table, config)
     leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
@@ -234,20 +283,19 @@ def write(
     if folder is not None:
         chosen = [next(iter(parts.values())) for parts in modules]
         values = {
-            **base,
+            _NAME: base.name,
+            _REVISION: base.revision,
             **peft_config.fields(config, chosen, table.values(), prefix),
             "task_type": task,
         }
         text = json.dumps(values, indent=2, sort_keys=True)
         (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-    write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", **metadata})
+    origin = {"weights": base.checksum, "quantized": base.quantized, "eos_ids": base.eos_ids}
+    metadata = {"format": "pt", _METADATA: json.dumps(origin)}
+    write_file(folder and folder / WEIGHTS, tensors, metadata)
 
 
-def check(model: PyTree, config: lora.Config) -> None:
-    """Raise a PublishError if PEFT's format lacks such adapters of a model.
-
-    `config` has the paths of its matrices as targets.
-    """
+def _check(model: PyTree, config: lora.Config) -> None:
     for parts in _by_module(peft_config.modules(model)[2], config):
         count = next(iter(parts.values())).part[1]
         if config.dora and len(parts) < count:

@@ -1,13 +1,15 @@
-"""Llama, and families with its tensor names: Mistral, Qwen 2 and 3, OLMo 2."""
+"""Llama, and families with its tensor names: Mistral, Qwen, OLMo, Gemma, mixtures of experts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from zoo import transformer
-from zoo.publishing.hf.canonical import of_transformer
-from zoo.publishing.hf.family import Choice, Family, Fixed, Rule, Same
-from zoo.publishing.hf.names import Tensor
-from zoo.publishing.hf.rules import OptionalLayerTypes, Rotary
+from zoo.base import configuration
+from zoo.hf.family import Choice, Family, Fixed, Rule, Same
+from zoo.hf.names import Tensor
+from zoo.hf.rules import LayerTypes, OptionalLayerTypes, QueryScale, Rotary, canonical
 
 LAYER = "{prefix}layers.{layer}."
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
@@ -97,7 +99,7 @@ decoder = partial(  # a family with Llama's names
     Family,
     model=transformer.Transformer,
     config=transformer.Config,
-    canonical=of_transformer,
+    canonical=canonical,
     tensors=dense,
     prefixes=("model.", ""),
     marker="{prefix}embed_tokens.weight",
@@ -156,4 +158,123 @@ OLMO2 = decoder(
     rules=(*sizes(eps=1e-5), SILU, Rotary(), Fixed("attention_bias", False)),
     always={"attention.qk_norm": "across_heads", "residual.norm_placement": "post"},
     tensors=partial(dense, names=POST_NORMS),
+)
+
+# Gemma has norms on both sides, and windows on some layers.
+GEMMA_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+GEMMA_ALWAYS = {
+    "residual.norm": "rms_offset",
+    "residual.norm_placement": "both",
+    "residual.scale_embedding": True,
+}
+GEMMA_MLPS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
+
+
+def _gemma_rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+    return (
+        *sizes(tied=True, head_dim=256),
+        Choice("hidden_activation", "mlp", GEMMA_MLPS, "gelu_pytorch_tanh"),
+        Same("attn_logit_softcapping", "attention.soft_cap", attention_cap),
+        Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
+        QueryScale(),
+        Fixed("attention_bias", False),
+    )
+
+
+GEMMA_TENSORS = partial(dense, names=GEMMA_NORMS)
+CAUSAL = Fixed("use_bidirectional_attention", False)
+GEMMA2 = decoder(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    rules=(*_gemma_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), CAUSAL),
+    always=GEMMA_ALWAYS,
+    tensors=GEMMA_TENSORS,
+    # transformers uses hidden_activation instead.
+    ignored=frozenset({"hidden_act"}),
+)
+GEMMA3 = decoder(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    rules=(
+        *_gemma_rules(None, None),
+        Rotary(theta=1_000_000.0, local=10_000.0, max_seq_len=131072),
+        LayerTypes(period=6),
+        CAUSAL,
+    ),
+    always={**GEMMA_ALWAYS, "attention.qk_norm": "per_head"},
+    tensors=GEMMA_TENSORS,
+)
+
+
+def _with_experts(part: str, gate: str, up: str, down: str) -> Any:
+    expert = LAYER + part + ".experts.{experts}."
+
+    def tensors(config: transformer.Config) -> dict[str, Tensor]:
+        experts = {
+            "blocks.mlp.router": Tensor(f"{LAYER}{part}.gate.weight", "routes embed"),
+            "blocks.mlp.w_gate": Tensor(f"{expert}{gate}.weight", "mlp embed"),
+            "blocks.mlp.w_up": Tensor(f"{expert}{up}.weight", "mlp embed"),
+            "blocks.mlp.w_down": Tensor(f"{expert}{down}.weight", "embed mlp"),
+        }
+        others = attention(config) | norms(PRE_NORMS)
+        return outside(config) | others | experts
+
+    return tensors
+
+
+@dataclass(frozen=True)
+class _NumExperts(Rule):
+    """The number of experts, under one of several names; the first is written."""
+
+    names: tuple[str, ...]
+    default: int
+
+    def read(self, fields: Any) -> dict[str, Any]:
+        count = self.default
+        for name in self.names:
+            count = fields.take(name, count)
+            configuration.check_value(name, count, int)
+        return {"experts.num_experts": count}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.names[0]: config.experts.num_experts}
+
+
+MIXTRAL = decoder(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, kv_heads=8),
+        SILU,
+        Rotary(theta=1_000_000.0, max_seq_len=131072),
+        Same("sliding_window", "attention.window", None),
+        _NumExperts(("num_local_experts",), 8),
+        Same("num_experts_per_tok", "experts.per_token", 2),
+    ),
+    always={"experts.normalize": True},
+    tensors=_with_experts("block_sparse_moe", "w1", "w3", "w2"),
+)
+QWEN3_MOE = decoder(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rules=(
+        *sizes(kv_heads=4, hidden="moe_intermediate_size"),
+        SILU,
+        Rotary(max_seq_len=32768),
+        OptionalLayerTypes(all_layers=True),
+        _NumExperts(("num_experts", "num_local_experts"), 128),
+        Same("num_experts_per_tok", "experts.per_token", 8),
+        Same("norm_topk_prob", "experts.normalize", False),
+        Fixed("attention_bias", False),
+        Fixed("decoder_sparse_step", 1),
+        Fixed("mlp_only_layers", []),
+    ),
+    always={"attention.qk_norm": "per_head"},
+    tensors=_with_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )
