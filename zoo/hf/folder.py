@@ -9,11 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo import sharding
 from zoo.base.checksums import Digest
 from zoo.hf import gpt2_bert, llama, quantization
 from zoo.hf.family import Family
@@ -21,8 +19,8 @@ from zoo.hf.matrices import Matrix, Part
 from zoo.hf.names import Layout, Piece, layouts, pieces
 from zoo.hf.token_ids import with_eos_ids
 from zoo.hf.weights import Weights, write_weights
-from zoo.nn.products import Kind
 from zoo.publishing.errors import PublishError
+from zoo.publishing.formats import Options
 from zoo.publishing.slices import BLOCK_BYTES
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype, quantized_skeleton
@@ -36,17 +34,10 @@ _ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
-def read_model(
-    folder: Path,
-    values: dict,
-    *,
-    mesh: Mesh | sharding.Layout | None,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None = None,
-    ignore: Collection[str] = (),
-) -> Any:
-    """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
-    skeleton, weights, found = _open(folder, values, dtype, quantize, ignore)
+def read_model(folder: Path, values: dict, options: Options) -> Any:
+    """The model in a folder whose `config.json` holds `values`."""
+    skeleton, weights, found = _open(folder, values, options)
+    dtype, is_whole = options.dtype, options.quantize is not None
 
     with weights.reader() as read:
 
@@ -57,37 +48,15 @@ def read_model(
             return place(shape, where, partial(part, name))
 
         # Those that the files have quantised are made array by array, as all others are.
-        return fill(skeleton, mesh, make, None if quantize is None else part)
+        return fill(skeleton, options.mesh, make, part if is_whole else None)
 
 
-def read_skeleton(
-    folder: Path,
-    values: dict,
-    *,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None = None,
-    ignore: Collection[str] | None = (),
-) -> PyTree:
-    """The skeleton of the model that `read_model` would return; None ignores all unknown fields."""
-    return _open(folder, values, dtype, quantize, ignore)[0]
+def read_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
+    """The skeleton of the model that `read_model` would return."""
+    return _open(folder, values, options)[0]
 
 
-def _typed(
-    skeleton: PyTree,
-    weights: Weights,
-    found: dict[str, Layout | Part],
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None,
-) -> PyTree:
-    def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
-
-    return quantized_skeleton(fill(skeleton, None, make), quantize)
-
-
-def announced_skeleton(
-    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | str | None = None
-) -> PyTree:
+def announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
     """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
     if quantization.FIELD in values:
         raise PublishError(
@@ -95,9 +64,10 @@ def announced_skeleton(
             "download the model first, by zoo.load, or plan the model that it was made of"
         )
     skeleton = _skeleton(*_family(folder, values))
-    dtype = dtype or parse_dtype(values.get("dtype") or values.get("torch_dtype") or "float32")
+    named = values.get("dtype") or values.get("torch_dtype") or "float32"
+    dtype = options.dtype or parse_dtype(named)
     typed = fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
-    return quantized_skeleton(typed, quantize)
+    return quantized_skeleton(typed, options.quantize)
 
 
 def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
@@ -124,15 +94,11 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
 
 
 def _open(
-    folder: Path,
-    values: dict,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None,
-    ignore: Collection[str] | None,
+    folder: Path, values: dict, options: Options
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
-    family, config = _family(folder, values, ignore)
-    method = quantization.read_method(values, f"{folder / 'config.json'}", quantize)
+    family, config = _family(folder, values, options.ignore)
+    method = quantization.read_method(values, f"{folder / 'config.json'}", options.quantize)
     weights = Weights(folder)
     config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
@@ -142,9 +108,14 @@ def _open(
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
-    of_values = _dtype(weights, embedding, dtype)
+    of_values = _dtype(weights, embedding, options.dtype)
     skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
-    return _typed(skeleton, weights, parts, dtype, quantize), weights, parts
+
+    def typed(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, _dtype(weights, parts[name], options.dtype))
+
+    skeleton = quantized_skeleton(fill(skeleton, None, typed), options.quantize)
+    return skeleton, weights, parts
 
 
 def describe(model: eqx.Module) -> tuple[Family, dict]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zoo.publishing import formats
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import reconfigured
 from zoo.publishing.folder import CONFIG, json_object, read_json
-from zoo.publishing.formats import Format
+from zoo.publishing.formats import Format, Options
 from zoo.sharding.axes import is_parameter, keystr
 
 
@@ -28,33 +28,22 @@ class _HuggingFace(Format):
     def describes(self, content: bytes) -> bool:
         return "model_type" in json_object(content)
 
-    def load(
-        self, folder: Path, *, overrides: Mapping[str, Any] | None, like: PyTree, **options: Any
-    ) -> PyTree:
-        if like is not None:
+    def load(self, folder: Path, options: Options) -> PyTree:
+        if options.like is not None:
             raise PublishError(f"like: {folder} is in Hugging Face's format, and needs none")
         values = read_json(folder / CONFIG)
-        model = reconfigured(read_model(folder, values, **options), overrides)
+        model = reconfigured(read_model(folder, values, options), options.overrides)
         token_ids.remember(model.config, folder, values)
         return model
 
-    def skeleton(
-        self,
-        folder: Path,
-        *,
-        overrides: Mapping[str, Any] | None,
-        weights: bool,
-        ignore: Collection[str] | None,
-        **options: Any,
-    ) -> PyTree:
-        values = read_json(folder / CONFIG)
-        if not weights and not are_present(folder):
-            return reconfigured(announced_skeleton(folder, values, **options), overrides)
-        return reconfigured(read_skeleton(folder, values, ignore=ignore, **options), overrides)
+    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
+        are_read = weights or are_present(folder)
+        read = read_skeleton if are_read else announced_skeleton
+        return reconfigured(read(folder, read_json(folder / CONFIG), options), options.overrides)
 
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         values = read_json(folder / CONFIG)
-        plain = read_skeleton(folder, values, dtype=None, ignore=None)
+        plain = read_skeleton(folder, values, Options(ignore=None))
         found = jax.tree_util.tree_leaves_with_path(plain)
         stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
         # Of quantised weights, which other parameters stand for, it is that of their computation.

@@ -8,7 +8,6 @@ adapters side by side: its A has the ranks of all of them.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.base.configuration import check_value, require
 from zoo.hf import names as hf_names
 from zoo.hf import peft_config
 from zoo.hf.linears import Linear, linears
 from zoo.hf.names import Layout
+from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS
 from zoo.hf.weights import DTYPES
 from zoo.publishing.adapters import ALL_LINEAR
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import read_json
 from zoo.publishing.formats import AdapterFormat, Base, Opened
 from zoo.publishing.slices import open_file
 from zoo.publishing.tensors import Tensor, check_tensors, fill, write_file
@@ -40,9 +38,6 @@ from zoo.sharding.parts import place
 from zoo.sharding.placement import on_host
 from zoo.wrappers import lora
 
-ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME, _REVISION = "base_model_name_or_path", "revision"  # of the base
-_METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 _ROOT = "base_model.model."
 ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
@@ -218,7 +213,7 @@ def _refusal(path: str, reason: str) -> str:
 class _Peft(AdapterFormat):
     """The format of PEFT, which opens what is written where Hugging Face has such a model."""
 
-    config, base_field = ADAPTER_CONFIG, _NAME
+    config, base_field = ADAPTER_CONFIG, peft_config.NAME
 
     def has(self, folder: Path) -> bool:
         return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
@@ -227,16 +222,42 @@ class _Peft(AdapterFormat):
         return [WEIGHTS]
 
     def base(self, folder: Path) -> Base:
-        return _read_base(folder)
+        return peft_config.read_base(folder)
 
     def open(self, folder: Path, base: PyTree) -> Opened:
         return _Opened(folder, base)
 
     def check(self, model: PyTree, config: lora.Config) -> None:
-        _check(model, config)
+        for parts in _by_module(peft_config.modules(model)[2], config):
+            count = next(iter(parts.values())).part[1]
+            if config.dora and len(parts) < count:
+                raise PublishError(
+                    f"PEFT's format has DoRA for all {count} matrices of a module or for none, and "
+                    f"here only {', '.join(parts)} would have it: adapt all of them, or leave out "
+                    "dora"
+                )
 
     def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
-        _write(folder, model, config, base)
+        (prefix, *_), task, table = peft_config.modules(model)
+        modules = _by_module(table, config)
+        leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+        nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
+        tensors: dict[str, Tensor] = {}
+        for parts in modules:
+            tensors |= _tensors({path: (nodes[path], x) for path, x in parts.items()}, prefix)
+        if folder is not None:
+            chosen = [next(iter(parts.values())) for parts in modules]
+            values = {
+                peft_config.NAME: base.name,
+                peft_config.REVISION: base.revision,
+                **peft_config.fields(config, chosen, table.values(), prefix),
+                "task_type": task,
+            }
+            text = json.dumps(values, indent=2, sort_keys=True)
+            (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        origin = {"weights": base.checksum, "quantized": base.quantized, "eos_ids": base.eos_ids}
+        metadata = {"format": "pt", peft_config.METADATA: json.dumps(origin)}
+        write_file(folder and folder / WEIGHTS, tensors, metadata)
 
     def modules(self, model: PyTree) -> dict[str, str]:
         try:
@@ -247,62 +268,6 @@ class _Peft(AdapterFormat):
 
 
 PEFT = _Peft()
-
-
-def _read_base(folder: Path) -> Base:
-    peft_config.read(folder / ADAPTER_CONFIG)  # refuses other methods before a base is opened
-    values = read_json(folder / ADAPTER_CONFIG)
-    with open_file(folder / WEIGHTS) as file:
-        text = (file.metadata() or {}).get(_METADATA, "{}")
-    try:
-        origin, name, revision = json.loads(text), values.get(_NAME), values.get(_REVISION)
-        check_value(_NAME, name, str | None)
-        check_value(_REVISION, revision, str | None)
-        is_commit = revision is None or re.fullmatch(r"\w[\w.-]*", revision)
-        require(bool(is_commit), f"{_REVISION}={revision!r}: must be a commit")
-        check_value("base", origin, dict)
-        checksum, quantized = origin.get("weights"), origin.get("quantized")
-        check_value("base.weights", checksum, str | None)
-        quantized = quantized if quantized is None else tuple(quantized)
-        check_value("base.quantized", quantized, tuple[str, ...] | None)
-        eos_ids = tuple(origin.get("eos_ids", ()))
-        check_value("base.eos_ids", eos_ids, tuple[int, ...])
-    except (TypeError, ValueError) as error:
-        raise PublishError(f"{folder / ADAPTER_CONFIG} or {WEIGHTS}: {error}") from error
-    return Base(name or "", revision, checksum, quantized, eos_ids)
-
-
-def _write(folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
-    (prefix, *_), task, table = peft_config.modules(model)
-    modules = _by_module(table, config)
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
-    tensors: dict[str, Tensor] = {}
-    for parts in modules:
-        tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
-    if folder is not None:
-        chosen = [next(iter(parts.values())) for parts in modules]
-        values = {
-            _NAME: base.name,
-            _REVISION: base.revision,
-            **peft_config.fields(config, chosen, table.values(), prefix),
-            "task_type": task,
-        }
-        text = json.dumps(values, indent=2, sort_keys=True)
-        (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-    origin = {"weights": base.checksum, "quantized": base.quantized, "eos_ids": base.eos_ids}
-    metadata = {"format": "pt", _METADATA: json.dumps(origin)}
-    write_file(folder and folder / WEIGHTS, tensors, metadata)
-
-
-def _check(model: PyTree, config: lora.Config) -> None:
-    for parts in _by_module(peft_config.modules(model)[2], config):
-        count = next(iter(parts.values())).part[1]
-        if config.dora and len(parts) < count:
-            raise PublishError(
-                f"PEFT's format has DoRA for all {count} matrices of a module or for none, and "
-                f"here only {', '.join(parts)} would have it: adapt all of them, or leave out dora"
-            )
 
 
 def _by_module(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:

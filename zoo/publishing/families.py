@@ -1,15 +1,16 @@
 """The families by name: the `config.json` of a model, and the skeleton that it describes.
 
-Folders name a family by this table, never by module, and its `Config` makes the model again. A
-model with other classes in it than its configuration makes, or of no family, is stored with a line
-on the difference, and opens with `like`. `OWN` is the zoo's format of folders.
+Folders name a family by this table or an entry point of the group `zoo.families`, never by module,
+and its `Config` makes the model again. A model with other classes in it than its configuration
+makes, or of no family, is stored with a line on the difference, and opens with `like`. `OWN` is the
+zoo's format of folders.
 """
 
 import dataclasses
 import json
 import reprlib
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +19,12 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
-from zoo.base import configuration
+from zoo.base import configuration, plugins
 from zoo.base.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, WEIGHTS, json_object, read_json, version
-from zoo.publishing.formats import Format
+from zoo.publishing.formats import Format, Options
 from zoo.publishing.structure import first_difference
 from zoo.publishing.tensors import (
     check_counts,
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Any] = {
     "rnn": rnn.RNN,
     "transformer": transformer.Transformer,
 }
+_GROUP = "zoo.families"  # of the entry points of other packages
 DIFFERENCE = "differs"  # in `config.json`: from the model that the configuration makes
 
 
@@ -84,8 +86,13 @@ def family_name(model: PyTree) -> str:
     For an ensemble it is that of its members, for a classifier that of its body.
     """
     cls = type(body_of(model))
-    known = (name for name, family in FAMILIES.items() if family is cls)
-    return next(known, f"{cls.__module__}.{cls.__qualname__}")
+    names = (name for name in [*FAMILIES, *plugins.names(_GROUP)] if _class_of(name) is cls)
+    return next(names, f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _class_of(name: str) -> Any:
+    """The class of a family, or None."""
+    return FAMILIES[name] if name in FAMILIES else plugins.find(_GROUP, name)
 
 
 def describe(model: PyTree) -> dict[str, Any]:
@@ -112,12 +119,12 @@ def describe(model: PyTree) -> dict[str, Any]:
 
 
 def _is_of_family(model: PyTree) -> bool:
-    return family_name(model) in FAMILIES and not isinstance(model, tuple)
+    return _class_of(family_name(model)) is not None and not isinstance(model, tuple)
 
 
 def _fresh(model: PyTree, config: Any) -> PyTree:
     """The skeleton of the model that a configuration makes in the place of this one's."""
-    return _skeleton(FAMILIES[family_name(model)], config, _around(model))
+    return _skeleton(_class_of(family_name(model)), config, _around(model))
 
 
 def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
@@ -169,9 +176,11 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
             "give a model of its classes and shapes, zoo.load(folder, like=model)"
         )
     name = description.get("family")
-    if not isinstance(name, str) or name not in FAMILIES:
+    cls = _class_of(name) if isinstance(name, str) else None
+    if cls is None:
         raise PublishError(
-            f"{path}: family {reprlib.repr(name)} is unknown; known are {', '.join(FAMILIES)}. "
+            f"{path}: family {reprlib.repr(name)} is unknown; known are "
+            f"{', '.join([*FAMILIES, *plugins.names(_GROUP)])}. "
             "Import the module that registers it: loading imports nothing"
         )
     try:
@@ -182,9 +191,9 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
             for field, annotation in _AROUND.items()
             if field in description
         }
-        config = configuration.from_json(_config_class(FAMILIES[name]), values)
+        config = configuration.from_json(_config_class(cls), values)
         check_counts(config)
-        return _skeleton(FAMILIES[name], config, around)
+        return _skeleton(cls, config, around)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PublishError(
             f"{path}: {error}. The folder was written by version "
@@ -262,17 +271,16 @@ class _Own(Format):
     def describes(self, content: bytes) -> bool:
         return not {"family", "config"}.isdisjoint(json_object(content))
 
-    def load(
-        self, folder: Path, *, ignore: Collection[str], like: PyTree, **options: Any
-    ) -> PyTree:
-        if ignore:
-            raise PublishError(f"ignore={tuple(ignore)}: {folder} is in the zoo's own format")
-        skeleton = reconfigured(read_skeleton(folder, like), options.pop("overrides"))
-        return read_tensors(folder / WEIGHTS, skeleton, **options)
+    def load(self, folder: Path, options: Options) -> PyTree:
+        if options.ignore:
+            raise PublishError(f"ignore={options.ignore!r}: {folder} is in the zoo's own format")
+        skeleton = reconfigured(read_skeleton(folder, options.like), options.overrides)
+        path, quantize = folder / WEIGHTS, options.quantize
+        return read_tensors(path, skeleton, options.mesh, options.dtype, quantize)
 
-    def skeleton(self, folder: Path, **options: Any) -> PyTree:
-        plain = reconfigured(read_skeleton(folder), options["overrides"])
-        return read_dtypes(folder / WEIGHTS, plain, options["dtype"], options["quantize"])
+    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
+        plain = reconfigured(read_skeleton(folder), options.overrides)
+        return read_dtypes(folder / WEIGHTS, plain, options.dtype, options.quantize)
 
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -22,6 +23,19 @@ from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, verify
 from zoo.wrappers import lora
 
 _MODELS, _ADAPTERS = "zoo.formats", "zoo.adapter_formats"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `zoo.load`, checked but for those that depend on the folder."""
+
+    mesh: Mesh | sharding.Layout | None = None
+    dtype: np.dtype | None = None
+    quantize: str | None = None
+    overrides: Mapping[str, Any] | None = None
+    like: PyTree = None
+    ignore: Collection[str] | None = ()
+    """None ignores all unknown fields."""
 
 
 class Format(abc.ABC):
@@ -37,30 +51,11 @@ class Format(abc.ABC):
         """Whether the content of a file named `config` describes a model in this format."""
 
     @abc.abstractmethod
-    def load(
-        self,
-        folder: Path,
-        *,
-        mesh: Mesh | sharding.Layout | None,
-        dtype: DTypeLike | None,
-        quantize: str | None,
-        overrides: Mapping[str, Any] | None,
-        like: PyTree,
-        ignore: Collection[str],
-    ) -> PyTree:
-        """The model in a folder, sharded; the options are those of `zoo.load`."""
+    def load(self, folder: Path, options: Options) -> PyTree:
+        """The model in a folder, sharded."""
 
     @abc.abstractmethod
-    def skeleton(
-        self,
-        folder: Path,
-        *,
-        dtype: DTypeLike | None,
-        quantize: str | None,
-        overrides: Mapping[str, Any] | None,
-        weights: bool,
-        ignore: Collection[str] | None,
-    ) -> PyTree:
+    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
         """The skeleton of what `load` returns; without `weights` of a folder that may lack them."""
 
     @abc.abstractmethod

@@ -23,6 +23,7 @@ from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import family_name
 from zoo.publishing.folder import METRICS, README, replacing, verify
+from zoo.publishing.formats import Options
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import check_kind, num_parameters, parse_dtype, stored_dtypes
 from zoo.sharding import Layout
@@ -116,33 +117,20 @@ def load(
     Nothing in a folder is executed, and nothing that it names is imported. Raises PublishError,
     which names the file, field, class or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
     check_kind(quantize)
-    folder = find(name_or_folder)
+    options = Options(mesh, parse_dtype(dtype), quantize, overrides, like, ignore)
+    return _load(find(name_or_folder), options)
+
+
+def _load(folder: Path, options: Options) -> Any:
     if adapters.are_adapters(folder):
         adapters.check_base(folder)
-        base = load(
-            adapters.base_of(folder),
-            mesh=mesh,
-            dtype=dtype,
-            quantize=quantize,
-            overrides=overrides,
-            like=like,
-            ignore=ignore,
-        )
-        return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
+        base = _load(adapters.base_of(folder), options)
+        return adapters.load_adapters(folder, base, mesh=options.mesh, dtype=options.dtype)
     found = formats.of(folder)
     if found.has_checksums or (folder / checksums.NAME).exists():
         verify(folder, by_parts=True)
-    return found.load(
-        folder,
-        mesh=mesh,
-        dtype=dtype,
-        quantize=quantize,
-        overrides=overrides,
-        like=like,
-        ignore=ignore,
-    )
+    return found.load(folder, options)
 
 
 def skeleton(
@@ -161,27 +149,16 @@ def skeleton(
     model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
     Raises PublishError, which names the file, field or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
     check_kind(quantize)
-    folder = find(name_or_folder, weights=weights)
+    options = Options(None, parse_dtype(dtype), quantize, overrides, ignore=ignore)
+    return _skeleton(find(name_or_folder, weights=weights), options, weights=weights)
+
+
+def _skeleton(folder: Path, options: Options, *, weights: bool) -> PyTree:
     if adapters.are_adapters(folder):
-        base = skeleton(
-            adapters.base_of(folder),
-            dtype=dtype,
-            quantize=quantize,
-            overrides=overrides,
-            weights=weights,
-            ignore=ignore,
-        )
-        return adapters.adapters_skeleton(folder, base, dtype=dtype)
-    return formats.of(folder).skeleton(
-        folder,
-        dtype=dtype,
-        quantize=quantize,
-        overrides=overrides,
-        weights=weights,
-        ignore=ignore,
-    )
+        base = _skeleton(adapters.base_of(folder), options, weights=weights)
+        return adapters.adapters_skeleton(folder, base, dtype=options.dtype)
+    return formats.of(folder).skeleton(folder, options, weights=weights)
 
 
 def _readme(name: str, model: PyTree, card: str) -> str:
