@@ -433,7 +433,7 @@ def test_layout_slices_match_whole_arrays():
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
         stored = tensors(GOLDEN / name)
-        names = hf.names.layouts(model, family.tensors(model.config), family.prefixes[0])
+        names = hf.names.layouts(model, family.tensors, family.prefixes[0])
         for path, whole in arrays(model).items():
             for _ in range(5):
                 starts = [int(rng.integers(0, n)) for n in whole.shape]

@@ -104,7 +104,7 @@ def _open(
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
-    found = layouts(skeleton, family.tensors(config), prefix)
+    found = layouts(skeleton, family.tensors, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
@@ -158,7 +158,7 @@ def write_model(
     """
     leaves = jax.tree_util.tree_leaves_with_path(model)
     arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
-    tensors, prefix = family.tensors(model.config), family.prefixes[0]
+    tensors, prefix = family.tensors, family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 
     def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:

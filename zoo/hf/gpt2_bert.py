@@ -1,45 +1,38 @@
 """GPT-2, with weights as [in, out] and queries, keys and values side by side; BERT, headless."""
 
 import dataclasses
-from collections.abc import Collection
 
 from zoo import bert, transformer
 from zoo.hf.family import Choice, Family, Fixed, Same, words
-from zoo.hf.names import Tensor
+from zoo.hf.names import table
 from zoo.hf.rules import canonical
 
-_GPT2_LAYER = "{prefix}h.{layer}."
-
-
-def _gpt2_tensors(config: transformer.Config) -> dict[str, Tensor]:
-    found = {
-        "embedding.weight": Tensor("{prefix}wte.weight"),
-        "position_embedding.weight": Tensor("{prefix}wpe.weight"),
-        "blocks.attention.wo": Tensor(_GPT2_LAYER + "attn.c_proj.weight", "heads.head_dim embed"),
-        "blocks.attention.bo": Tensor(_GPT2_LAYER + "attn.c_proj.bias"),
-        "blocks.mlp.w_up": Tensor(_GPT2_LAYER + "mlp.c_fc.weight"),
-        "blocks.mlp.b_up": Tensor(_GPT2_LAYER + "mlp.c_fc.bias"),
-        "blocks.mlp.w_down": Tensor(_GPT2_LAYER + "mlp.c_proj.weight"),
-        "blocks.mlp.b_down": Tensor(_GPT2_LAYER + "mlp.c_proj.bias"),
-    }
-    for i, (name, heads) in enumerate((("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))):
-        weight, bias = _GPT2_LAYER + "attn.c_attn.weight", _GPT2_LAYER + "attn.c_attn.bias"
-        axes = f"part.{heads}.head_dim"
-        found[f"blocks.attention.w{name}"] = Tensor(weight, f"embed {axes}", (i, 3))
-        found[f"blocks.attention.b{name}"] = Tensor(bias, axes, (i, 3))
-    norms = {
-        "blocks.attention_norm": _GPT2_LAYER + "ln_1",
-        "blocks.mlp_norm": _GPT2_LAYER + "ln_2",
-        "final_norm": "{prefix}ln_f",
-    }
-    for ours, theirs in norms.items():
-        found[f"{ours}.scale"] = Tensor(f"{theirs}.weight")
-        found[f"{ours}.bias"] = Tensor(f"{theirs}.bias")
-    if not config.tie_embeddings:
-        found["head.weight"] = Tensor("lm_head.weight", "vocab embed")
-    return found
-
-
+_GPT2 = table(
+    """
+    embedding.weight             {prefix}wte.weight
+    position_embedding.weight    {prefix}wpe.weight
+    final_norm.scale             {prefix}ln_f.weight
+    final_norm.bias              {prefix}ln_f.bias
+    head.weight                  lm_head.weight         vocab embed
+    blocks.attention_norm.scale  ln_1.weight
+    blocks.attention_norm.bias   ln_1.bias
+    blocks.attention.wq          attn.c_attn.weight     embed part.heads.head_dim 0/3
+    blocks.attention.wk          attn.c_attn.weight     embed part.kv_heads.head_dim 1/3
+    blocks.attention.wv          attn.c_attn.weight     embed part.kv_heads.head_dim 2/3
+    blocks.attention.bq          attn.c_attn.bias       part.heads.head_dim 0/3
+    blocks.attention.bk          attn.c_attn.bias       part.kv_heads.head_dim 1/3
+    blocks.attention.bv          attn.c_attn.bias       part.kv_heads.head_dim 2/3
+    blocks.attention.wo          attn.c_proj.weight     heads.head_dim embed
+    blocks.attention.bo          attn.c_proj.bias
+    blocks.mlp_norm.scale        ln_2.weight
+    blocks.mlp_norm.bias         ln_2.bias
+    blocks.mlp.w_up              mlp.c_fc.weight
+    blocks.mlp.b_up              mlp.c_fc.bias
+    blocks.mlp.w_down            mlp.c_proj.weight
+    blocks.mlp.b_down            mlp.c_proj.bias
+    """,
+    layer="{prefix}h.{layer}.",
+)
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
@@ -66,7 +59,7 @@ GPT2 = Family(
     ),
     always={"residual.norm": "layer", "positions.kind": "learned", "bias": True},
     canonical=canonical,
-    tensors=_gpt2_tensors,
+    tensors=_GPT2,
     prefixes=("transformer.", ""),
     marker="{prefix}wte.weight",
     # The length a second time, a matter of precision, and fields of a head that is not used.
@@ -77,52 +70,39 @@ GPT2 = Family(
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
-_BERT_LAYER = "{prefix}encoder.layer.{layer}."
-_EMBEDDINGS = "{prefix}embeddings."
-
-
-def _bert_tensors(config: bert.Config) -> dict[str, Tensor]:
-    found = {
-        "embedding.weight": Tensor(_EMBEDDINGS + "word_embeddings.weight"),
-        "position_embedding.weight": Tensor(_EMBEDDINGS + "position_embeddings.weight"),
-        "type_embedding.weight": Tensor(_EMBEDDINGS + "token_type_embeddings.weight"),
-    }
-    for name, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
-        heads = "heads" if name == "q" else "kv_heads"
-        part = f"{_BERT_LAYER}attention.self.{theirs}."
-        found[f"blocks.attention.w{name}"] = Tensor(part + "weight", f"{heads}.head_dim embed")
-        found[f"blocks.attention.b{name}"] = Tensor(part + "bias", f"{heads}.head_dim")
-    part = _BERT_LAYER + "attention.output.dense."
-    found["blocks.attention.wo"] = Tensor(part + "weight", "embed heads.head_dim")
-    found["blocks.attention.bo"] = Tensor(part + "bias")
-    for name, theirs, axes in (
-        ("up", "intermediate", "mlp embed"),
-        ("down", "output", "embed mlp"),
-    ):
-        found[f"blocks.mlp.w_{name}"] = Tensor(f"{_BERT_LAYER}{theirs}.dense.weight", axes)
-        found[f"blocks.mlp.b_{name}"] = Tensor(f"{_BERT_LAYER}{theirs}.dense.bias")
-    norms = {
-        "embedding_norm": _EMBEDDINGS + "LayerNorm",
-        "blocks.attention_norm": _BERT_LAYER + "attention.output.LayerNorm",
-        "blocks.mlp_norm": _BERT_LAYER + "output.LayerNorm",
-    }
-    for ours, theirs in norms.items():
-        found[f"{ours}.scale"] = Tensor(f"{theirs}.weight")
-        found[f"{ours}.bias"] = Tensor(f"{theirs}.bias")
-    if config.pooler:
-        found["pooler.weight"] = Tensor("{prefix}pooler.dense.weight", "features embed")
-        found["pooler.bias"] = Tensor("{prefix}pooler.dense.bias")
-    return found
+_BERT = table(
+    """
+    embedding.weight             {prefix}embeddings.word_embeddings.weight
+    position_embedding.weight    {prefix}embeddings.position_embeddings.weight
+    type_embedding.weight        {prefix}embeddings.token_type_embeddings.weight
+    embedding_norm.scale         {prefix}embeddings.LayerNorm.weight
+    embedding_norm.bias          {prefix}embeddings.LayerNorm.bias
+    pooler.weight                {prefix}pooler.dense.weight      features embed
+    pooler.bias                  {prefix}pooler.dense.bias
+    blocks.attention.wq          attention.self.query.weight      heads.head_dim embed
+    blocks.attention.bq          attention.self.query.bias        heads.head_dim
+    blocks.attention.wk          attention.self.key.weight        kv_heads.head_dim embed
+    blocks.attention.bk          attention.self.key.bias          kv_heads.head_dim
+    blocks.attention.wv          attention.self.value.weight      kv_heads.head_dim embed
+    blocks.attention.bv          attention.self.value.bias        kv_heads.head_dim
+    blocks.attention.wo          attention.output.dense.weight    embed heads.head_dim
+    blocks.attention.bo          attention.output.dense.bias
+    blocks.attention_norm.scale  attention.output.LayerNorm.weight
+    blocks.attention_norm.bias   attention.output.LayerNorm.bias
+    blocks.mlp.w_up              intermediate.dense.weight        mlp embed
+    blocks.mlp.b_up              intermediate.dense.bias
+    blocks.mlp.w_down            output.dense.weight              embed mlp
+    blocks.mlp.b_down            output.dense.bias
+    blocks.mlp_norm.scale        output.LayerNorm.weight
+    blocks.mlp_norm.bias         output.LayerNorm.bias
+    """,
+    layer="{prefix}encoder.layer.{layer}.",
+)
 
 
 def _with_sizes(config: bert.Config) -> bert.Config:
     """The canonical form: derived sizes filled in."""
     return dataclasses.replace(config, d_ff=config.parts.hidden_size)
-
-
-def _with_pooler(config: bert.Config, names: Collection[str]) -> bert.Config:
-    """Hugging Face's configuration does not tell whether there is a pooler; the tensors do."""
-    return dataclasses.replace(config, pooler=any("pooler." in name for name in names))
 
 
 BERT = Family(
@@ -150,7 +130,7 @@ BERT = Family(
         Fixed("position_embedding_type", "absolute"),
     ),
     canonical=_with_sizes,
-    tensors=_bert_tensors,
+    tensors=_BERT,
     prefixes=("", "bert."),
     marker="{prefix}embeddings.word_embeddings.weight",
     # Fields of a head that these models lack, and of a pooler that transformers does not have.
@@ -159,5 +139,5 @@ BERT = Family(
         "pooler_size_per_head pooler_type tie_word_embeddings"
     ),
     buffers=("embeddings.position_ids",),
-    adapt=_with_pooler,
+    by_tensors={"pooler": "pooler."},
 )

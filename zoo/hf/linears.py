@@ -53,7 +53,7 @@ def linears(model: PyTree) -> tuple[Any, dict[str, Linear]]:
     """
     plain = eqx.filter_eval_shape(resolve, model)
     family = family_of(plain)
-    tensors, found = family.tensors(plain.config), {}
+    tensors, found = family.tensors, {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
         if is_matrix(names):

@@ -1,6 +1,5 @@
 """Llama, and families with its tensor names: Mistral, Qwen, OLMo, Gemma, mixtures of experts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 from zoo import transformer
 from zoo.base import configuration
 from zoo.hf.family import Choice, Family, Fixed, Rule, Same
-from zoo.hf.names import Tensor
+from zoo.hf.names import table
 from zoo.hf.rules import LayerTypes, OptionalLayerTypes, QueryScale, Rotary, canonical
 
-LAYER = "{prefix}layers.{layer}."
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
 
 
@@ -37,70 +35,58 @@ def sizes(
     )
 
 
-def outside(config: transformer.Config) -> dict[str, Tensor]:
-    """The embedding, the last norm and the head."""
-    found = {
-        "embedding.weight": Tensor("{prefix}embed_tokens.weight"),
-        "final_norm.scale": Tensor("{prefix}norm.weight"),
-    }
-    if not config.tie_embeddings:
-        found["head.weight"] = Tensor("lm_head.weight", "vocab embed")
-    return found
-
-
-def attention(config: transformer.Config) -> dict[str, Tensor]:
-    """The parameters of the attention."""
-    part = LAYER + "self_attn."
-    found = {
-        "blocks.attention.wq": Tensor(part + "q_proj.weight", "heads.head_dim embed"),
-        "blocks.attention.wk": Tensor(part + "k_proj.weight", "kv_heads.head_dim embed"),
-        "blocks.attention.wv": Tensor(part + "v_proj.weight", "kv_heads.head_dim embed"),
-        "blocks.attention.wo": Tensor(part + "o_proj.weight", "embed heads.head_dim"),
-    }
-    if config.attention.qkv_bias:
-        found |= {
-            "blocks.attention.bq": Tensor(part + "q_proj.bias", "heads.head_dim"),
-            "blocks.attention.bk": Tensor(part + "k_proj.bias", "kv_heads.head_dim"),
-            "blocks.attention.bv": Tensor(part + "v_proj.bias", "kv_heads.head_dim"),
-        }
-    if config.attention.qk_norm != "none":
-        found["blocks.attention.q_norm.scale"] = Tensor(part + "q_norm.weight")
-        found["blocks.attention.k_norm.scale"] = Tensor(part + "k_norm.weight")
-    return found
-
-
-def mlp() -> dict[str, Tensor]:
-    """The parameters of the gated MLP."""
-    return {
-        "blocks.mlp.w_gate": Tensor(LAYER + "mlp.gate_proj.weight", "mlp embed"),
-        "blocks.mlp.w_up": Tensor(LAYER + "mlp.up_proj.weight", "mlp embed"),
-        "blocks.mlp.w_down": Tensor(LAYER + "mlp.down_proj.weight", "embed mlp"),
-    }
-
-
-def norms(names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The norms of a layer, given the zoo's names and Hugging Face's."""
-    return {f"blocks.{ours}.scale": Tensor(f"{LAYER}{name}.weight") for ours, name in names.items()}
-
-
-PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-POST_NORMS = {
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-
-
-def dense(config: transformer.Config, names: Mapping[str, str] = PRE_NORMS) -> dict[str, Tensor]:
-    """All parameters of a model without experts, with the norms of these names."""
-    return outside(config) | attention(config) | mlp() | norms(names)
-
+layer = partial(table, layer="{prefix}layers.{layer}.")
+DENSE = layer(
+    """
+    embedding.weight               {prefix}embed_tokens.weight
+    final_norm.scale               {prefix}norm.weight
+    head.weight                    lm_head.weight                   vocab embed
+    blocks.attention_norm.scale    input_layernorm.weight
+    blocks.attention.wq            self_attn.q_proj.weight          heads.head_dim embed
+    blocks.attention.wk            self_attn.k_proj.weight          kv_heads.head_dim embed
+    blocks.attention.wv            self_attn.v_proj.weight          kv_heads.head_dim embed
+    blocks.attention.wo            self_attn.o_proj.weight          embed heads.head_dim
+    blocks.attention.bq            self_attn.q_proj.bias            heads.head_dim
+    blocks.attention.bk            self_attn.k_proj.bias            kv_heads.head_dim
+    blocks.attention.bv            self_attn.v_proj.bias            kv_heads.head_dim
+    blocks.attention.q_norm.scale  self_attn.q_norm.weight
+    blocks.attention.k_norm.scale  self_attn.k_norm.weight
+    blocks.mlp_norm.scale          post_attention_layernorm.weight
+    blocks.mlp.w_gate              mlp.gate_proj.weight             mlp embed
+    blocks.mlp.w_up                mlp.up_proj.weight               mlp embed
+    blocks.mlp.w_down              mlp.down_proj.weight             embed mlp
+    """
+)
+POST_NORMS = layer(
+    """
+    blocks.attention_out_norm.scale  post_attention_layernorm.weight
+    blocks.mlp_out_norm.scale        post_feedforward_layernorm.weight
+    """
+)
+BOTH_NORMS = POST_NORMS | layer("blocks.mlp_norm.scale  pre_feedforward_layernorm.weight")
+MIXTRAL_EXPERTS = layer(
+    """
+    blocks.mlp.router  block_sparse_moe.gate.weight                 routes embed
+    blocks.mlp.w_gate  block_sparse_moe.experts.{experts}.w1.weight mlp embed
+    blocks.mlp.w_up    block_sparse_moe.experts.{experts}.w3.weight mlp embed
+    blocks.mlp.w_down  block_sparse_moe.experts.{experts}.w2.weight embed mlp
+    """
+)
+QWEN3_EXPERTS = layer(
+    """
+    blocks.mlp.router  mlp.gate.weight                        routes embed
+    blocks.mlp.w_gate  mlp.experts.{experts}.gate_proj.weight mlp embed
+    blocks.mlp.w_up    mlp.experts.{experts}.up_proj.weight   mlp embed
+    blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight embed mlp
+    """
+)
 
 decoder = partial(  # a family with Llama's names
     Family,
     model=transformer.Transformer,
     config=transformer.Config,
     canonical=canonical,
-    tensors=dense,
+    tensors=DENSE,
     prefixes=("model.", ""),
     marker="{prefix}embed_tokens.weight",
     buffers=("rotary_emb.inv_freq",),
@@ -157,16 +143,10 @@ OLMO2 = decoder(
     architecture="Olmo2ForCausalLM",
     rules=(*sizes(eps=1e-5), SILU, Rotary(), Fixed("attention_bias", False)),
     always={"attention.qk_norm": "across_heads", "residual.norm_placement": "post"},
-    tensors=partial(dense, names=POST_NORMS),
+    tensors=DENSE | POST_NORMS,
 )
 
 # Gemma has norms on both sides, and windows on some layers.
-GEMMA_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
 GEMMA_ALWAYS = {
     "residual.norm": "rms_offset",
     "residual.norm_placement": "both",
@@ -186,14 +166,13 @@ def _gemma_rules(attention_cap: float | None, logit_cap: float | None) -> tuple[
     )
 
 
-GEMMA_TENSORS = partial(dense, names=GEMMA_NORMS)
 CAUSAL = Fixed("use_bidirectional_attention", False)
 GEMMA2 = decoder(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     rules=(*_gemma_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), CAUSAL),
     always=GEMMA_ALWAYS,
-    tensors=GEMMA_TENSORS,
+    tensors=DENSE | BOTH_NORMS,
     # transformers uses hidden_activation instead.
     ignored=frozenset({"hidden_act"}),
 )
@@ -207,24 +186,8 @@ GEMMA3 = decoder(
         CAUSAL,
     ),
     always={**GEMMA_ALWAYS, "attention.qk_norm": "per_head"},
-    tensors=GEMMA_TENSORS,
+    tensors=DENSE | BOTH_NORMS,
 )
-
-
-def _with_experts(part: str, gate: str, up: str, down: str) -> Any:
-    expert = LAYER + part + ".experts.{experts}."
-
-    def tensors(config: transformer.Config) -> dict[str, Tensor]:
-        experts = {
-            "blocks.mlp.router": Tensor(f"{LAYER}{part}.gate.weight", "routes embed"),
-            "blocks.mlp.w_gate": Tensor(f"{expert}{gate}.weight", "mlp embed"),
-            "blocks.mlp.w_up": Tensor(f"{expert}{up}.weight", "mlp embed"),
-            "blocks.mlp.w_down": Tensor(f"{expert}{down}.weight", "embed mlp"),
-        }
-        others = attention(config) | norms(PRE_NORMS)
-        return outside(config) | others | experts
-
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -257,7 +220,7 @@ MIXTRAL = decoder(
         Same("num_experts_per_tok", "experts.per_token", 2),
     ),
     always={"experts.normalize": True},
-    tensors=_with_experts("block_sparse_moe", "w1", "w3", "w2"),
+    tensors=DENSE | MIXTRAL_EXPERTS,
 )
 QWEN3_MOE = decoder(
     model_type="qwen3_moe",
@@ -275,6 +238,6 @@ QWEN3_MOE = decoder(
         Fixed("mlp_only_layers", []),
     ),
     always={"attention.qk_norm": "per_head"},
-    tensors=_with_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    tensors=DENSE | QWEN3_EXPERTS,
     ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )
