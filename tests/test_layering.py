@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     **{"base": 1100, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 642, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 2100, "hf": 3400, "planning": 3270, "runs": 5520, "tasks": 2350},
+    **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5520, "tasks": 2350},
     **{"evaluation": 1100},
     **{"quantization": 690},
     **{"__main__": 170, "__init__": 105},

@@ -95,6 +95,9 @@ class _HuggingFace(Format):
     def cached(self, name: str) -> Path | None:
         return hub.cached(_without_scheme(name))
 
+    def revision(self, folder: Path) -> str | None:
+        return folder.name if folder.parent.name == "snapshots" else None
+
 
 def _without_scheme(name: str) -> str:
     """The hub id of `hf://organisation/model`."""

@@ -86,11 +86,11 @@ def _written_format() -> AdapterFormat:
 
 def _located(name: Path | str) -> tuple[str, Path | None, str | None]:
     """The name of a base as it is stored, its folder on this machine, and its revision."""
-    known = Path(name).expanduser().exists()
     folder = find_here(name)
-    is_snapshot = not known and folder is not None and folder.parent.name == "snapshots"
-    stored = str(Path(name).expanduser().absolute()) if known else str(name)
-    return stored, folder, folder.name if is_snapshot and folder is not None else None
+    if Path(name).expanduser().exists():
+        return str(Path(name).expanduser().absolute()), folder, None
+    hub = formats.of_id(name)
+    return str(name), folder, hub.revision(folder) if hub and folder else None
 
 
 def _quantized_kinds(model: PyTree) -> tuple[str, ...]:

@@ -99,6 +99,10 @@ class Format(abc.ABC):
         """The local folder of the model of an id, if it is here already."""
         raise NotImplementedError
 
+    def revision(self, folder: Path) -> str | None:
+        """The commit of a folder that `fetch` returned, which `fetch` takes."""
+        return None
+
 
 @dataclass(frozen=True)
 class Base:
