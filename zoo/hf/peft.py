@@ -216,7 +216,7 @@ class _Peft(AdapterFormat):
     config, base_field = ADAPTER_CONFIG, peft_config.NAME
 
     def has(self, folder: Path) -> bool:
-        return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+        return not any(folder.glob("model*.safetensors*"))
 
     def weight_files(self, folder: Path) -> list[str]:
         return [WEIGHTS]

@@ -144,7 +144,7 @@ class AdapterFormat(abc.ABC):
 
     @abc.abstractmethod
     def has(self, folder: Path) -> bool:
-        """Whether a folder holds adapters in this format, and no whole model."""
+        """Whether a folder with such a file holds adapters in this format, and no whole model."""
 
     @abc.abstractmethod
     def weight_files(self, folder: Path) -> list[str]:
@@ -229,7 +229,8 @@ def of_id(name: object) -> Format | None:
 
 def of_adapters(folder: Path) -> AdapterFormat | None:
     """The format of the adapters in a folder; None if it holds none, or a whole model."""
-    return next((x for x in adapter_formats() if x.has(folder)), None)
+    found = (x for x in adapter_formats() if (folder / x.config).is_file())
+    return next((x for x in found if x.has(folder)), None)
 
 
 def config_files() -> list[str]:
