@@ -30,11 +30,10 @@ import tyro
 from zoo.base import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
-from zoo.publishing.adapters import nearest, whole
-from zoo.publishing.folder import hugging_face_config
+from zoo.publishing import adapters, formats
+from zoo.publishing.adapters import nearest
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import check_finite
-from zoo.publishing.token_ids import GENERATION, read_sampling
 from zoo.runs.command_line import cli
 from zoo.runs.config import check_seed
 from zoo.tasks import generation
@@ -108,16 +107,15 @@ class Config:
         Raises:
             ValueError: one of the folder's is no number.
         """
-        source = nearest(folder, GENERATION)
-        found = read_sampling(source)
+        source, found = adapters.sampling(folder)
         new = {name: x for name, x in found.items() if getattr(self.sampling, name) is None}
         if new:
             listed = ", ".join(f"{name}={x}" for name, x in new.items())
-            print(f"(by {GENERATION}: {listed})", file=sys.stderr)
+            print(f"(by {source.name}: {listed})", file=sys.stderr)
         try:
             return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, **new))
         except ValueError as error:
-            raise ValueError(f"{source / GENERATION}: {error}") from None
+            raise ValueError(f"{source}: {error}") from None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
     config = config.completed(folder)
-    is_hugging_face = hugging_face_config(whole(folder)) is not None
+    is_hugging_face = formats.name_of(adapters.whole(folder)) != "zoo"
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     tokenizer = with_chat_template(tokenizer, config.chat_template)
     chat = None

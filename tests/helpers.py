@@ -298,3 +298,12 @@ def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return ids
+
+
+def write_package(folder, module, program, entries):
+    """Install a package of one module, of that program, with these entry points, into a folder."""
+    (folder / f"{module}.py").write_text(program)
+    installed = folder / f"{module}-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(entries)

@@ -26,10 +26,10 @@ import zoo
 from zoo import hf, sharding, transformer
 from zoo.base import configuration
 from zoo.data import tokenizer
+from zoo.hf import hub
 from zoo.nn.layers import RopeScaling
-from zoo.publishing import models, token_ids
+from zoo.publishing import families, models
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf import hub
 
 
 @pytest.fixture
@@ -88,7 +88,11 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
     ("name", "changes", "message"),
     [
         ("llama2", {"model_type": "mamba"}, "model_type 'mamba' is unknown; known are llama, mis"),
-        ("llama2", {"model_type": ...}, "model_type None is unknown"),
+        (
+            "llama2",
+            {"model_type": ...},
+            "describes no model in a format that is installed: zoo, hf",
+        ),
         ("llama2", {"model_type": ["llama"]}, r"model_type \['llama'\] is unknown"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts=None: must be an integer"),
         ("llama2", {"attention_sinks": 4}, "unknown fields, which may .* attention_sinks=4"),
@@ -188,7 +192,7 @@ def test_unknown_fields_are_allowed_by_name(copy: Any, tmp_path: Path):
     )
     assert "ignore=['mlp_bias']" in refusal(folder, ignore=("mlp_bias", "attention_sinks", "other"))
     zoo.save(tmp_path / "own", model)
-    assert "not in Hugging Face's format" in refusal(tmp_path / "own", ignore=("other",))
+    assert "is in the zoo's own format" in refusal(tmp_path / "own", ignore=("other",))
 
 
 def test_unknown_model_types_are_told_what_to_do(copy: Any):
@@ -429,7 +433,7 @@ def test_layout_slices_match_whole_arrays():
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
         stored = tensors(GOLDEN / name)
-        names = hf.names.layouts(model, family.tensors(model.config), family.prefixes[0])
+        names = hf.names.layouts(model, family.tensors, family.prefixes[0])
         for path, whole in arrays(model).items():
             for _ in range(5):
                 starts = [int(rng.integers(0, n)) for n in whole.shape]
@@ -520,7 +524,7 @@ def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: 
     again = zoo.load(tmp_path / "model")
     for path, x in arrays(model).items():
         np.testing.assert_array_equal(x, arrays(again)[path], err_msg=path)
-    assert again.config == hf.canonical.of_transformer(model.config)
+    assert again.config == hf.rules.canonical(model.config)
     zoo.save(tmp_path / "model", again, format="hf")  # it may be replaced
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damage")
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
@@ -549,7 +553,7 @@ def test_exports_name_all_sizes(kind: str, tmp_path: Path):
     names = {"n_inner"} if kind == "gpt2" else {"intermediate_size", "num_key_value_heads"}
     names |= {"head_dim"} if kind in ("llama", "qwen3", "mixtral") else set()
     assert {name: values[name] for name in names if not isinstance(values[name], int)} == {}
-    assert zoo.load(tmp_path).config == hf.canonical.of_transformer(config)
+    assert zoo.load(tmp_path).config == hf.rules.canonical(config)
 
 
 def test_unexportable_models_are_refused(tmp_path: Path):
@@ -927,7 +931,7 @@ def test_a_model_is_saved_like_the_one_it_came_from(copy: Any, tmp_path: Path):
     assert all(x.tobytes() == stored[name].tobytes() for name, x in again.items())
     assert (values["dtype"], values["torch_dtype"]) == ("bfloat16", "bfloat16")
     # Other ends than the folder's are those of both files.
-    other = token_ids.with_more_ends(model, (9, 5))
+    other = families.with_more_ends(model, (9, 5))
     zoo.save(tmp_path / "other", other, format="hf", like=folder)
     values, written = contents(tmp_path / "other")
     assert values["eos_token_id"] == written["eos_token_id"] == [5, 6, 9]

@@ -15,8 +15,8 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["base", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
-ROOMS += ["quantization"]
-ROOMS += ["data", "training", "decoding", "publishing", "planning", "runs", "tasks", "evaluation"]
+ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf", "planning"]
+ROOMS += ["runs", "tasks", "evaluation"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
@@ -61,16 +61,17 @@ def test_all_imports_are_found(tmp_path: Path):
 def test_every_module_has_a_room():
     assert {room(name) for name in MODULES} == set(ROOMS)
     entries = [path.name for path in ZOO.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 19, sorted(entries)
+    assert len(entries) <= 20, sorted(entries)
 
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    **{"base": 1100, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
+    **{"base": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 642, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 5150, "planning": 3270, "runs": 5260, "tasks": 2350, "evaluation": 1100},
+    **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5260, "tasks": 2350},
+    **{"evaluation": 1100},
     **{"quantization": 690},
-    **{"__main__": 170, "__init__": 104},
+    **{"__main__": 170, "__init__": 105},
 }
 
 
@@ -85,8 +86,8 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.base.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./]quantization\b")
-OUTSIDE = re.compile(r"(quantization|publishing/hf)/|__(init|main)__$")
+AROUND = re.compile(r"\bzoo[./](quantization|hf)\b")
+OUTSIDE = re.compile(r"(quantization|hf)/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:
@@ -98,8 +99,8 @@ def rooms_around_in(program: str) -> set[str]:
 
 
 def test_rooms_around_are_seen():
-    program = '"""zoo.quantization"""\nfrom zoo import quantization\nx = "zoo.quantization.a:b"'
-    assert rooms_around_in(program) == {"zoo.quantization", "zoo.quantization.a:b"}
+    program = '"""zoo.hf"""\ndef f():\n  from zoo import hf\nx = "zoo.quantization.a:b"'
+    assert rooms_around_in(program) == {"zoo.hf", "zoo.quantization.a:b"}
     assert rooms_around_in(MODULES["__init__"].read_text())
 
 

@@ -18,9 +18,9 @@ import zoo
 from zoo import lora, mlp, sharding
 from zoo.base import checksums
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.publishing import adapters, models, token_ids
+from zoo.publishing import adapters, families, models
+from zoo.publishing.adapters import with_paths
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf.linears import with_paths
 from zoo.sharding.axes import keystr
 from zoo.transformer.config import ExpertsConfig
 from zoo.wrappers.ensemble import Ensemble
@@ -393,7 +393,7 @@ def edit_origin(folder: Path, value) -> None:
 def test_adapters_carry_the_ends_of_texts(saved):
     folder, base, adapted = saved
     assert (base.config.eos_ids, zoo.load(folder / "base").config.eos_ids) == ((), (256,))
-    ended = token_ids.with_more_ends(adapted, (256, 7))
+    ended = families.with_more_ends(adapted, (256, 7))
     zoo.save_adapters(folder / "e", ended, base=folder / "base")
     opened = zoo.load(folder / "e")
     assert opened.config.eos_ids == (256, 7)

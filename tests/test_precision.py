@@ -17,6 +17,7 @@ from helpers import (
     equations,
     token_batch,
     value_and_gradients,
+    write_package,
 )
 from jaxtyping import Array
 
@@ -328,13 +329,9 @@ def quantized_skeleton(skeleton, kind): return loading.quantized_skeleton(skelet
 
 
 def test_a_package_brings_a_precision_and_a_quantization(tmp_path, monkeypatch):
-    (tmp_path / "their_matrices.py").write_text(THEIRS)
-    installed = tmp_path / "theirs-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     entries = "[zoo.precisions]\ndoubled = their_matrices:DOUBLED\n"
     entries += "[zoo.quantizations]\ntheirs = their_matrices\n"
-    (installed / "entry_points.txt").write_text(entries)
+    write_package(tmp_path, "their_matrices", THEIRS, entries)
     with pytest.raises(ValueError, match=r"precision='doubled': choose one of \[.*'int8'\]"):
         precision.compute_dtype("doubled")
     model, batch = drawn_transformer(), token_batch()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_subclass, drawn_transformer
+from helpers import as_subclass, drawn_transformer, write_package
 from jaxtyping import Array, Float
 from safetensors.numpy import load_file
 
@@ -19,7 +19,7 @@ from zoo import __main__ as main
 from zoo import lora, mlp, sharding, transformer
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.products import matmul
-from zoo.publishing import families, slices, tensors
+from zoo.publishing import adapters, families, formats, models, slices, tensors
 from zoo.publishing.errors import PublishError
 from zoo.sharding import parts as parts_of_arrays
 from zoo.transformer import blocks
@@ -416,3 +416,85 @@ def test_the_command_line_shows_the_card_of_own_models(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "Mine." in out
     assert "files are as they were written" in out
+
+
+THEIRS = """
+import dataclasses, json, pathlib
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np
+from jaxtyping import Array, Float
+from zoo.publishing.formats import Format
+from zoo import mlp
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: int = 4
+
+class Scale(eqx.Module):
+    config: Config = eqx.field(static=True)
+    weight: Float[Array, "embed"]
+    def __init__(self, config, *, key):
+        self.config, self.weight = config, jax.random.normal(key, (config.size,))
+
+class Npz(Format):
+    config = "theirs.json"
+    def describes(self, content): return b"their_sizes" in content
+    def skeleton(self, folder, options, *, weights):
+        config = mlp.Config(**json.loads((folder / self.config).read_text())["their_sizes"])
+        return eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
+    def load(self, folder, options):
+        stored = [*np.load(folder / "weights.npz").values()]
+        made = self.skeleton(folder, options, weights=True)
+        dtype = options.dtype or np.float32
+        arrays = [jnp.asarray(x, dtype) for x in stored]
+        return jax.tree.unflatten(jax.tree.structure(made), arrays)
+    def dtypes(self, folder): return {}, jnp.dtype(jnp.bfloat16)
+    def write(self, folder, model, dtypes, *, tokenizer, like):
+        config = dataclasses.asdict(model.config)
+        (folder / self.config).write_text(json.dumps({"their_sizes": config}))
+        np.savez(folder / "weights.npz", *jax.tree.leaves(model))
+        return {}
+    def weight_files(self, folder): return ["weights.npz"]
+    def sampling(self, folder): return (folder / self.config, {"top_k": 3})
+    def is_id(self, name): return name == "their-net"
+    def fetch(self, name, *, revision, weights): return pathlib.Path(__file__).parent / "theirs"
+NPZ = Npz()
+"""
+ENTRIES = """
+[zoo.formats]
+npz = their_formats:NPZ
+[zoo.families]
+their/scale = their_formats:Scale
+"""
+
+
+def test_a_package_brings_a_format_and_a_family(tmp_path, monkeypatch):
+    write_package(tmp_path, "their_formats", THEIRS, ENTRIES)
+    theirs, ours, hub = (tmp_path / name for name in ("theirs", "ours", "hub"))
+    with pytest.raises(ValueError, match=r"format='npz': choose one of \['zoo', 'hf'\]"):
+        zoo.save(theirs, small(), format="npz")
+    with pytest.raises(PublishError, match="'their-net' is neither a folder nor on the shelf"):
+        zoo.load("their-net")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    from their_formats import Config, Scale
+
+    zoo.save(theirs, small(), format="npz", card="Theirs.")
+    zoo.save(ours, Scale(Config(3), key=KEY))
+    zoo.save(hub, drawn_transformer(), format="hf")
+    found = [formats.name_of(folder) for folder in (theirs, ours, hub)]
+    assert found == ["npz", "zoo", "hf"]
+    assert_same(zoo.load(theirs), small())
+    assert_same(zoo.load("their-net"), small())
+    assert zoo.load(theirs, dtype="bf16").head.bias.dtype == jnp.bfloat16
+    assert models.skeleton(theirs).config == small().config
+    assert models.weights_checksum(theirs) != models.weights_checksum(hub)
+    assert adapters.sampling(theirs) == (theirs / "theirs.json", {"top_k": 3})
+    zoo.save(tmp_path / "like", small(), like=theirs)
+    assert zoo.load(tmp_path / "like").head.bias.dtype == jnp.bfloat16
+    assert type(zoo.load(ours)) is Scale
+    assert_same(zoo.load(ours), Scale(Config(3), key=KEY))
+    assert json.loads((ours / "config.json").read_text())["family"] == "their/scale"
+    with open(theirs / "weights.npz", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(PublishError, match=r"weights\.npz"):
+        zoo.load(theirs)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from zoo.base import interrupts, plugins
 
 interrupts.leave_at_once()
+plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
+plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
@@ -19,6 +21,7 @@ plugins.register(
 
 if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo import bert as bert
+    from zoo import hf as hf
     from zoo import mlp as mlp
     from zoo import rnn as rnn
     from zoo import sharding as sharding
@@ -39,7 +42,6 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
     from zoo.nn.derivatives import forward_mode as forward_mode
-    from zoo.publishing import hf as hf
     from zoo.publishing.adapters import load_adapters as load_adapters
     from zoo.publishing.adapters import save_adapters as save_adapters
     from zoo.publishing.families import register as register

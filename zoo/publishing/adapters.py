@@ -1,9 +1,8 @@
-"""Folders of adapters without their model, which they name: in the format of PEFT."""
+"""Folders of adapters without their model, which they name, in formats such as PEFT's."""
 
-import json
+import fnmatch
 import logging
-import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,20 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.base import checksums
 from zoo.base.addresses import is_remote
-from zoo.base.configuration import check_value, require
 from zoo.base.files import local_path
 from zoo.nn.products import is_quantized
-from zoo.publishing import downloads, hf, peft, peft_config, token_ids
+from zoo.publishing import downloads, formats
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import ADAPTER_CONFIG, read_json, replacing, verify
+from zoo.publishing.families import with_more_ends
+from zoo.publishing.folder import replacing, verify
+from zoo.publishing.formats import AdapterFormat, Base, Opened
 from zoo.publishing.shelf import find, find_here
-from zoo.publishing.slices import open_file
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import parse_dtype
 from zoo.wrappers import lora
 
-NAME, REVISION = "base_model_name_or_path", "revision"  # of the base, in PEFT's words
-METADATA = "zoo"  # in the header of the weights, which PEFT does not read
+ALL_LINEAR = "all-linear"
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Base:
-    """The model that adapters are for, as their folder describes it."""
-
-    name: str
-    """A folder, a name on the shelf or a hub id; "" if it is not known."""
-    revision: str | None = None
-    """The commit of a hub id."""
-    checksum: str | None = None
-    """Of the files of its weights; None if they were not on this machine."""
-    quantized: tuple[str, ...] | None = None
-    """The kinds of its quantised matrices; None if they are not known."""
-    eos_ids: tuple[int, ...] = ()
-    """The ids that end the texts of the model with its adapters."""
 
 
 def save_adapters(
@@ -69,7 +51,7 @@ def save_adapters(
     config = lora.config_of(model)
     below = lora.base(model)
     check_model(model, eqx.filter_eval_shape(lora.adapt, below, config, key=jax.random.key(0)))
-    peft.check(model, config)
+    check(model, config)
     name, base_folder, revision = _located(base)
     if lora.has_adapters(below) and not (base_folder and are_adapters(base_folder)):
         raise PublishError(
@@ -77,27 +59,38 @@ def save_adapters(
             "those first, from the model without these, and name their folder"
         )
     with replacing(folder) as new:
-        origin = {
-            "weights": weights_checksum(base_folder) if new and base_folder else None,
-            "quantized": _quantized_kinds(model),
-            "eos_ids": getattr(getattr(model, "config", None), "eos_ids", ()),
-        }
-        peft.write(
-            new, model, config, {NAME: name, REVISION: revision}, {METADATA: json.dumps(origin)}
+        origin = Base(
+            name,
+            revision,
+            weights_checksum(base_folder) if new and base_folder else None,
+            _quantized_kinds(model),
+            tuple(getattr(getattr(model, "config", None), "eos_ids", ())),
         )
+        _written_format().write(new, model, config, origin)
         if new is not None:
             if tokenizer is not None:
                 tokenizer.save(new)
             checksums.write(new)
 
 
+def check(model: PyTree, config: lora.Config) -> None:
+    """Raise a PublishError if such adapters of a model, by its paths, cannot be saved."""
+    _written_format().check(model, config)
+
+
+def _written_format() -> AdapterFormat:
+    if not (known := formats.adapter_formats()):
+        raise PublishError("no format of adapters is installed")
+    return known[0]
+
+
 def _located(name: Path | str) -> tuple[str, Path | None, str | None]:
     """The name of a base as it is stored, its folder on this machine, and its revision."""
-    known = Path(name).expanduser().exists()
     folder = find_here(name)
-    is_snapshot = not known and folder is not None and folder.parent.name == "snapshots"
-    stored = str(Path(name).expanduser().absolute()) if known else str(name)
-    return stored, folder, folder.name if is_snapshot and folder is not None else None
+    if Path(name).expanduser().exists():
+        return str(Path(name).expanduser().absolute()), folder, None
+    hub = formats.of_id(name)
+    return str(name), folder, hub.revision(folder) if hub and folder else None
 
 
 def _quantized_kinds(model: PyTree) -> tuple[str, ...]:
@@ -150,54 +143,37 @@ def adapters_skeleton(folder: Path, base: PyTree, *, dtype: DTypeLike | None) ->
     return _with_ends(eqx.combine(opened.dtypes(dtype), adapted), base_in(folder), folder)
 
 
-def _open(folder: Path, base: PyTree) -> peft.Opened:
+def _open(folder: Path, base: PyTree) -> Opened:
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
-    if not are_adapters(folder):
+    if (format := formats.of_adapters(folder)) is None:
         raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
     if (folder / checksums.NAME).exists():
         verify(folder)
-    return peft.Opened(folder, base)
+    return format.open(folder, base)
 
 
 def _with_ends(adapted: PyTree, origin: Base, folder: Path) -> PyTree:
     try:
-        return token_ids.with_more_ends(adapted, origin.eos_ids)
+        return with_more_ends(adapted, origin.eos_ids)
     except ValueError as error:
         raise PublishError(f"{folder}: {error}") from None
 
 
 def are_adapters(folder: Path) -> bool:
     """Whether a folder holds adapters, and no whole model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+    return formats.of_adapters(folder) is not None
 
 
 def base_in(folder: Path) -> Base:
-    """The base of the adapters in a folder.
+    """The base of the adapters in a folder; errors as of `AdapterFormat.base`."""
+    return _format(folder).base(folder)
 
-    Raises:
-        PublishError: a value of another type; it names the file and the field.
-    """
-    peft_config.read(folder / ADAPTER_CONFIG)  # refuses other methods before a base is opened
-    values = read_json(folder / ADAPTER_CONFIG)
-    with open_file(folder / peft.WEIGHTS) as file:
-        text = (file.metadata() or {}).get(METADATA, "{}")
-    try:
-        origin, name, revision = json.loads(text), values.get(NAME), values.get(REVISION)
-        check_value(NAME, name, str | None)
-        check_value(REVISION, revision, str | None)
-        is_commit = revision is None or re.fullmatch(r"\w[\w.-]*", revision)
-        require(bool(is_commit), f"{REVISION}={revision!r}: must be a commit")
-        check_value("base", origin, dict)
-        checksum, quantized = origin.get("weights"), origin.get("quantized")
-        check_value("base.weights", checksum, str | None)
-        quantized = quantized if quantized is None else tuple(quantized)
-        check_value("base.quantized", quantized, tuple[str, ...] | None)
-        eos_ids = tuple(origin.get("eos_ids", ()))
-        check_value("base.eos_ids", eos_ids, tuple[int, ...])
-    except (TypeError, ValueError) as error:
-        raise PublishError(f"{folder / ADAPTER_CONFIG} or {peft.WEIGHTS}: {error}") from error
-    return Base(name or "", revision, checksum, quantized, eos_ids)
+
+def _format(folder: Path) -> AdapterFormat:
+    found = formats.of_adapters(folder)
+    assert found is not None, folder
+    return found
 
 
 def base_of(folder: Path) -> Path:
@@ -208,11 +184,11 @@ def base_of(folder: Path) -> Path:
     """
     chain = [folder]
     while len(chain) == 1 or are_adapters(chain[-1]):
-        base = base_in(chain[-1])
+        format, base = _format(chain[-1]), base_in(chain[-1])
         if not base.name:
             raise PublishError(
-                f"{chain[-1] / ADAPTER_CONFIG} names no {NAME}: load that model, and put these "
-                "adapters on it by zoo.load_adapters"
+                f"{chain[-1] / format.config} names no {format.base_field}: load that "
+                "model, and put these adapters on it by zoo.load_adapters"
             )
         found = find(base.name, revision=base.revision)
         if any(found.samefile(other) for other in chain):
@@ -220,7 +196,7 @@ def base_of(folder: Path) -> Path:
             raise PublishError(
                 f"{chain[-1]}: the base of its adapters, {base.name!r}, is "
                 + ("this folder itself" if len(chain) == 1 else f"on them again ({round})")
-                + f": name a whole model as {NAME} in {ADAPTER_CONFIG}"
+                + f": name a whole model as {format.base_field} in {format.config}"
             )
         chain.append(found)
     return chain[1]
@@ -228,12 +204,13 @@ def base_of(folder: Path) -> Path:
 
 def check_base(folder: Path) -> None:
     """Raise a PublishError if the base of adapters has other weights than they were trained on."""
-    base, found = base_in(folder), base_of(folder)
+    format, base, found = _format(folder), base_in(folder), base_of(folder)
     if base.checksum is not None and base.checksum != weights_checksum(found):
         raise PublishError(
             f"{folder} holds adapters of {base.name!r}, and {found} has other weights than the "
-            f"model of that name had: give its files back, or name where they are now as {NAME} in "
-            f"{ADAPTER_CONFIG}. zoo.load_adapters takes a model that you have loaded yourself"
+            f"model of that name had: give its files back, or name where they are now as "
+            f"{format.base_field} in {format.config}. zoo.load_adapters takes a model that you "
+            "have loaded yourself"
         )
 
 
@@ -256,6 +233,51 @@ def weights_checksum(folder: Path) -> str:
     files, or else of their bytes; of adapters, with that of their base.
     """
     if not are_adapters(folder):
-        return checksums.digest(folder, hf.weight_files(folder))
-    own = checksums.digest(folder, [peft.WEIGHTS])
+        return checksums.digest(folder, formats.of(folder).weight_files(folder))
+    own = checksums.digest(folder, _format(folder).weight_files(folder))
     return checksums.joined(weights_checksum(base_of(folder)), own)
+
+
+def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file with a model's settings of sampling, and they by the names of `zoo.Sampling`.
+
+    For adapters without any they are those of the nearest base; without a file there are none.
+    """
+    found = (x.sampling(folder) for x in formats.formats())
+    settings = next((x for x in found if x is not None), None)
+    if settings is None and are_adapters(folder):
+        return sampling(base_of(folder))
+    return settings or (folder, {})
+
+
+def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
+    """The configuration with the zoo's paths in place of the names that formats have for modules.
+
+    A target that is a path of the model, or a pattern of one, stays. `q_proj` stands for all
+    modules of that name, as in PEFT, and "all-linear" for all matrices but embeddings and heads.
+    A comma separates targets too.
+
+    Raises:
+        ValueError: a target that matches nothing; it names what there is.
+    """
+    matrices = lora.targets(model, lora.Config(targets=("*",)))
+    modules = [item for x in formats.adapter_formats() for item in x.modules(model).items()]
+
+    def paths(target: str) -> list[str]:
+        if target == ALL_LINEAR:
+            return lora.targets(model, lora.Config())
+        if fnmatch.filter(matrices, target):
+            return [target]
+        return [path for path, name in modules if f".{name}".endswith(f".{target}")]
+
+    found: dict[str, None] = {}
+    for target in (name for names in config.targets for name in names.split(",")):
+        if not (chosen := paths(target)):
+            names = sorted({name.rpartition(".")[2] for _, name in modules})
+            raise ValueError(
+                f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
+                + (f", or by the names of modules: {', '.join(names)}" if names else "")
+                + f", or {ALL_LINEAR!r} for all but embeddings and heads"
+            )
+        found |= dict.fromkeys(chosen)
+    return replace(config, targets=tuple(found))

@@ -21,8 +21,9 @@ from zoo.base.addresses import (
     read_if_there,
 )
 from zoo.base.progress import Transfer
+from zoo.publishing import formats
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, README
+from zoo.publishing.folder import README
 from zoo.publishing.uploads import CACHE, SAVING
 
 _FILES_AT_ONCE = 4
@@ -87,8 +88,9 @@ def _listing(address: object) -> _Listing:
         if (content := read_if_there(where / checksums.NAME)) is not None:
             return _Listing(where, *_parsed(content, where))
     for where in (given / "model", given):
-        for name in (CONFIG, ADAPTER_CONFIG):
-            if (content := read_if_there(where / name)) is not None and _is_foreign(content, name):
+        for name in formats.config_files():
+            content = read_if_there(where / name)
+            if content is not None and formats.needs_no_checksums(name, content):
                 return _plain(where)
     if read_if_there(given / SAVING) is not None:
         raise PublishError(
@@ -109,14 +111,6 @@ def _parsed(content: bytes, where: Location) -> tuple[dict, str]:
     for name in listed:
         inside(where, name, where / checksums.NAME)
     return {README: {}} | listed, hashlib.sha256(content).hexdigest()
-
-
-def _is_foreign(content: bytes, name: str) -> bool:
-    """Whether a configuration is one of Hugging Face's or PEFT's, who write no checksums."""
-    try:
-        return name == ADAPTER_CONFIG or "model_type" in json.loads(content)
-    except (ValueError, TypeError):
-        return False
 
 
 def _plain(where: Location) -> _Listing:

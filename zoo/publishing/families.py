@@ -1,8 +1,9 @@
 """The families by name: the `config.json` of a model, and the skeleton that it describes.
 
-Folders name a family by this table, never by module, and its `Config` makes the model again. A
-model with other classes in it than its configuration makes, or of no family, is stored with a line
-on the difference, and opens with `like`.
+Folders name a family by this table or an entry point of the group `zoo.families`, never by module,
+and its `Config` makes the model again. A model with other classes in it than its configuration
+makes, or of no family, is stored with a line on the difference, and opens with `like`. `OWN` is the
+zoo's format of folders.
 """
 
 import dataclasses
@@ -18,12 +19,21 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
-from zoo.base import configuration
+from zoo.base import configuration, plugins
+from zoo.base.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import CONFIG, read_json, version
+from zoo.publishing.folder import CONFIG, WEIGHTS, json_object, read_json, version
+from zoo.publishing.formats import Format, Options
 from zoo.publishing.structure import first_difference
-from zoo.publishing.tensors import check_counts, num_parameters
+from zoo.publishing.tensors import (
+    check_counts,
+    num_parameters,
+    outline,
+    read_dtypes,
+    read_tensors,
+    write_tensors,
+)
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
 
@@ -35,6 +45,7 @@ FAMILIES: dict[str, Any] = {
     "rnn": rnn.RNN,
     "transformer": transformer.Transformer,
 }
+_GROUP = "zoo.families"  # of the entry points of other packages
 DIFFERENCE = "differs"  # in `config.json`: from the model that the configuration makes
 
 
@@ -75,8 +86,13 @@ def family_name(model: PyTree) -> str:
     For an ensemble it is that of its members, for a classifier that of its body.
     """
     cls = type(body_of(model))
-    known = (name for name, family in FAMILIES.items() if family is cls)
-    return next(known, f"{cls.__module__}.{cls.__qualname__}")
+    names = (name for name in [*FAMILIES, *plugins.names(_GROUP)] if _class_of(name) is cls)
+    return next(names, f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _class_of(name: str) -> Any:
+    """The class of a family, or None."""
+    return FAMILIES[name] if name in FAMILIES else plugins.find(_GROUP, name)
 
 
 def describe(model: PyTree) -> dict[str, Any]:
@@ -103,12 +119,12 @@ def describe(model: PyTree) -> dict[str, Any]:
 
 
 def _is_of_family(model: PyTree) -> bool:
-    return family_name(model) in FAMILIES and not isinstance(model, tuple)
+    return _class_of(family_name(model)) is not None and not isinstance(model, tuple)
 
 
 def _fresh(model: PyTree, config: Any) -> PyTree:
     """The skeleton of the model that a configuration makes in the place of this one's."""
-    return _skeleton(FAMILIES[family_name(model)], config, _around(model))
+    return _skeleton(_class_of(family_name(model)), config, _around(model))
 
 
 def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
@@ -160,9 +176,11 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
             "give a model of its classes and shapes, zoo.load(folder, like=model)"
         )
     name = description.get("family")
-    if not isinstance(name, str) or name not in FAMILIES:
+    cls = _class_of(name) if isinstance(name, str) else None
+    if cls is None:
         raise PublishError(
-            f"{path}: family {reprlib.repr(name)} is unknown; known are {', '.join(FAMILIES)}. "
+            f"{path}: family {reprlib.repr(name)} is unknown; known are "
+            f"{', '.join([*FAMILIES, *plugins.names(_GROUP)])}. "
             "Import the module that registers it: loading imports nothing"
         )
     try:
@@ -173,9 +191,9 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
             for field, annotation in _AROUND.items()
             if field in description
         }
-        config = configuration.from_json(_config_class(FAMILIES[name]), values)
+        config = configuration.from_json(_config_class(cls), values)
         check_counts(config)
-        return _skeleton(FAMILIES[name], config, around)
+        return _skeleton(cls, config, around)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PublishError(
             f"{path}: {error}. The folder was written by version "
@@ -209,3 +227,80 @@ def body_of(model: PyTree) -> Any:
     if isinstance(model, Classifier):
         return model.body
     return model.members if isinstance(model, Ensemble) else model
+
+
+def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a model's texts: its configuration's, or if it has none the tokenizer's.
+
+    Raises:
+        PublishError: the tokenizer's are not in the model's vocabulary.
+    """
+    if not hasattr(config, "eos_ids") or config.vocab_size is None:
+        return ()
+    ids = config.eos_ids or tokenizer_eos_ids(tokenizer)
+    try:
+        configuration.check_ids("the tokenizer", ids, config.vocab_size)
+    except ValueError as error:
+        raise PublishError(f"{error}: it is not the tokenizer of this model") from None
+    return ids
+
+
+def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
+    separator = getattr(tokenizer, "separator_id", None)
+    return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
+
+
+def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
+    """The same model, whose texts may end with these ids as well."""
+    old: Any = getattr(model, "config", None)
+    if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
+        return model
+    new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
+    ended = object.__new__(type(model))
+    for name, value in {**vars(model), "config": new}.items():
+        object.__setattr__(ended, name, value)
+    return ended
+
+
+class _Own(Format):
+    """The zoo's own format: `config.json` with a family, and its parameters by their paths."""
+
+    has_checksums = True
+
+    def describes(self, content: bytes) -> bool:
+        return not {"family", "config"}.isdisjoint(json_object(content))
+
+    def load(self, folder: Path, options: Options) -> PyTree:
+        if options.ignore:
+            raise PublishError(f"ignore={options.ignore!r}: {folder} is in the zoo's own format")
+        skeleton = reconfigured(read_skeleton(folder, options.like), options.overrides)
+        path, quantize = folder / WEIGHTS, options.quantize
+        return read_tensors(path, skeleton, options.mesh, options.dtype, quantize)
+
+    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
+        plain = reconfigured(read_skeleton(folder), options.overrides)
+        return read_dtypes(folder / WEIGHTS, plain, options.dtype, options.quantize)
+
+    def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
+        return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None
+
+    def write(
+        self,
+        folder: Path | None,
+        model: PyTree,
+        dtypes: Mapping[str, Any],
+        *,
+        tokenizer: Any,
+        like: Path | None,
+    ) -> dict[str, Digest]:
+        description = describe(model)
+        eos_ids = choose_eos_ids(getattr(body_of(model), "config", None), tokenizer)
+        if eos_ids and "config" in description:
+            description["config"]["eos_ids"] = eos_ids
+        if folder is not None:
+            (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+        return {WEIGHTS: write_tensors(folder and folder / WEIGHTS, model, dtypes)}
+
+
+OWN = _Own()

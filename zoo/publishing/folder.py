@@ -17,7 +17,6 @@ from zoo.publishing.errors import PublishError
 from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 
 CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
-ADAPTER_CONFIG = "adapter_config.json"  # of adapters
 
 
 @contextlib.contextmanager
@@ -79,15 +78,13 @@ def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
     )
 
 
-def hugging_face_config(folder: Path) -> dict | None:
-    """The content of `config.json` if it is Hugging Face's; None if it is the zoo's, or damaged."""
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object that JSON holds; empty if it holds none, or is damaged."""
     try:
-        values = read_json(folder / CONFIG)
-    except PublishError:
-        if (folder / checksums.NAME).exists():
-            return None  # `verify` will report it
-        raise
-    return None if values.keys() & {"family", "config"} else values
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,68 +1,39 @@
 """Saving a model as a folder that anyone can open, and loading it.
 
-The folder holds `config.json` (family, parameter count, the fields of its `Config`),
-`model.safetensors` (one tensor per parameter, named by its dotted path in the model), `README.md`,
-`checksums.json` and, if given, `metrics.json` and the tokenizer's files. Folders in Hugging Face's
-format, whose `config.json` has a `model_type`, are read and written by `hf`, and those of adapters
-by `adapters`.
+In the zoo's own format it holds `config.json` (family, parameter count, the fields of its
+`Config`), `model.safetensors` (one tensor per parameter, named by its dotted path in the model),
+`README.md`, `checksums.json` and, if given, `metrics.json` and the tokenizer's files. Other formats
+are found by `formats`; folders of adapters are read and written by `adapters`.
 """
 
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo.base import checksums
-from zoo.base.configuration import check_value
 from zoo.nn.products import Kind, is_derived, is_quantized
-from zoo.publishing import adapters, hf, token_ids
+from zoo.publishing import adapters, formats
 from zoo.publishing.adapters import weights_checksum as weights_checksum
 from zoo.publishing.errors import PublishError
-from zoo.publishing.families import (
-    DIFFERENCE,
-    body_of,
-    describe,
-    family_name,
-    read_skeleton,
-    reconfigured,
-)
-from zoo.publishing.folder import (
-    CONFIG,
-    METRICS,
-    README,
-    WEIGHTS,
-    hugging_face_config,
-    replacing,
-    verify,
-)
+from zoo.publishing.families import DIFFERENCE, family_name
+from zoo.publishing.folder import METRICS, README, read_json, replacing, verify
+from zoo.publishing.formats import Options
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import (
-    check_kind,
-    num_parameters,
-    outline,
-    parse_dtype,
-    read_dtypes,
-    read_tensors,
-    stored_dtypes,
-    write_tensors,
-)
+from zoo.publishing.tensors import check_kind, num_parameters, parse_dtype, stored_dtypes
 from zoo.sharding import Layout
-from zoo.sharding.axes import is_parameter, keystr
-
-Format = Literal["zoo", "hf"]
 
 
 def save(
     folder: Path | str,
     model: PyTree,
     *,
-    format: Format = "zoo",
+    format: str = "zoo",
     tokenizer: Any = None,
     card: str = "",
     metrics: dict | None = None,
@@ -81,7 +52,7 @@ def save(
     All processes call it, and the first writes. Raises PublishError if the model is quantised or
     has adapters, or if no Hugging Face family has it, and ValueError for another format.
     """
-    check_value("format", format, Format)
+    chosen = formats.named(format)
     if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
         raise PublishError(
             "the model is quantised, and folders hold models as they were before: save that one, "
@@ -93,64 +64,22 @@ def save(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
             "zoo.save_adapters"
         )
-    config = getattr(body_of(model), "config", None)
-    values, generation, dtypes = _taken_over(model, like)
+    source = None if like is None else adapters.whole(find(like))
+    stored, default = ({}, None) if source is None else formats.of(source).dtypes(source)
     with replacing(folder) as new:
-        if format == "hf":
-            family, description = hf.describe(model)
-            ids = token_ids.describe_ids(config, tokenizer, values, generation)
-            dtype = str(next(iter(dtypes.values())))
-            # In the words of transformers 5 and of earlier versions.
-            description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
-            written = hf.write_model(new, model, family, dtypes)
-        else:
-            description = describe(model)
-            eos_ids = token_ids.choose_eos_ids(config, tokenizer)
-            if eos_ids and "config" in description:
-                description["config"]["eos_ids"] = eos_ids
-            written = {WEIGHTS: write_tensors(new and new / WEIGHTS, model, dtypes)}
+        if new is not None and tokenizer is not None:
+            tokenizer.save(new)
+        dtypes = stored_dtypes(model, stored, default)
+        written = chosen.write(new, model, dtypes, tokenizer=tokenizer, like=source)
         if new is not None:
-            (new / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-            readme = _readme(Path(str(folder)).absolute().name, model, card, description)
+            readme = _readme(Path(str(folder)).absolute().name, model, card, new / chosen.config)
             (new / README).write_text(readme, encoding="utf-8")
-            if tokenizer is not None:
-                tokenizer.save(new)
-            if format == "hf":
-                # The tokenizer may have brought the settings along.
-                given = generation or token_ids.read_generation(new)
-                settings = token_ids.describe_generation(config, ids, given)
-                if like is None:
-                    token_ids.warn_of_lost(config, {**ids, **settings})
-                if settings:
-                    (new / token_ids.GENERATION).write_text(json.dumps(settings, indent=1) + "\n")
             # The card is in no checksum, so that it may be edited by hand.
             if metrics is not None:
                 files = checksums.of(new, skip=(README,), known=written)
                 measured = {**metrics, "files": files}
                 (new / METRICS).write_text(json.dumps(measured, indent=1) + "\n")
             checksums.write(new, skip=(README,), known=written)
-
-
-def _taken_over(model: PyTree, like: Path | str | None) -> tuple[dict, dict, dict[str, Any]]:
-    """The part of a model's description that one made from it takes over.
-
-    The contents of `config.json` and `generation_config.json`, both empty if it is the zoo's, and
-    the dtype to store each parameter in, by path.
-    """
-    if like is None:
-        return {}, {}, stored_dtypes(model, {}, None)
-    folder = find(like)
-    folder = adapters.whole(folder)
-    values = hugging_face_config(folder)
-    if values is None:
-        stored = {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}
-        return {}, {}, stored_dtypes(model, stored, None)
-    found = jax.tree_util.tree_leaves_with_path(skeleton(folder, ignore=None))
-    stored = {keystr(path): leaf.dtype for path, leaf in found if is_parameter(leaf)}
-    # Of quantised weights, which other parameters stand for, it is that of their computation.
-    dtype = values.get("dtype") or values.get("torch_dtype")
-    dtype = jnp.dtype(dtype) if dtype in ("bfloat16", "float16", "float32") else None
-    return values, token_ids.read_generation(folder), stored_dtypes(model, stored, dtype)
 
 
 def load(
@@ -187,37 +116,20 @@ def load(
     Nothing in a folder is executed, and nothing that it names is imported. Raises PublishError,
     which names the file, field, class or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
     check_kind(quantize)
-    folder = find(name_or_folder)
+    options = Options(mesh, parse_dtype(dtype), quantize, overrides, like, ignore)
+    return _load(find(name_or_folder), options)
+
+
+def _load(folder: Path, options: Options) -> Any:
     if adapters.are_adapters(folder):
         adapters.check_base(folder)
-        base = load(
-            adapters.base_of(folder),
-            mesh=mesh,
-            dtype=dtype,
-            quantize=quantize,
-            overrides=overrides,
-            like=like,
-            ignore=ignore,
-        )
-        return adapters.load_adapters(folder, base, mesh=mesh, dtype=dtype)
-    values = hugging_face_config(folder)
-    if values is None or (folder / checksums.NAME).exists():
+        base = _load(adapters.base_of(folder), options)
+        return adapters.load_adapters(folder, base, mesh=options.mesh, dtype=options.dtype)
+    found = formats.of(folder)
+    if found.has_checksums or (folder / checksums.NAME).exists():
         verify(folder, by_parts=True)
-    if values is not None:
-        if like is not None:
-            raise PublishError(f"like: {folder} is in Hugging Face's format, and needs none")
-        model = hf.read_model(
-            folder, values, mesh=mesh, dtype=dtype, quantize=quantize, ignore=ignore
-        )
-        model = reconfigured(model, overrides)
-        token_ids.remember(model.config, folder, values)
-        return model
-    if ignore:
-        raise PublishError(f"ignore={tuple(ignore)}: {folder} is not in Hugging Face's format")
-    skeleton = reconfigured(read_skeleton(folder, like), overrides)
-    return read_tensors(folder / WEIGHTS, skeleton, mesh, dtype, quantize)
+    return found.load(folder, options)
 
 
 def skeleton(
@@ -236,35 +148,24 @@ def skeleton(
     model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
     Raises PublishError, which names the file, field or tensor at fault.
     """
-    dtype = parse_dtype(dtype)
     check_kind(quantize)
-    folder = find(name_or_folder, weights=weights)
+    options = Options(None, parse_dtype(dtype), quantize, overrides, ignore=ignore)
+    return _skeleton(find(name_or_folder, weights=weights), options, weights=weights)
+
+
+def _skeleton(folder: Path, options: Options, *, weights: bool) -> PyTree:
     if adapters.are_adapters(folder):
-        base = skeleton(
-            adapters.base_of(folder),
-            dtype=dtype,
-            quantize=quantize,
-            overrides=overrides,
-            weights=weights,
-            ignore=ignore,
-        )
-        return adapters.adapters_skeleton(folder, base, dtype=dtype)
-    if (values := hugging_face_config(folder)) is not None:
-        if not weights and not hf.are_present(folder):
-            plain = hf.announced_skeleton(folder, values, dtype=dtype, quantize=quantize)
-        else:
-            plain = hf.read_skeleton(folder, values, dtype=dtype, quantize=quantize, ignore=ignore)
-        return reconfigured(plain, overrides)
-    plain = reconfigured(read_skeleton(folder), overrides)
-    return read_dtypes(folder / WEIGHTS, plain, dtype, quantize)
+        base = _skeleton(adapters.base_of(folder), options, weights=weights)
+        return adapters.adapters_skeleton(folder, base, dtype=options.dtype)
+    return formats.of(folder).skeleton(folder, options, weights=weights)
 
 
-def _readme(name: str, model: PyTree, card: str, description: Mapping[str, Any]) -> str:
+def _readme(name: str, model: PyTree, card: str, config: Path) -> str:
     text = f"{card.strip()}\n\n" if card.strip() else ""
-    opened = "zoo.load(folder, like=model)" if DIFFERENCE in description else "zoo.load(folder)"
+    how = "Open it with `zoo.load(folder)`, given the path of this folder"
+    if DIFFERENCE in read_json(config):
+        how = how.replace("folder)", "folder, like=model)", 1) + " and a model of its class"
     return (
         f"# {name}\n\n{text}"
-        f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n"
-        f"- Open it with `{opened}`, given the path of this folder"
-        f"{' and a model of its class' if DIFFERENCE in description else ''}\n"
+        f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n- {how}\n"
     )

@@ -1,14 +1,13 @@
 """The shelf of published models, and the folder of a name, a path or a hub id."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 from zoo.base.addresses import is_remote
 from zoo.base.files import local_path
-from zoo.publishing import downloads, hf
+from zoo.publishing import downloads, formats
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import ADAPTER_CONFIG, CONFIG, METRICS, README, read_json
+from zoo.publishing.folder import CONFIG, METRICS, README, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,8 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
         AddressError: the store at an address cannot be reached, or refuses.
     """
     if is_remote(name_or_folder):
-        if (hub_id := _hub_id(name_or_folder)) is not None:
-            return hf.snapshot(hub_id, revision=revision, weights=weights)
+        if (hub := formats.of_id(name_or_folder)) is not None:
+            return hub.fetch(str(name_or_folder), revision=revision, weights=weights)
         return downloads.fetched(name_or_folder)
     given = local_path(name_or_folder, "model")
     if (folder := _local(name_or_folder)) is not None:
@@ -73,8 +72,8 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
         raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
     if Path(name_or_folder).exists():
         raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
-    if hf.is_hub_id(str(name_or_folder)):
-        return hf.snapshot(str(name_or_folder), revision=revision, weights=weights)
+    if (hub := formats.of_id(name_or_folder)) is not None:
+        return hub.fetch(str(name_or_folder), revision=revision, weights=weights)
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")
@@ -83,23 +82,18 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
 
 def find_here(name_or_folder: str | Path) -> Path | None:
     """The folder of a model as `find` gives it, if it is on this machine; nothing is downloaded."""
-    if is_remote(name_or_folder):
-        hub_id = _hub_id(name_or_folder)
-        return downloads.cached(name_or_folder) if hub_id is None else hf.cached(hub_id)
-    if (folder := _local(name_or_folder)) is not None or Path(name_or_folder).exists():
+    at_address = is_remote(name_or_folder)
+    folder = None if at_address else _local(name_or_folder)
+    if folder is not None or (not at_address and Path(name_or_folder).exists()):
         return folder
-    return hf.cached(str(name_or_folder)) if hf.is_hub_id(str(name_or_folder)) else None
-
-
-def _hub_id(address: str | Path) -> str | None:
-    """The hub id of `hf://organisation/model`."""
-    name = re.sub("^hf:/+", "", str(address))
-    return name if name != str(address) and hf.is_hub_id(name) else None
+    if (hub := formats.of_id(name_or_folder)) is not None:
+        return hub.cached(str(name_or_folder))
+    return downloads.cached(name_or_folder) if at_address else None
 
 
 def _local(name_or_folder: str | Path) -> Path | None:
     """The folder of a path or of a name on the shelf."""
     given = local_path(name_or_folder, "model")
     folders = (given / "model", given, _shelf() / name_or_folder)
-    files = (CONFIG, ADAPTER_CONFIG)
+    files = formats.config_files()
     return next((x for x in folders if any((x / file).is_file() for file in files)), None)

@@ -17,7 +17,6 @@ from zoo.nn.precision import Precision as Precision
 from zoo.nn.products import Operand as Operand
 from zoo.nn.protocols import SequenceModel as SequenceModel
 from zoo.nn.protocols import SequenceOptions as SequenceOptions
-from zoo.publishing import models
 from zoo.publishing.shelf import Card as Card
 from zoo.runs import config
 from zoo.runs.callbacks.best import Mode as Mode
@@ -40,7 +39,6 @@ from zoo.training.state import Trainable as Trainable
 from zoo.wrappers.classifier import Pooling as Pooling
 
 AxisKind = rules.Kind
-ModelFormat = models.Format
 Quantization = products.Kind
 RematPolicy = remat.Policy
 RunConfig = config.Config

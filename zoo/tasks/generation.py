@@ -11,7 +11,7 @@ from zoo.data.chats import ChatTemplate, Message
 from zoo.data.special_tokens import begun
 from zoo.data.tokenizer import Reading, TextStream, Tokenizer, reading
 from zoo.decoding import sampling
-from zoo.publishing.token_ids import tokenizer_eos_ids
+from zoo.publishing.families import tokenizer_eos_ids
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokeniz
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
-from zoo.publishing import adapters, models, peft
+from zoo.publishing import adapters, formats, models
 from zoo.publishing.families import reconfigured
-from zoo.publishing.folder import hugging_face_config
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import check_finite
 from zoo.runs.run import Run
@@ -34,7 +33,7 @@ class Base:
         config = run.config
         weights = not config.plan  # which fetches none
         self.folder = find(config.model, weights=weights)
-        self.is_hugging_face = hugging_face_config(adapters.whole(self.folder)) is not None
+        self.format = formats.name_of(adapters.whole(self.folder))
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         _check_quantized(config, stored)
         merged = eqx.filter_eval_shape(lora.merge, stored)
@@ -66,7 +65,7 @@ class Base:
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            peft.check(self.skeleton, lora.config_of(prepared))
+            adapters.check(self.skeleton, lora.config_of(prepared))
 
     def load(self) -> PyTree:
         """The model on the run's mesh, whole and in the dtypes that it is stored in.

@@ -9,7 +9,8 @@ from jaxtyping import PyTree
 
 from zoo.data import text
 from zoo.data.chats import ChatTemplate
-from zoo.publishing import adapters, models, token_ids
+from zoo.publishing import adapters, models
+from zoo.publishing.families import choose_eos_ids, with_more_ends
 from zoo.runs import loop
 from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.evaluations import Samples
@@ -93,7 +94,7 @@ def save(
     if lora.has_adapters(model):
         adapters.save_adapters(
             run.folder / "adapters",
-            token_ids.with_more_ends(model, _turn_ends(run, base, chats)),
+            with_more_ends(model, _turn_ends(run, base, chats)),
             base=run.config.model,
             tokenizer=base.tokenizer,
         )
@@ -117,8 +118,8 @@ def saver(run: Run[Config], base: Base, *, chats: bool | None = None) -> Save:
     more = _turn_ends(run, base, chats)
     return lambda folder, model, metrics: models.save(
         folder,
-        token_ids.with_more_ends(base.as_stored(merge(run, model)), more),
-        format="hf" if base.is_hugging_face else "zoo",
+        with_more_ends(base.as_stored(merge(run, model)), more),
+        format=base.format,
         tokenizer=base.tokenizer,
         metrics=metrics,
         like=base.folder,
@@ -149,7 +150,7 @@ def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining
 def answer_ends(config: Config, base: Base, *, chats: bool | None = None) -> tuple[int, ...]:
     """The tokens that end a completion, or in `chats` (see `saver`) the assistant's turn."""
     chats = config.data.format == "chats" if chats is None else chats
-    ends = token_ids.choose_eos_ids(base.skeleton.config, base.tokenizer)
+    ends = choose_eos_ids(base.skeleton.config, base.tokenizer)
     turns = ChatTemplate(base.tokenizer).ends_of_turn if chats else ()
     return tuple(dict.fromkeys([*ends, *turns]))
 

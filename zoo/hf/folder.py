@@ -9,43 +9,35 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo import sharding
 from zoo.base.checksums import Digest
-from zoo.nn.products import Kind
+from zoo.hf import gpt2_bert, llama, quantization
+from zoo.hf.family import Family
+from zoo.hf.matrices import Matrix, Part
+from zoo.hf.names import Layout, Piece, layouts, pieces
+from zoo.hf.token_ids import with_eos_ids
+from zoo.hf.weights import Weights, write_weights
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf import bert, experts, gemma, gpt2, llama, quantization
-from zoo.publishing.hf.family import Family
-from zoo.publishing.hf.matrices import Matrix, Part
-from zoo.publishing.hf.names import Layout, Piece, layouts, pieces
-from zoo.publishing.hf.weights import Weights, write_weights
+from zoo.publishing.formats import Options
 from zoo.publishing.slices import BLOCK_BYTES
 from zoo.publishing.structure import check_model
 from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype, quantized_skeleton
-from zoo.publishing.token_ids import with_eos_ids
 from zoo.sharding.axes import keystr
 from zoo.sharding.parts import gathered, place
 
 # `describe` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
-_ORDER += [gemma.GEMMA2, gemma.GEMMA3, experts.MIXTRAL, experts.QWEN3_MOE, gpt2.GPT2, bert.BERT]
+_ORDER += [llama.GEMMA2, llama.GEMMA3, llama.MIXTRAL, llama.QWEN3_MOE]
+_ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
-def read_model(
-    folder: Path,
-    values: dict,
-    *,
-    mesh: Mesh | sharding.Layout | None,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None = None,
-    ignore: Collection[str] = (),
-) -> Any:
-    """The model in a folder whose `config.json` holds `values`; see `zoo.load`."""
-    skeleton, weights, found = _open(folder, values, dtype, quantize, ignore)
+def read_model(folder: Path, values: dict, options: Options) -> Any:
+    """The model in a folder whose `config.json` holds `values`."""
+    skeleton, weights, found = _open(folder, values, options)
+    dtype, is_whole = options.dtype, options.quantize is not None
 
     with weights.reader() as read:
 
@@ -56,37 +48,15 @@ def read_model(
             return place(shape, where, partial(part, name))
 
         # Those that the files have quantised are made array by array, as all others are.
-        return fill(skeleton, mesh, make, None if quantize is None else part)
+        return fill(skeleton, options.mesh, make, part if is_whole else None)
 
 
-def read_skeleton(
-    folder: Path,
-    values: dict,
-    *,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None = None,
-    ignore: Collection[str] | None = (),
-) -> PyTree:
-    """The skeleton of the model that `read_model` would return; None ignores all unknown fields."""
-    return _open(folder, values, dtype, quantize, ignore)[0]
+def read_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
+    """The skeleton of the model that `read_model` would return."""
+    return _open(folder, values, options)[0]
 
 
-def _typed(
-    skeleton: PyTree,
-    weights: Weights,
-    found: dict[str, Layout | Part],
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None,
-) -> PyTree:
-    def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, _dtype(weights, found[name], dtype))
-
-    return quantized_skeleton(fill(skeleton, None, make), quantize)
-
-
-def announced_skeleton(
-    folder: Path, values: dict, *, dtype: DTypeLike | None, quantize: Kind | str | None = None
-) -> PyTree:
+def announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
     """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
     if quantization.FIELD in values:
         raise PublishError(
@@ -94,9 +64,10 @@ def announced_skeleton(
             "download the model first, by zoo.load, or plan the model that it was made of"
         )
     skeleton = _skeleton(*_family(folder, values))
-    dtype = dtype or parse_dtype(values.get("dtype") or values.get("torch_dtype") or "float32")
+    named = values.get("dtype") or values.get("torch_dtype") or "float32"
+    dtype = options.dtype or parse_dtype(named)
     typed = fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
-    return quantized_skeleton(typed, quantize)
+    return quantized_skeleton(typed, options.quantize)
 
 
 def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
@@ -123,27 +94,28 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
 
 
 def _open(
-    folder: Path,
-    values: dict,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None,
-    ignore: Collection[str] | None,
+    folder: Path, values: dict, options: Options
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
-    family, config = _family(folder, values, ignore)
-    method = quantization.read_method(values, f"{folder / 'config.json'}", quantize)
+    family, config = _family(folder, values, options.ignore)
+    method = quantization.read_method(values, f"{folder / 'config.json'}", options.quantize)
     weights = Weights(folder)
     config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
-    found = layouts(skeleton, family.tensors(config), prefix)
+    found = layouts(skeleton, family.tensors, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
-    of_values = _dtype(weights, embedding, dtype)
+    of_values = _dtype(weights, embedding, options.dtype)
     skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
-    return _typed(skeleton, weights, parts, dtype, quantize), weights, parts
+
+    def typed(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, _dtype(weights, parts[name], options.dtype))
+
+    skeleton = quantized_skeleton(fill(skeleton, None, typed), options.quantize)
+    return skeleton, weights, parts
 
 
 def describe(model: eqx.Module) -> tuple[Family, dict]:
@@ -186,7 +158,7 @@ def write_model(
     """
     leaves = jax.tree_util.tree_leaves_with_path(model)
     arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
-    tensors, prefix = family.tensors(model.config), family.prefixes[0]
+    tensors, prefix = family.tensors, family.prefixes[0]
     found = layouts(_skeleton(family, model.config), tensors, prefix)
 
     def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:

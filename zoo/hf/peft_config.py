@@ -1,5 +1,6 @@
 """PEFT's `adapter_config.json`: which modules have adapters, of which rank and scale."""
 
+import json
 import math
 import re
 import reprlib
@@ -12,16 +13,22 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.base import configuration
+from zoo.hf.family import words
+from zoo.hf.linears import Linear, linears
+from zoo.hf.names import LAYER
 from zoo.nn.parameters import resolve
+from zoo.publishing.adapters import ALL_LINEAR
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import read_json
-from zoo.publishing.hf.family import words
-from zoo.publishing.hf.linears import ALL_LINEAR, Linear, linears
-from zoo.publishing.hf.names import LAYER
+from zoo.publishing.formats import Base
+from zoo.publishing.slices import open_file
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_matrix, matrix_axes
 from zoo.wrappers import lora
 
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAME, REVISION = "base_model_name_or_path", "revision"  # of the base
+METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 # Without effect on what the adapters compute.
 _IGNORED = words(
     """
@@ -150,6 +157,30 @@ def _check(options: Options) -> None:
         options.target_modules is not None,
         "target_modules=None: PEFT's defaults change with its version; list the modules",
     )
+
+
+def read_base(folder: Path) -> Base:
+    """The base of the adapters in a folder; a PublishError names a field of another type."""
+    read(folder / ADAPTER_CONFIG)  # refuses other methods before a base is opened
+    values = read_json(folder / ADAPTER_CONFIG)
+    with open_file(folder / WEIGHTS) as file:
+        text = (file.metadata() or {}).get(METADATA, "{}")
+    try:
+        origin, name, revision = json.loads(text), values.get(NAME), values.get(REVISION)
+        configuration.check_value(NAME, name, str | None)
+        configuration.check_value(REVISION, revision, str | None)
+        is_commit = revision is None or re.fullmatch(r"\w[\w.-]*", revision)
+        configuration.require(bool(is_commit), f"{REVISION}={revision!r}: must be a commit")
+        configuration.check_value("base", origin, dict)
+        checksum, quantized = origin.get("weights"), origin.get("quantized")
+        configuration.check_value("base.weights", checksum, str | None)
+        quantized = quantized if quantized is None else tuple(quantized)
+        configuration.check_value("base.quantized", quantized, tuple[str, ...] | None)
+        eos_ids = tuple(origin.get("eos_ids", ()))
+        configuration.check_value("base.eos_ids", eos_ids, tuple[int, ...])
+    except (TypeError, ValueError) as error:
+        raise PublishError(f"{folder / ADAPTER_CONFIG} or {WEIGHTS}: {error}") from error
+    return Base(name or "", revision, checksum, quantized, eos_ids)
 
 
 def modules(model: PyTree) -> tuple[tuple[str, ...], str, dict[str, Linear]]:

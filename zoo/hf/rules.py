@@ -1,15 +1,16 @@
-"""Rules for fields that do not map one to one: rotary positions, windows, scales."""
+"""Rules for fields that do not map one to one, and the canonical form of a configuration."""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zoo import transformer
 from zoo.base import configuration
+from zoo.hf.family import Fields, Rule
 from zoo.nn.layers import RopeScaling
-from zoo.publishing.hf.canonical import shortest
-from zoo.publishing.hf.family import Fields, Rule
 
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS = {
@@ -217,3 +218,44 @@ class QueryScale(Rule):
     def write(self, config: Any) -> dict[str, Any]:
         scale = config.attention.scale
         return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}
+
+
+def canonical(config: transformer.Config) -> transformer.Config:
+    """The one form of all configurations of the same model, by which they are compared.
+
+    Derived sizes are filled in, the pattern is the shortest, fields without effect are defaults.
+    """
+    pattern = config.all_layer_kinds
+    changes: dict[str, Any] = {
+        "attention.num_kv_heads": config.kv_heads,
+        "attention.head_dim": config.head_size,
+        "d_ff": config.hidden_size,
+        "attention.window_pattern": shortest(pattern),
+    }
+    stretched = config.positions.scaling.factor != 1
+    if config.attention.scale == config.head_size**-0.5:
+        changes["attention.scale"] = None
+    if config.positions.local_theta == config.positions.theta and not stretched:
+        changes["positions.local_theta"] = None
+    without_effect = {
+        "attention.window": "local" not in pattern,
+        "attention.window_pattern": "local" not in pattern,
+        "positions.local_theta": "local" not in pattern or config.positions.kind != "rotary",
+        "positions.theta": config.positions.kind != "rotary",
+        "positions.scaling": config.positions.kind != "rotary" or not stretched,
+        "attention.qkv_bias": config.bias,
+        "experts.per_token": config.experts.num_experts is None,
+        "experts.normalize": config.experts.num_experts is None,
+    }
+    defaults = type(config)(vocab_size=1)
+    for name, has_none in without_effect.items():
+        if has_none:
+            changes[name] = functools.reduce(getattr, name.split("."), defaults)
+    return configuration.replaced(config, changes)
+
+
+def shortest(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shortest pattern that gives this one when it is repeated and truncated."""
+    lengths = range(1, len(pattern) + 1)
+    period = next(n for n in lengths if all(x == pattern[i % n] for i, x in enumerate(pattern)))
+    return pattern[:period]

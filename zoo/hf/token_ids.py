@@ -1,4 +1,4 @@
-"""The token ids of a model's folder, and its settings of generation: read, chosen and written.
+"""The token ids and the settings of generation of Hugging Face's folders, read and written.
 
 They are no maths, and so no fields of a `Config`, but for the ids that end a text.
 """
@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.base.configuration import check_ids, check_value
+from zoo.base.configuration import check_value
 from zoo.publishing.errors import PublishError
+from zoo.publishing.families import choose_eos_ids, tokenizer_eos_ids
 from zoo.publishing.folder import CONFIG, read_json
 
 GENERATION = "generation_config.json"
@@ -78,49 +79,18 @@ def read_generation(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def read_sampling(folder: Path) -> dict[str, Any]:
-    """The settings of sampling in `generation_config.json`, by the names of `zoo.generate`.
+def read_sampling(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The file `generation_config.json` and its settings of sampling; None if it is not there.
 
     With `do_sample` false the temperature is 0, as for transformers.
     """
+    if not (folder / GENERATION).is_file():
+        return None
     values = read_generation(folder)
     if values.get("do_sample") is False:
         values["temperature"] = 0.0
-    return {name: values[name] for name in SAMPLING if values.get(name) is not None}
-
-
-def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a model's texts: its configuration's, or if it has none the tokenizer's.
-
-    Raises:
-        PublishError: the tokenizer's are not in the model's vocabulary.
-    """
-    if not hasattr(config, "eos_ids") or config.vocab_size is None:
-        return ()
-    ids = config.eos_ids or tokenizer_eos_ids(tokenizer)
-    try:
-        check_ids("the tokenizer", ids, config.vocab_size)
-    except ValueError as error:
-        raise PublishError(f"{error}: it is not the tokenizer of this model") from None
-    return ids
-
-
-def tokenizer_eos_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text by a tokenizer: its `eos_ids`, or else its separator."""
-    separator = getattr(tokenizer, "separator_id", None)
-    return tuple(getattr(tokenizer, "eos_ids", () if separator is None else (separator,)))
-
-
-def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
-    """The same model, whose texts may end with these ids as well."""
-    old: Any = getattr(model, "config", None)
-    if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
-        return model
-    new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
-    ended = object.__new__(type(model))
-    for name, value in {**vars(model), "config": new}.items():
-        object.__setattr__(ended, name, value)
-    return ended
+    found = {name: values[name] for name in SAMPLING if values.get(name) is not None}
+    return folder / GENERATION, found
 
 
 def describe_ids(

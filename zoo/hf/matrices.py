@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zoo.publishing.hf.family import Fields
-from zoo.publishing.hf.names import Index, Layout, Tensor
-from zoo.publishing.hf.weights import Stored
+from zoo.hf.family import Fields
+from zoo.hf.names import Index, Layout, Tensor
+from zoo.hf.weights import Stored
 from zoo.quantization.codes import StoredKind, pack
 from zoo.quantization.matrix import QuantizedMatrix, axes_of
 from zoo.sharding.kinds import matrix_axes

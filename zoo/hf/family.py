@@ -7,14 +7,15 @@ that the zoo's model does not support, is an error: nothing that changes the mat
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.base import configuration
+from zoo.hf.names import Tensor
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf.names import Tensor
 from zoo.publishing.tensors import check_counts
 
 
@@ -185,8 +186,8 @@ class Family:
     rules: tuple[Rule, ...]
     canonical: Callable[[Any], Any]
     """The canonical form of a configuration, for comparison."""
-    tensors: Callable[[Any], dict[str, Tensor]]
-    """The place of each parameter, by its path."""
+    tensors: Mapping[str, Tensor]
+    """The place of each parameter that some model of the family has, by its path."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the `Config` that are the same for all models of the family."""
     prefixes: tuple[str, ...] = ("",)
@@ -197,8 +198,8 @@ class Family:
     """Fields of `config.json` without effect in this family."""
     buffers: tuple[str, ...] = ()
     """Suffixes of the names of tensors that may be in a file, but are no parameters."""
-    adapt: Callable[[Any, Collection[str]], Any] = field(default=lambda config, names: config)
-    """The configuration, given the names of the tensors in the file."""
+    by_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the `Config` that are true where the name of a tensor has this in it."""
 
     def read(
         self, values: Mapping[str, Any], where: str, allowed: Collection[str] | None = ()
@@ -219,6 +220,11 @@ class Family:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise PublishError(f"{where}: {error}") from error
 
+    def adapt(self, config: Any, names: Collection[str]) -> Any:
+        """The configuration of a model whose file has tensors of these names."""
+        found = {x: any(y in name for name in names) for x, y in self.by_tensors.items()}
+        return dataclasses.replace(config, **found)
+
     def write(self, config: Any) -> dict[str, Any]:
         """The content of `config.json` for a configuration without a `difference`."""
         config = self.canonical(config)  # all sizes: other programs have other defaults
@@ -233,12 +239,11 @@ class Family:
             return [f"a configuration of {type(config).__module__}"]
         try:
             again = self.read(self.write(config), self.model_type)
-            again = self.adapt(again, [tensor.name for tensor in self.tensors(config).values()])
         except (PublishError, ValueError, TypeError) as error:
             return [str(error)]
         mine, other = configuration.flat(self.canonical(config)), configuration.flat(again)
         # Without effect on what a published model computes, and not in Hugging Face's fields.
-        ignored = configuration.names_that_may_differ(config) | {"dropout"}
+        ignored = {*configuration.names_that_may_differ(config), "dropout", *self.by_tensors}
         return [
             f"{name}={value!r}"
             for name, value in mine.items()

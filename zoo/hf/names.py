@@ -38,6 +38,23 @@ class Tensor:
     part: tuple[int, int] | None = None
 
 
+def table(text: str, *, layer: str) -> dict[str, Tensor]:
+    """The places of parameters by path: per line path, name, axes, and of parts their i/n.
+
+    The names of parameters of `blocks` follow `layer`.
+    """
+    found = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        path, name, *axes = line.split()
+        part = None
+        if axes and "/" in axes[-1]:
+            number, count = axes.pop().split("/")
+            part = int(number), int(count)
+        name = layer + name if path.startswith("blocks.") else name
+        found[path] = Tensor(name, " ".join(axes), part)
+    return found
+
+
 class Piece(NamedTuple):
     """One Hugging Face tensor's share of a parameter."""
 
@@ -170,7 +187,6 @@ def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dic
         found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
 
     map_parameters(add, skeleton)
-    assert found.keys() == tensors.keys(), found.keys() ^ tensors.keys()
     return found
 
 

@@ -7,13 +7,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo.hf.bitsandbytes import BitsAndBytes
+from zoo.hf.family import Fields
+from zoo.hf.gptq import Awq, Gptq
+from zoo.hf.matrices import Expected, Matrix, Method, Part, stacked
+from zoo.hf.names import Layout
+from zoo.hf.weights import DTYPES, Weights
 from zoo.publishing.errors import PublishError
-from zoo.publishing.hf.bitsandbytes import BitsAndBytes
-from zoo.publishing.hf.family import Fields
-from zoo.publishing.hf.gptq import Awq, Gptq
-from zoo.publishing.hf.matrices import Expected, Matrix, Method, Part, stacked
-from zoo.publishing.hf.names import Layout
-from zoo.publishing.hf.weights import DTYPES, Weights
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_matrix, matrix_axes
 

@@ -1,8 +1,5 @@
 """The matrices of a model as the modules of Hugging Face's that hold them: `q_proj`, `c_attn`."""
 
-import contextlib
-import dataclasses
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +7,11 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
+from zoo.hf.folder import family_of
+from zoo.hf.names import LAYER, Tensor
 from zoo.nn.parameters import resolve
-from zoo.publishing.errors import PublishError
-from zoo.publishing.hf.folder import family_of
-from zoo.publishing.hf.names import LAYER, Tensor
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_matrix, matrix_axes
-from zoo.wrappers import lora
-
-ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ def linears(model: PyTree) -> tuple[Any, dict[str, Linear]]:
     """
     plain = eqx.filter_eval_shape(resolve, model)
     family = family_of(plain)
-    tensors, found = family.tensors(plain.config), {}
+    tensors, found = family.tensors, {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
         if is_matrix(names):
@@ -95,39 +88,3 @@ def _linear(
         part=tensor.part or (0, 1),
         refusal=refusal,
     )
-
-
-def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
-    """The configuration with the zoo's paths in place of the names of Hugging Face's modules.
-
-    A target that is a path of the model, or a pattern of one, stays. `q_proj` stands for all
-    modules of that name, as in PEFT, and "all-linear" for all matrices but embeddings and heads.
-    A comma separates targets too.
-
-    Raises:
-        ValueError: a target that matches nothing; it names what there is.
-    """
-    matrices = lora.targets(model, lora.Config(targets=("*",)))
-    modules: dict[str, str] = {}
-    with contextlib.suppress(PublishError):  # a model of no family has only paths
-        family, table = linears(model)
-        modules = {path: linear.names(family.prefixes[0])[0] for path, linear in table.items()}
-
-    def paths(target: str) -> list[str]:
-        if target == ALL_LINEAR:
-            return lora.targets(model, lora.Config())
-        if fnmatch.filter(matrices, target):
-            return [target]
-        return [path for path, name in modules.items() if f".{name}".endswith(f".{target}")]
-
-    found: dict[str, None] = {}
-    for target in (name for names in config.targets for name in names.split(",")):
-        if not (chosen := paths(target)):
-            names = sorted({name.rpartition(".")[2] for name in modules.values()})
-            raise ValueError(
-                f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
-                + (f", or by the names of Hugging Face's: {', '.join(names)}" if names else "")
-                + f", or {ALL_LINEAR!r} for all but embeddings and heads"
-            )
-        found |= dict.fromkeys(chosen)
-    return dataclasses.replace(config, targets=tuple(found))

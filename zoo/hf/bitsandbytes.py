@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zoo.publishing.hf.family import Fields, words
-from zoo.publishing.hf.matrices import Expected, Matrix, Method, Read
-from zoo.publishing.hf.weights import Stored
+from zoo.hf.family import Fields, words
+from zoo.hf.matrices import Expected, Matrix, Method, Read
+from zoo.hf.weights import Stored
 from zoo.quantization.codes import TABLES, StoredKind
 
 _IGNORED = words(

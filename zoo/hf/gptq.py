@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zoo.publishing.hf.family import Fields, words
-from zoo.publishing.hf.matrices import FLOATS, Expected, Matrix, Method, Read
-from zoo.publishing.hf.weights import Stored
+from zoo.hf.family import Fields, words
+from zoo.hf.matrices import FLOATS, Expected, Matrix, Method, Read
+from zoo.hf.weights import Stored
 from zoo.quantization.codes import StoredKind
 
 # How the codes were found, and how other programs are to multiply by them.

@@ -22,13 +22,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.publishing import peft_config
+from zoo.hf import names as hf_names
+from zoo.hf import peft_config
+from zoo.hf.linears import Linear, linears
+from zoo.hf.names import Layout
+from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS
+from zoo.hf.weights import DTYPES
+from zoo.publishing.adapters import ALL_LINEAR
 from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import ADAPTER_CONFIG
-from zoo.publishing.hf import names as hf_names
-from zoo.publishing.hf.linears import Linear
-from zoo.publishing.hf.names import Layout
-from zoo.publishing.hf.weights import DTYPES
+from zoo.publishing.formats import AdapterFormat, Base, Opened
 from zoo.publishing.slices import open_file
 from zoo.publishing.tensors import Tensor, check_tensors, fill, write_file
 from zoo.sharding.axes import keystr
@@ -36,7 +38,6 @@ from zoo.sharding.parts import place
 from zoo.sharding.placement import on_host
 from zoo.wrappers import lora
 
-WEIGHTS = "adapter_model.safetensors"
 _ROOT = "base_model.model."
 ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
@@ -57,7 +58,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
 
 
-class Opened:
+class _Opened(Opened):
     """A folder of adapters for a model, checked: their configuration, and their arrays.
 
     Matrices whose adapters are of a lower rank than others' get that of the others, and a scale
@@ -138,7 +139,7 @@ class Opened:
                 f"of the model; its modules are {', '.join(modules)}"
             )
         refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
-        if refused and self.options.target_modules != peft_config.ALL_LINEAR:
+        if refused and self.options.target_modules != ALL_LINEAR:
             raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
         partly = [
@@ -209,52 +210,64 @@ def _refusal(path: str, reason: str) -> str:
     return f"PEFT's format has no adapters on {path}: {reason}; choose other targets"
 
 
-def write(
-    folder: Path | None,
-    model: PyTree,
-    config: lora.Config,
-    base: dict[str, Any],
-    metadata: dict[str, str],
-) -> None:
-    """Write the adapters of a model, which `config` describes.
+class _Peft(AdapterFormat):
+    """The format of PEFT, which opens what is written where Hugging Face has such a model."""
 
-    All processes call it, and those without a folder take part in gathering. `base` are the fields
-    of `adapter_config.json` that name the model, `metadata` goes into the header of the weights.
+    config, base_field = ADAPTER_CONFIG, peft_config.NAME
 
-    Raises:
-        PublishError: PEFT has no adapters on a matrix.
-    """
-    (prefix, *_), task, table = peft_config.modules(model)
-    modules = _by_module(table, config)
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-    nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
-    tensors: dict[str, Tensor] = {}
-    for parts in modules:
-        tensors |= _tensors({path: (nodes[path], linear) for path, linear in parts.items()}, prefix)
-    if folder is not None:
-        chosen = [next(iter(parts.values())) for parts in modules]
-        values = {
-            **base,
-            **peft_config.fields(config, chosen, table.values(), prefix),
-            "task_type": task,
-        }
-        text = json.dumps(values, indent=2, sort_keys=True)
-        (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
-    write_file(folder and folder / WEIGHTS, tensors, {"format": "pt", **metadata})
+    def has(self, folder: Path) -> bool:
+        return not any(folder.glob("model*.safetensors*"))
+
+    def weight_files(self, folder: Path) -> list[str]:
+        return [WEIGHTS]
+
+    def base(self, folder: Path) -> Base:
+        return peft_config.read_base(folder)
+
+    def open(self, folder: Path, base: PyTree) -> Opened:
+        return _Opened(folder, base)
+
+    def check(self, model: PyTree, config: lora.Config) -> None:
+        for parts in _by_module(peft_config.modules(model)[2], config):
+            count = next(iter(parts.values())).part[1]
+            if config.dora and len(parts) < count:
+                raise PublishError(
+                    f"PEFT's format has DoRA for all {count} matrices of a module or for none, and "
+                    f"here only {', '.join(parts)} would have it: adapt all of them, or leave out "
+                    "dora"
+                )
+
+    def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
+        (prefix, *_), task, table = peft_config.modules(model)
+        modules = _by_module(table, config)
+        leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
+        nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
+        tensors: dict[str, Tensor] = {}
+        for parts in modules:
+            tensors |= _tensors({path: (nodes[path], x) for path, x in parts.items()}, prefix)
+        if folder is not None:
+            chosen = [next(iter(parts.values())) for parts in modules]
+            values = {
+                peft_config.NAME: base.name,
+                peft_config.REVISION: base.revision,
+                **peft_config.fields(config, chosen, table.values(), prefix),
+                "task_type": task,
+            }
+            text = json.dumps(values, indent=2, sort_keys=True)
+            (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        origin = {"weights": base.checksum, "quantized": base.quantized, "eos_ids": base.eos_ids}
+        metadata = {"format": "pt", peft_config.METADATA: json.dumps(origin)}
+        write_file(folder and folder / WEIGHTS, tensors, metadata)
+
+    def modules(self, model: PyTree) -> dict[str, str]:
+        try:
+            family, table = linears(model)
+        except PublishError:  # a model of no family has only paths
+            return {}
+        return {path: linear.names(family.prefixes[0])[0] for path, linear in table.items()}
 
 
-def check(model: PyTree, config: lora.Config) -> None:
-    """Raise a PublishError if PEFT's format lacks such adapters of a model.
-
-    `config` has the paths of its matrices as targets.
-    """
-    for parts in _by_module(peft_config.modules(model)[2], config):
-        count = next(iter(parts.values())).part[1]
-        if config.dora and len(parts) < count:
-            raise PublishError(
-                f"PEFT's format has DoRA for all {count} matrices of a module or for none, and "
-                f"here only {', '.join(parts)} would have it: adapt all of them, or leave out dora"
-            )
+PEFT = _Peft()
 
 
 def _by_module(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
