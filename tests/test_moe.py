@@ -591,7 +591,7 @@ def test_a_merged_model_keeps_biases_and_states_as_they_were():
     model = eqx.tree_at(lambda x: x.blocks.mlp.bias.value, model, kept)
     model = lora.adapt(model, lora.Config(targets=("blocks.attention.*",)), key=jax.random.key(0))
     _, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema", momentum=0.3)
-    run = Mock(zoo.Run, mesh=zoo.make_mesh(""), rules=None)
+    run = Mock(zoo.Run, layout=zoo.Layout(zoo.make_mesh("")))
     merged, same = merge(run, (model, state))
     assert not lora.has_adapters(merged)
     bias = merged.blocks.mlp.bias.value
