@@ -416,6 +416,7 @@ def test_an_evaluation_resumes_from_its_answers(kind, count, folder, tmp_path, m
     assert len([*(tmp_path / "out").glob("requests_*.db")]) == 2
 
 
+@pytest.mark.slow
 def test_shots_options_and_limits_reach_lm_eval(folder, tmp_path, capsys):
     choice = write(tmp_path, "choice", "multiple_choice", CHOICES, fewshot_split="test")
     ask = write(tmp_path, "ask", "generate_until", LETTERS)
@@ -474,6 +475,7 @@ TEXTS = [f"{100 + i * 7919 % 900} text"[: 3 + 5 * (i % 2)] for i in range(24)]
 LABELS = [CLASSES[i * i % 3] for i in range(24)]
 
 
+@pytest.mark.slow
 def test_classifiers_choose_among_their_classes(tmp_path, caplog):
     body = helpers.drawn_transformer(vocab_size=264, max_seq_len=48, num_layers=1)
     model = zoo.Classifier(body, 3, key=jax.random.key(0))

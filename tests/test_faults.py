@@ -152,6 +152,7 @@ def test_resume_skips_damaged_steps(name, shared, tmp_path):
     assert_same_result(run_dir, straight_run(name, shared, "one device"))
 
 
+@pytest.mark.slow
 def test_fully_damaged_runs_are_left_untouched(shared, tmp_path):
     run_dir = finished_run("lm", shared, tmp_path)
     for step in (run_dir / "checkpoints").iterdir():

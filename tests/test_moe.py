@@ -347,6 +347,7 @@ def with_prompts(batch: Batch) -> Batch:
     return {**batch, "weights": np.where(answer & (batch["segment_ids"] > 0), counted, 0)}
 
 
+@pytest.mark.slow
 def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
     model, routes = drawn_transformer(**OPTIONS), []
     batch, real = with_prompts(token_batch(8, 16)), routing.route
@@ -377,6 +378,7 @@ def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.M
     assert float(metrics["router_z"] / weight) == pytest.approx(np.log(EXPERTS) ** 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
     batch = with_prompts(token_batch(8, 16))
     longer = pad_tokens(batch)

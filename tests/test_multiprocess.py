@@ -151,6 +151,7 @@ def test_two_processes_average_and_keep_the_best(shared, tmp_path):
     assert (run_dir / "best" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_one_signal_stops_both_processes(shared, tmp_path):
     recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")

@@ -360,6 +360,7 @@ def logits(model) -> np.ndarray:
     return np.asarray(model(jnp.arange(24, dtype=jnp.int32)[None]))
 
 
+@pytest.mark.slow
 def test_adapters_know_how_their_base_was_quantised(saved, caplog):
     folder, base, _ = saved
     quantised = zoo.load(folder / "base", quantize="int4")

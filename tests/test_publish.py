@@ -705,6 +705,7 @@ def folders_of_three_kinds(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in ("zoo", "hf", "adapters")}
 
 
+@pytest.mark.slow
 def test_skeletons_are_those_of_loaded_models(tmp_path: Path):
     for name, folder in folders_of_three_kinds(tmp_path).items():
         for dtype in (None, "fp16"):

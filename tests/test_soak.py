@@ -26,6 +26,7 @@ def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence
     assert [outcome.boundary for outcome in outcomes] == [*chosen]
 
 
+@pytest.mark.slow
 def test_runs_killed_at_boundaries_match_straight_runs(kinds):
     """Where a run on a pretrained model has more to lose; the slow tests do the rest."""
     within = ["within the reference's pass", "within the evaluation at step 0"]
