@@ -213,7 +213,7 @@ def worlds(draw: st.DrawFn, family: str) -> World:
     axes = st.sampled_from([None, *AXES])
     # These have sizes that no mesh need divide.
     fixed = ("gates", "features", "classes", "rank", "member")
-    if family == "rnn":  # most cells take one step after another; test_context splits the others'
+    if family != "transformer":  # most cells take one step after another, and an MLP none
         fixed += ("inner_seq",)
     rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}
     rules = {**sharding.RULES, **(rules if draw(st.booleans()) else {})}

@@ -90,7 +90,7 @@ class _Opened(Opened):
         first = max(self._modules, key=self.options.rank)
         self._scale = self.options.scale(first)
         # Dropout is for training, and only hidden matrices have it.
-        has_dropout = self.table.keys() <= {*lora.targets(base, lora.Config())}
+        has_dropout = all(map(lora.matrices(base).get, self.table))
         try:
             self.config = lora.Config(
                 rank=self.options.rank(first),

@@ -96,28 +96,34 @@ def _outline(model: Model) -> Model:
     )
 
 
-def targets(model: PyTree, config: Config) -> list[str]:
-    """The dotted paths of the matrices that a configuration chooses."""
-    matrices: dict[str, bool] = {}  # and whether it is a hidden one
+def matrices(model: PyTree) -> dict[str, bool]:
+    """The dotted paths of a model's matrices, and whether each is a hidden one."""
+    found: dict[str, bool] = {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
         if is_matrix(names, field=keystr(path)):
-            matrices[keystr(path)] = is_hidden_matrix(names)
+            found[keystr(path)] = is_hidden_matrix(names)
 
     map_parameters(add, _outline(model))
+    return found
+
+
+def targets(model: PyTree, config: Config) -> list[str]:
+    """The dotted paths of the matrices that a configuration chooses."""
+    known = matrices(model)
     for pattern in config.targets:
-        if not fnmatch.filter(matrices, pattern):
-            raise ValueError(f"targets={pattern!r} matches no matrix; those are {[*matrices]}")
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(f"targets={pattern!r} matches no matrix; those are {[*known]}")
     found = [
         name
-        for name, hidden in matrices.items()
+        for name, hidden in known.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.targets)
         or (hidden and not config.targets)
     ]
     if not found:
         raise ValueError(
             "targets=() chooses all but embeddings and heads, and the model has no other matrix: "
-            f"name some of {[*matrices]}"
+            f"name some of {[*known]}"
         )
     return found
 

@@ -11,8 +11,8 @@ from recipes import cnn
 from zoo.runs.metrics import read_metrics
 from zoo.sharding.axes import is_parameter, logical_axes
 
-FLAGS = ["--optimizer.schedule=constant", "--model.channels=8", "--log-every=1", "--steps=8"]
-FLAGS += ["--precision=fp32", "--optimizer.learning-rate=0.02"]
+FLAGS = ["--optimizer.schedule=constant", "--model.channels=8", "--log-every=1", "--steps=16"]
+FLAGS += ["--precision=fp32", "--optimizer.learning-rate=0.02", "--optimizer.warmup-steps=0"]
 folder = Path(tempfile.mkdtemp())
 
 
@@ -26,11 +26,11 @@ def train(name, *flags):
 
 
 whole = train("whole")
-assert len(whole) == 8
-assert whole[-1] < whole[0] - 0.02, whole
+assert len(whole) == 16
+assert np.mean(whole[-4:]) < np.mean(whole[:4]) - 0.02, whole
 
 # It stops and resumes as if it had not.
-train("parts", "--steps=4")
+train("parts", "--steps=8")
 assert train("parts") == whole
 files = [(folder / name / "model.eqx").read_bytes() for name in ("whole", "parts")]
 assert files[0] == files[1]
