@@ -67,7 +67,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     **{"base": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 642, "data": 7660, "training": 3140, "decoding": 1670},
+    **{"bert": 250, "wrappers": 650, "data": 7660, "training": 3140, "decoding": 1670},
     **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5260, "tasks": 2350},
     **{"evaluation": 1100},
     **{"quantization": 690},
