@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
 from zoo.publishing import adapters, formats

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zoo
 from zoo import language, losses, optimizers, text, transformer
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.runs.command_line import cli
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zoo
 from zoo import classification, mlp, optimizers, tabular
-from zoo.base.configuration import may_differ, require
+from zoo.common.configuration import may_differ, require
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config as RunConfig
 

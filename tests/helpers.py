@@ -16,8 +16,9 @@ from jax.extend import core
 from tokenizers import processors
 
 from zoo import losses, mlp, rnn, transformer
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
+from zoo.nn.parameters import cast
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
 
@@ -65,6 +66,19 @@ def drawn_transformer(**changes: Any) -> transformer.Transformer:
     The model's own start takes longer to compile than what most tests do with it.
     """
     return drawn_model(make_transformer(**changes))
+
+
+def low(seed: int = 0) -> Any:
+    return cast(make_transformer()(jax.random.key(seed)), jnp.bfloat16)
+
+
+def only_norms(model: Any) -> Any:
+    return jtu.tree_map_with_path(lambda path, _: keystr(path).endswith("scale"), model)
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    leaves = jtu.tree_leaves_with_path(eqx.filter(model, eqx.is_array))
+    return {keystr(path): leaf for path, leaf in leaves}
 
 
 def drawn_rnn(cell: str, **changes: Any) -> rnn.RNN:

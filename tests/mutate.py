@@ -30,80 +30,88 @@ from mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[1]
 
-# Each module's tests; those behind a bar run only for what has survived the ones before it.
+# Each module's files of tests; those behind a bar run only for survivors of the ones before it.
 TESTS = {
-    "data/mixtures/leaks": "tests/test_mixtures.py | tests/test_mixed_text.py",
-    "data/mixtures/plan": "tests/test_mixtures.py | tests/test_mixed_text.py",
-    "data/mixtures/schedule": "tests/test_mixtures.py",
-    "data/mixtures/spec": "tests/test_mixtures.py",
-    "data/mixtures/text": "tests/test_mixed_text.py | tests/test_mixtures.py",
-    "data/packing": "tests/test_data.py | tests/test_completions.py",
-    "data/permutation": "tests/test_permutation.py",
-    "data/preferences": "tests/test_preferences.py -k 'not optimum and not gradient'",
-    "data/prepared/agreement": "tests/test_prepared_text.py | tests/test_mixed_text.py",
-    "data/prepared/choice": "tests/test_prepared_text.py | tests/test_text.py",
-    "data/prepared/hashes": "tests/test_prepare.py",
-    "data/prepared/parts": "tests/test_parts.py | tests/test_mixed_text.py",
-    "data/prepared/prepare": "tests/test_prepare.py",
-    "data/prepared/rows": "tests/test_prepared_plans.py",
-    "data/prepared/shards": "tests/test_parts.py",
-    "data/prepared/tokenizing": "tests/test_prepare.py",
-    "data/completions": "tests/test_completions.py | tests/test_chats.py | tests/test_rows.py",
-    "data/rows": "tests/test_rows.py",
-    "data/sources/lines": "tests/test_sources.py",
-    "data/sources/sample": "tests/test_sources.py -k sample",
-    "data/sources/splits": "tests/test_sources.py",
-    "data/sources/tables": "tests/test_sources.py",
-    "data/special_tokens": "tests/test_tokenizer.py | tests/test_completions.py",
-    "data/token_plans": "tests/test_data.py | tests/test_prepared_plans.py",
-    "data/tokenizer": "tests/test_tokenizer.py",
-    "decoding/beam_search": "tests/test_beam_search.py",
-    "decoding/cache": "tests/test_cache.py | tests/test_generate.py | tests/test_beam_search.py",
-    "decoding/sampling": "tests/test_generate.py",
-    "decoding/speculative": "tests/test_speculative.py",
-    "nn/attention/chunked": "tests/test_attention.py",
-    "nn/attention/context_parallel": "tests/test_context.py -k 'attention or heads or padding' "
-    "| tests/test_attention.py",
-    "nn/precision": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
-    "nn/products": "tests/test_precision.py | tests/test_train.py -k 'fp16 or bf16'",
-    "nn/remat": "tests/test_remat.py",
-    "publishing/adapters": "tests/test_lora.py",
-    "rnn/cells": "tests/test_rnn.py",
-    "rnn/recurrence": "tests/test_rnn.py",
-    "rnn/time": "tests/test_rnn.py",
-    "runs/callbacks/average": "tests/test_callbacks.py -k 'average or decay'",
-    "runs/checkpoint": "tests/test_checkpoint.py",
-    "runs/remote/copier": "tests/test_remote.py",
-    "runs/remote/copies": "tests/test_remote.py",
-    "runs/remote/folder": "tests/test_remote.py",
-    "runs/remote/lease": "tests/test_remote.py",
-    "runs/remote/store": "tests/test_remote.py",
-    "sharding/axes": "tests/test_sharding.py | tests/test_optimizers.py",
-    "sharding/constraints": "tests/test_sharding.py",
-    "sharding/kinds": "tests/test_sharding.py | tests/test_optimizers.py",
-    "sharding/mesh": "tests/test_sharding.py",
-    "sharding/placement": "tests/test_sharding.py",
-    "sharding/rules": "tests/test_sharding.py",
-    "sharding/specs": "tests/test_sharding.py",
-    "tasks/mixtures": "tests/test_mixtures.py",
-    "training/chunked_loss": "tests/test_losses.py | tests/test_train.py -k logits_in_chunks",
-    "training/distillation": "tests/test_distillation.py -k 'not unfit and not go_together'",
-    "training/losses": "tests/test_losses.py | tests/test_moe.py -k balanc",
-    "training/optimizers": "tests/test_optimizers.py | tests/test_parametrization.py",
-    "training/parametrization": "tests/test_parametrization.py",
-    "training/preferences": "tests/test_preferences.py",
-    "training/state": "tests/test_train.py -k 'not mesh' | tests/test_sharding.py -k rules",
-    "training/step": "tests/test_train.py "
+    "data/mixtures/leaks": "test_mixtures | test_mixed_text",
+    "data/mixtures/plan": "test_mixtures | test_mixed_text",
+    "data/mixtures/schedule": "test_mixtures",
+    "data/mixtures/spec": "test_mixtures",
+    "data/mixtures/text": "test_mixed_text | test_mixtures",
+    "data/packing": "test_data | test_completions",
+    "data/permutation": "test_permutation",
+    "data/preferences": "test_preferences -k 'not optimum and not gradient'",
+    "data/prepared/agreement": "test_prepared_text | test_mixed_text",
+    "data/prepared/choice": "test_prepared_text | test_text",
+    "data/prepared/hashes": "test_prepare",
+    "data/prepared/parts": "test_parts | test_mixed_text",
+    "data/prepared/prepare": "test_prepare",
+    "data/prepared/rows": "test_prepared_plans",
+    "data/prepared/shards": "test_parts",
+    "data/prepared/tokenizing": "test_prepare",
+    "data/completions": "test_completions | test_chats | test_rows",
+    "data/rows": "test_rows",
+    "data/sources/lines": "test_sources",
+    "data/sources/sample": "test_sources -k sample",
+    "data/sources/splits": "test_sources",
+    "data/sources/tables": "test_sources",
+    "data/special_tokens": "test_tokenizer | test_completions",
+    "data/token_plans": "test_data | test_prepared_plans",
+    "data/tokenizer": "test_tokenizer",
+    "decoding/beam_search": "test_beam_search",
+    "decoding/cache": "test_cache | test_generate | test_beam_search",
+    "decoding/sampling": "test_generate",
+    "decoding/speculative": "test_speculative",
+    "nn/attention/chunked": "test_attention",
+    "nn/attention/context_parallel": "test_context -k 'attention or heads or padding' "
+    "| test_attention",
+    "nn/precision": "test_precision | test_train -k 'fp16 or bf16'",
+    "nn/products": "test_precision | test_train -k 'fp16 or bf16'",
+    "nn/remat": "test_remat",
+    "publishing/adapters": "test_lora",
+    "rnn/cells": "test_rnn",
+    "rnn/recurrence": "test_rnn",
+    "rnn/time": "test_rnn",
+    "runs/callbacks/average": "test_callbacks -k 'average or decay'",
+    "runs/checkpoint": "test_checkpoint",
+    "runs/remote/copier": "test_remote",
+    "runs/remote/copies": "test_remote",
+    "runs/remote/folder": "test_remote",
+    "runs/remote/lease": "test_remote",
+    "runs/remote/store": "test_remote",
+    "sharding/axes": "test_sharding | test_optimizers",
+    "sharding/constraints": "test_sharding",
+    "sharding/kinds": "test_sharding | test_optimizers",
+    "sharding/mesh": "test_sharding",
+    "sharding/placement": "test_sharding",
+    "sharding/rules": "test_sharding",
+    "sharding/specs": "test_sharding",
+    "tasks/mixtures": "test_mixtures",
+    "training/chunked_loss": "test_losses | test_train -k logits_in_chunks",
+    "training/distillation": "test_distillation -k 'not unfit and not go_together'",
+    "training/losses": "test_losses | test_moe -k balanc",
+    "training/optimizers": "test_optimizers | test_parametrization",
+    "training/parametrization": "test_parametrization",
+    "training/preferences": "test_preferences",
+    "training/state": "test_train -k 'not mesh' | test_sharding -k rules",
+    "training/step": "test_train "
     "-k 'not transformer and not rnn and not mlp and not mesh' "
-    "| tests/test_lora.py -k 'frozen or train' | tests/test_train.py -k transformer",
-    "transformer/dispatch": "tests/test_moe.py -k 'mesh or axis or exchange or devices'",
-    "transformer/moe": "tests/test_moe.py",
-    "wrappers/lora": "tests/test_lora.py",
+    "| test_lora -k 'frozen or train' | test_train -k transformer",
+    "transformer/dispatch": "test_moe -k 'mesh or axis or exchange or devices'",
+    "transformer/moe": "test_moe",
+    "wrappers/lora": "test_lora",
 }
 
 # What takes long to import, and starts none of JAX's devices.
 LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "orbax.checkpoint", "pytest", "tokenizers"]
 FLAGS = ["-n0", "-x", "-pno:cacheprovider", "--no-header", "-q", "--tb=line"]
+
+
+def _file(word: str) -> str:
+    """The path of a file of tests, by its name; any other word as it is."""
+    if not word.startswith("test_"):
+        return word
+    (path,) = (ROOT / "tests").rglob(f"{word}.py")
+    return path.relative_to(ROOT).as_posix()
 
 
 class Order:
@@ -126,7 +134,8 @@ class Suite:
     """Some tests in a copy of the checkout."""
 
     def __init__(self, folder: Path, arguments: str):
-        self.folder, self.arguments = folder, shlex.split(arguments)
+        self.folder = folder
+        self.arguments = [_file(x) for x in shlex.split(arguments)]
         self.seconds: dict[str, float] = {}
         self.kills: collections.Counter = collections.Counter()
         self.limit = 600.0

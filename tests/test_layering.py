@@ -14,7 +14,7 @@ MODULES = {path.relative_to(ZOO).with_suffix("").as_posix(): path for path in ZO
 PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith("/__init__")}
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
-ROOMS = ["base", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
+ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
 ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf", "planning"]
 ROOMS += ["runs", "tasks", "evaluation"]
 ROOMS += ["__main__", "__init__"]
@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    **{"base": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
+    **{"common": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
     **{"bert": 250, "wrappers": 650, "data": 7660, "training": 3140, "decoding": 1670},
     **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5260, "tasks": 2350},
     **{"evaluation": 1100},
@@ -84,7 +84,7 @@ def test_rooms_stay_below_their_ceilings():
     assert {name: n for name, n in lines.items() if n < 0.9 * CEILINGS[name]} == {}
 
 
-# Rooms around the core, which finds by `zoo.base.plugins` what they bring, and the modules that
+# Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
 AROUND = re.compile(r"\bzoo[./](quantization|hf)\b")
 OUTSIDE = re.compile(r"(quantization|hf)/|__(init|main)__$")

@@ -11,7 +11,7 @@ import pytest
 from helpers import small_config
 
 from zoo import sharding, transformer
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.planning import command, meshes, published, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job

@@ -28,8 +28,8 @@ from stores import tree
 
 import zoo
 from zoo import losses, mlp, rnn, sharding, transformer
-from zoo.base import checksums
-from zoo.base.addresses import AddressError, location
+from zoo.common import checksums
+from zoo.common.addresses import AddressError, location
 from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan

@@ -10,7 +10,7 @@ import pytest
 from damage import KINDS, hurt, same
 
 from benchmarks.soak import boundaries
-from zoo.base import checksums
+from zoo.common import checksums
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.base import interrupts, plugins
+from zoo.common import interrupts, plugins
 
 interrupts.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo import rnn as rnn
     from zoo import sharding as sharding
     from zoo import transformer as transformer
-    from zoo.base.configuration import may_differ as may_differ
+    from zoo.common.configuration import may_differ as may_differ
     from zoo.data import tabular as tabular
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.wrappers.classifier import Classifier as Classifier
 
 
-importlib.import_module("zoo.base.tpus").quieten()  # before JAX starts, whichever module starts it
+importlib.import_module("zoo.common.tpus").quieten()  # before any module starts JAX
 
 
 @functools.cache

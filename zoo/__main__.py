@@ -8,9 +8,9 @@ import tyro
 from rich.table import Table
 
 from zoo import sharding
-from zoo.base import checksums
-from zoo.base.addresses import explained, is_remote
-from zoo.base.files import local_path
+from zoo.common import checksums
+from zoo.common.addresses import explained, is_remote
+from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
 from zoo.data.prepared import verifying
 from zoo.evaluation import command as evaluating

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.base import configuration
-from zoo.base.configuration import may_differ, of_training, require
+from zoo.common import configuration
+from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear, dropout
 from zoo.nn.parameters import CastsAtUse, gather

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.base import configuration
-from zoo.base.configuration import may_differ, of_training, require
+from zoo.common import configuration
+from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import (
     ACTIVATIONS,
     Activation,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zoo.base.files import local_path
+from zoo.common.files import local_path
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.tokenizer import (
     CHAT_TEMPLATE_NAME,

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.data.documents import Document
 from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import Tokenizer

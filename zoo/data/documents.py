@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zoo.base.addresses import Location, files_matching
+from zoo.common.addresses import Location, files_matching
 from zoo.data.prepared.hashes import hash_of, limit_between
 from zoo.data.sources.formats import FORMATS, TEXT, check_readable, format_of
 from zoo.data.sources.pieces import whole_file

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.data.permutation import Permutation
 from zoo.sharding import Layout, batch_sharding, layout_of, num_batch_parts, partition_spec
 from zoo.sharding.specs import num_shards

@@ -9,9 +9,9 @@ import numpy as np
 import tyro
 from jaxtyping import Float32
 
-from zoo.base import configuration
-from zoo.base.configuration import may_differ, require
-from zoo.base.files import local_path
+from zoo.common import configuration
+from zoo.common.configuration import may_differ, require
+from zoo.common.files import local_path
 from zoo.data.documents import unit_hash
 from zoo.data.plans import ArrayPlan
 from zoo.data.sources.pieces import whole_file

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from zoo.base import checksums, configuration
-from zoo.base.configuration import may_differ, require
-from zoo.base.files import local_path
+from zoo.common import checksums, configuration
+from zoo.common.configuration import may_differ, require
+from zoo.common.files import local_path
 from zoo.data.corpus import Corpus, tokenize
 from zoo.data.documents import (
     Document,

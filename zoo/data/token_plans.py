@@ -15,8 +15,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from zoo.base import checksums
-from zoo.base.files import local_path
+from zoo.common import checksums
+from zoo.common.files import local_path
 from zoo.data.corpus import Corpus, Tokenized
 from zoo.data.packing import (
     ROOM_IN_BUCKETS,

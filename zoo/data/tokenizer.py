@@ -15,7 +15,7 @@ from jaxtyping import Int32
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from zoo.base.files import local_path
+from zoo.common.files import local_path
 from zoo.data import special_tokens
 from zoo.data.special_tokens import (
     AS_TEXT,

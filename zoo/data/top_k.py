@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.base import checksums, files
+from zoo.common import checksums, files
 from zoo.data.plans import HostBatch, Plan, Row, fingerprint
 
 ABOUT = "about.json"

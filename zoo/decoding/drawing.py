@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.base import configuration
+from zoo.common import configuration
 
 
 class Seen(eqx.Module):

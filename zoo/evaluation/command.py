@@ -17,8 +17,8 @@ import jax
 import tyro
 
 from zoo import sharding
-from zoo.base import configuration, files
-from zoo.base.files import local_path
+from zoo.common import configuration, files
+from zoo.common.files import local_path
 from zoo.nn.precision import DTypeName
 from zoo.publishing.shelf import find
 from zoo.runs import processes

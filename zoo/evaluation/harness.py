@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.data.chats import ChatTemplate
 from zoo.data.special_tokens import begun, end_id
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer, reading

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.documents import Document, functions, held_out_split, standard_library, unit_hash
 
 MOST = 400  # examples

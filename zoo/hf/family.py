@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.hf.names import Tensor
 from zoo.publishing.errors import PublishError
 from zoo.publishing.tensors import check_counts

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.base.checksums import Digest
+from zoo.common.checksums import Digest
 from zoo.hf import gpt2_bert, llama, quantization
 from zoo.hf.family import Family
 from zoo.hf.matrices import Matrix, Part

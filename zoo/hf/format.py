@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from zoo.base.checksums import Digest
+from zoo.common.checksums import Digest
 from zoo.hf import hub, token_ids
 from zoo.hf.folder import announced_skeleton, describe, read_model, read_skeleton, write_model
 from zoo.hf.weights import are_present, weight_files

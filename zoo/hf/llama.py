@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from zoo import transformer
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.hf.family import Choice, Family, Fixed, Rule, Same
 from zoo.hf.names import table
 from zoo.hf.rules import LayerTypes, OptionalLayerTypes, QueryScale, Rotary, canonical

@@ -12,7 +12,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.hf.family import words
 from zoo.hf.linears import Linear, linears
 from zoo.hf.names import LAYER

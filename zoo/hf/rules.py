@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo import transformer
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.hf.family import Fields, Rule
 from zoo.nn.layers import RopeScaling
 

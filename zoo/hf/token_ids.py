@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.base.configuration import check_value
+from zoo.common.configuration import check_value
 from zoo.publishing.errors import PublishError
 from zoo.publishing.families import choose_eos_ids, tokenizer_eos_ids
 from zoo.publishing.folder import CONFIG, read_json

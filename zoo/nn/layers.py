@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.base.configuration import check, check_positive, require
+from zoo.common.configuration import check, check_positive, require
 from zoo.nn.derivatives import Static, custom_vjp
 from zoo.nn.products import Operand, matmul
 from zoo.sharding import is_sharding, partition_spec, spec_in_use

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
-from zoo.base import plugins
+from zoo.common import plugins
 from zoo.nn import stateful
 from zoo.nn.parameters import (
     casts_at_use,

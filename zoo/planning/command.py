@@ -15,8 +15,8 @@ import tyro
 from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import check, require
-from zoo.base.files import local_path
+from zoo.common.configuration import check, require
+from zoo.common.files import local_path
 from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import checksums
-from zoo.base.addresses import is_remote
-from zoo.base.files import local_path
+from zoo.common import checksums
+from zoo.common.addresses import is_remote
+from zoo.common.files import local_path
 from zoo.nn.products import is_quantized
 from zoo.publishing import downloads, formats
 from zoo.publishing.errors import PublishError

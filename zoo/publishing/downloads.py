@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.base import checksums, files
-from zoo.base.addresses import (
+from zoo.common import checksums, files
+from zoo.common.addresses import (
     Location,
     explained,
     files_below,
@@ -20,7 +20,7 @@ from zoo.base.addresses import (
     location,
     read_if_there,
 )
-from zoo.base.progress import Transfer
+from zoo.common.progress import Transfer
 from zoo.publishing import formats
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import README

@@ -19,8 +19,8 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from zoo import bert, mlp, rnn, transformer
-from zoo.base import configuration, plugins
-from zoo.base.checksums import Digest
+from zoo.common import configuration, plugins
+from zoo.common.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, WEIGHTS, json_object, read_json, version

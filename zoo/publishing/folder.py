@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from zoo.base import checksums, files
-from zoo.base.addresses import is_remote
+from zoo.common import checksums, files
+from zoo.common.addresses import is_remote
 from zoo.publishing.errors import PublishError
 from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import checksums, plugins
-from zoo.base.checksums import Digest
+from zoo.common import checksums, plugins
+from zoo.common.checksums import Digest
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, verify
 from zoo.wrappers import lora

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.nn.products import Kind, is_derived, is_quantized
 from zoo.publishing import adapters, formats
 from zoo.publishing.adapters import weights_checksum as weights_checksum

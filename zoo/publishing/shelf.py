@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from zoo.base.addresses import is_remote
-from zoo.base.files import local_path
+from zoo.common.addresses import is_remote
+from zoo.common.files import local_path
 from zoo.publishing import downloads, formats
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import CONFIG, METRICS, README, read_json

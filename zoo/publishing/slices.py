@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 from jax.typing import DTypeLike
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import damaged
 

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import configuration, plugins
-from zoo.base.checksums import Digest
+from zoo.common import configuration, plugins
+from zoo.common.checksums import Digest
 from zoo.nn.parameters import kept_dtypes
 from zoo.nn.precision import DTYPES
 from zoo.nn.products import Kind, Quantized, is_quantized

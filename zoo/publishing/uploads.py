@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from zoo.base import checksums, files
-from zoo.base.addresses import (
+from zoo.common import checksums, files
+from zoo.common.addresses import (
     AddressError,
     Location,
     explained,
@@ -23,7 +23,7 @@ from zoo.base.addresses import (
     read_if_there,
     scheme_of,
 )
-from zoo.base.progress import Transfer
+from zoo.common.progress import Transfer
 from zoo.publishing.errors import PublishError
 
 CACHE = Path("~/.cache/zoo/models")

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from zoo.base import configuration
-from zoo.base.configuration import may_differ, of_training, require
+from zoo.common import configuration
+from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
 from zoo.rnn.time import Chunks

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
 from zoo.nn.parameters import CastsInputs, gather
 from zoo.nn.products import transposed

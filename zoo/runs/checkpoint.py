@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from zoo.base import checksums, files
+from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
 from zoo.runs import stored_arrays
 from zoo.sharding.axes import is_parameter, keystr

@@ -16,7 +16,7 @@ import jax
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zoo.base import configuration, interrupts
+from zoo.common import configuration, interrupts
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from zoo.base import configuration, files
-from zoo.base.configuration import may_differ, require
+from zoo.common import configuration, files
+from zoo.common.configuration import may_differ, require
 from zoo.nn.precision import Precision
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder

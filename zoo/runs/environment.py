@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from zoo.base import addresses
+from zoo.common import addresses
 from zoo.data.text import Config as TextConfig
 from zoo.publishing.folder import version
 from zoo.runs.checkpoint import local_steps

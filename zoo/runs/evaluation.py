@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.loader import batches, held_rows
 from zoo.data.plans import Plan, batch_shapes
 from zoo.runs.config import Config

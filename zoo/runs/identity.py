@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.data import plans
 from zoo.runs.checkpoint import read_meta
 from zoo.runs.processes import RunError

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.base import addresses, files
+from zoo.common import addresses, files
 
 Number = float | int  # spelled out for run-time checkers, to which an int is no float
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zoo.base import files, tpus
+from zoo.common import files, tpus
 
 # Seconds between two times that the processes ask each other for signals.
 SECONDS = 2.0

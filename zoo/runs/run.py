@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.base import addresses, checksums, files
+from zoo.common import addresses, checksums, files
 from zoo.data.plans import Plan, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.planning import targets

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.base.configuration import may_differ, require
+from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.spec import is_mixture

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.text import MixedText, stages_as_json
 from zoo.runs import evaluation, processes

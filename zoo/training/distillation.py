@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.data.top_k import IDS, LOG_PROBS, REST
 from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out

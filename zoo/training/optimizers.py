@@ -8,8 +8,8 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Key, PyTree
 
-from zoo.base import configuration
-from zoo.base.configuration import require
+from zoo.common import configuration
+from zoo.common.configuration import require
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.training import parametrization

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.nn.balancing import Balance
 from zoo.nn.derivatives import in_forward_mode
 from zoo.nn.protocols import HasBalance, HasReadout

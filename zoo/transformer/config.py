@@ -7,8 +7,8 @@ from typing import Literal
 
 from jaxtyping import Array
 
-from zoo.base import configuration
-from zoo.base.configuration import may_differ, of_training, require
+from zoo.common import configuration
+from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn import attention as attention_module
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
 from zoo.nn.remat import Policy

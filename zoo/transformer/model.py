@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.nn.balancing import Balance
 from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
 from zoo.nn.parameters import CastsAtUse, gather

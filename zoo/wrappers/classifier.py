@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.base import configuration
+from zoo.common import configuration
 from zoo.nn.layers import Linear, add_bias
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, gather
 from zoo.nn.products import matmul

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Key, PyTree
 
 from zoo import sharding
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.nn.parameters import CastsInputs, casts_inputs
 
 Losses = Float[Array, "batch"]

@@ -16,7 +16,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, PyTree
 
-from zoo.base.configuration import check, require
+from zoo.common.configuration import check, require
 from zoo.nn.parameters import takes_operands
 from zoo.nn.products import is_operand
 from zoo.sharding.axes import keystr, map_parameters, named_alone

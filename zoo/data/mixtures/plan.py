@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from zoo.base import checksums
+from zoo.common import checksums
 from zoo.data.corpus import Tokenized
 from zoo.data.mixtures.schedule import Schedule, Stage
 from zoo.data.packing import Piece

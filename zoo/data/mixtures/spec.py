@@ -14,8 +14,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from zoo.base.configuration import require
-from zoo.base.files import local_path
+from zoo.common.configuration import require
+from zoo.common.files import local_path
 from zoo.data.mixtures.schedule import Stage, rounded, shares_of
 
 _NAME = r"[A-Za-z_][\w-]*"

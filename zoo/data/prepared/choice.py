@@ -9,9 +9,9 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from zoo.base import files
-from zoo.base.addresses import Location, files_matching, location
-from zoo.base.files import local_path
+from zoo.common import files
+from zoo.common.addresses import Location, files_matching, location
+from zoo.common.files import local_path
 from zoo.data.prepared.format import MANIFEST, SHARDS, DamagedError, tokenizer_digest
 from zoo.data.prepared.parts import Prepared, open_prepared
 from zoo.data.prepared.prepare import prepare

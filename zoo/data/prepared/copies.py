@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from zoo.base import files
-from zoo.base.addresses import Location, explained, inside
+from zoo.common import files
+from zoo.common.addresses import Location, explained, inside
 from zoo.data.prepared.format import SHARDS
 from zoo.data.prepared.once import made_once
 

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from zoo.base.addresses import Location, explained, location
+from zoo.common.addresses import Location, explained, location
 from zoo.data.prepared.format import SHARDS, SOURCES, SUMMED, SUMS, TOKENIZER, work_file
 
 CACHE = Path("~/.cache/zoo/prepare")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from zoo.base.addresses import Location
+from zoo.common.addresses import Location
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
 TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES = ".tokens", ".train", ".held_out", ".sums", ".sources.json"

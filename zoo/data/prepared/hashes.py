@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.prepared.format import work_file
 
 RAW = np.dtype(

@@ -4,7 +4,7 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
-from zoo.base import files
+from zoo.common import files
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import (
     HELD_OUT,

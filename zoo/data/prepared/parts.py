@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from zoo.base.addresses import Location, explained, is_remote
+from zoo.common.addresses import Location, explained, is_remote
 from zoo.data.packing import Piece
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import (

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from zoo.base import files
-from zoo.base.addresses import Location, explained, is_remote, location
+from zoo.common import files
+from zoo.common.addresses import Location, explained, is_remote, location
 from zoo.data.prepared import copying, engines, hashes
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import (

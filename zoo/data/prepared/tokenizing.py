@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from zoo.base import files
+from zoo.common import files
 from zoo.data.documents import functions_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from os.path import splitext
 from typing import NamedTuple
 
-from zoo.base.addresses import is_remote
+from zoo.common.addresses import is_remote
 from zoo.data.sources.array_records import MODULE, read_array_record
 from zoo.data.sources.lines import read_json, read_jsonl, read_text
 from zoo.data.sources.records import Record

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from zoo.base.addresses import Location, explained, is_remote
+from zoo.common.addresses import Location, explained, is_remote
 
 _HEAD = 2**20  # bytes
 

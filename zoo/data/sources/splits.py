@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.base.addresses import Location, files_matching
+from zoo.common.addresses import Location, files_matching
 from zoo.data.sources.formats import check_readable, is_divisible
 from zoo.data.sources.pieces import Piece, whole_file
 

@@ -12,7 +12,7 @@ from os.path import splitext
 from types import ModuleType
 from typing import Any
 
-from zoo.base.addresses import explained, is_remote, location
+from zoo.common.addresses import explained, is_remote, location
 from zoo.data.sources.pieces import Piece, whole_file
 
 COMPRESSIONS = (".gz", ".zst")

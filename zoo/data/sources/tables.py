@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from zoo.base.addresses import is_remote
+from zoo.common.addresses import is_remote
 from zoo.data.sources.pieces import Piece
 from zoo.data.sources.records import (
     MAX_DOCUMENT,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.training.state import TrainState, trained_leaves
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jaxtyping import PyTree
 
-from zoo.base import checksums
-from zoo.base.configuration import check_value, require
+from zoo.common import checksums
+from zoo.common.configuration import check_value, require
 from zoo.publishing.errors import PublishError
 from zoo.publishing.folder import METRICS, README, WEIGHTS, replacing
 from zoo.publishing.models import save as save_model

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.data.plans import Plan
 from zoo.runs import evaluation
 from zoo.runs.callbacks.callback import Callback, Loop

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
-from zoo.base import files
-from zoo.base.configuration import require
+from zoo.common import files
+from zoo.common.configuration import require
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.callbacks.tracker import Tracker
 from zoo.runs.metrics import MetricsLog, read_metrics

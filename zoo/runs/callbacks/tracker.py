@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zoo.base import files
+from zoo.common import files
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zoo.base import checksums, files
-from zoo.base.addresses import AddressError, inside
+from zoo.common import checksums, files
+from zoo.common.addresses import AddressError, inside
 from zoo.runs.checkpoint import seal, set_aside
 from zoo.runs.remote.store import Store
 

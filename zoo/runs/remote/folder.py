@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zoo.base import addresses, files
-from zoo.base.configuration import require
+from zoo.common import addresses, files
+from zoo.common.configuration import require
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
-from zoo.base import files
-from zoo.base.addresses import AddressError, explained, inside, location
+from zoo.common import files
+from zoo.common.addresses import AddressError, explained, inside, location
 
 _AT_ONCE = 4  # transfers of files; each holds a part of its file in memory
 
@@ -16,7 +16,7 @@ class Store:
     """The objects under an address: reads that say None of what is missing, and whole writes.
 
     What the store refuses, or fails at after the library's own retries, is an error in one
-    sentence (`zoo.base.addresses.explained`).
+    sentence (`zoo.common.addresses.explained`).
     """
 
     def __init__(self, address: str):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.base.addresses import is_remote
-from zoo.base.configuration import may_differ, require
-from zoo.base.files import local_path
+from zoo.common.addresses import is_remote
+from zoo.common.configuration import may_differ, require
+from zoo.common.files import local_path
 from zoo.data import text
 from zoo.nn.products import Kind
 from zoo.tasks import language

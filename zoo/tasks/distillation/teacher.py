@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from zoo.base.configuration import require
+from zoo.common.configuration import require
 from zoo.data import text
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.decoding.decoder import decoder_of

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Key, PyTree
 
-from zoo.base import checksums
-from zoo.base.files import local_path
+from zoo.common import checksums
+from zoo.common.files import local_path
 from zoo.data import text
 from zoo.data.top_k import StoredTopK, TopKPlan
 from zoo.nn.remat import Policy

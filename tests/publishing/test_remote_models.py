@@ -1,0 +1,333 @@
+"""Models at addresses: zoo.load and zoo.save, the cache, faults, and saves that are cut short."""
+
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from fsspec.implementations.memory import MemoryFile
+from stores import Store, gs, gs_port, s3, s3_port, tree  # noqa: F401
+
+import zoo
+from zoo import __main__, mlp
+from zoo.common import checksums
+from zoo.common.addresses import AddressError, location
+from zoo.publishing import downloads, uploads
+from zoo.publishing.errors import PublishError
+from zoo.publishing.shelf import find
+from zoo.wrappers import lora
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home/.cache/zoo/models"
+
+
+def net(seed: int) -> mlp.MLP:
+    return mlp.MLP(mlp.Config(3, 2, hidden_size=4, num_layers=1), key=jax.random.key(seed))
+
+
+def assert_same(left, right) -> None:
+    assert len(jax.tree.leaves(left)) > 2
+    assert eqx.tree_equal(left, right)
+
+
+def error_of(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except (PublishError, AddressError) as error:
+        return str(error)
+    return None
+
+
+def files_of(root) -> set[str]:
+    return set(tree(root))
+
+
+def noted_fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are fetched from now on, by name."""
+    found: list[str] = []
+    fetch_file = downloads._fetch_file
+
+    def noted(source, target, entry, transfer):
+        if not target.exists():
+            found.append(target.name)
+        fetch_file(source, target, entry, transfer)
+
+    monkeypatch.setattr(downloads, "_fetch_file", noted)
+    return found
+
+
+@pytest.fixture
+def memory() -> str:
+    address = "memory://models"
+    fs = location(address, "x").fs
+    if fs.exists("/models"):
+        fs.rm("/models", recursive=True)
+    return address
+
+
+def test_a_model_at_an_address_is_fetched_once_and_replaced(memory: str, cache: Path, monkeypatch):
+    address = f"{memory}/net"
+    fetched = noted_fetches(monkeypatch)
+    zoo.save(address, net(0), metrics={"loss": 1.0})
+    assert files_of(location(address, "x")) == {
+        "README.md", "checksums.json", "config.json", "metrics.json", "model.safetensors",
+    }  # fmt: skip
+    assert list((cache / "saving").iterdir()) == []
+    assert_same(zoo.load(address), net(0))
+    assert sorted(fetched) == ["README.md", "config.json", "metrics.json", "model.safetensors"]
+    assert_same(zoo.load(Path(address)), net(0))  # which makes one slash of the two
+    assert len(fetched) == 4
+    assert "zoo.load" in (find(address) / "README.md").read_text()
+    # Of the model that takes its place, the old one's files go.
+    zoo.save(address, net(1))
+    assert "metrics.json" not in files_of(location(address, "x"))
+    assert_same(zoo.load(address), net(1))
+    assert len(fetched) == 7
+
+
+def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
+    root = location(memory, "x")
+    with pytest.raises(PublishError, match="memory://models/none is not a model of the zoo"):
+        zoo.load(f"{memory}/none")
+    (root / "run/checkpoints/1.txt").write_text("")
+    with pytest.raises(PublishError, match="run is a run that has not finished"):
+        zoo.load(f"{memory}/run")
+    (root / "other/notes.txt").write_text("mine")
+    with pytest.raises(PublishError, match=r"files that are not part of a model: notes\.txt"):
+        zoo.save(f"{memory}/other", net(0))
+    assert files_of(root / "other") == {"notes.txt"}
+    zoo.save(f"{memory}/run/model", net(0))
+    assert_same(zoo.load(f"{memory}/run"), net(0))
+    weights = root / "run/model/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    zoo.save(f"{memory}/run/model", net(2))
+    weights.write_bytes(content)
+    with pytest.raises(PublishError, match="run/model is damaged, or was being replaced"):
+        zoo.load(f"{memory}/run")
+    with pytest.raises(PublishError, match="damaged: memory://models/run"):
+        __main__.verify((f"{memory}/run",))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.txt", "/outside.txt", "a/../../b", "a\\b", "C:b", "a//b"]
+)
+def test_names_that_leave_their_folder_are_refused(memory: str, cache: Path, name: str):
+    """In a list of checksums, and as an object of a folder without one."""
+    listed = checksums.of(cache) | {name: {"bytes": 1}}
+    content = {"files": listed, "sha256": checksums._digest(listed)}
+    (location(memory, "x") / "net/checksums.json").write_text(json.dumps(content))
+    message = rf"models/net/checksums\.json lists {re.escape(repr(name))}, outside of the folder"
+    with pytest.raises(AddressError, match=message):
+        zoo.load(f"{memory}/net")
+    store = location(memory, "x").fs
+    store.pipe_file("/models/other/config.json", b'{"model_type": "llama"}')
+    key = f"/models/other/{name}"
+    store.store[key] = MemoryFile(store, key, b"x")
+    message = rf"models/other lists {re.escape(repr(name))}, outside of the folder"
+    with pytest.raises(AddressError, match=message):
+        zoo.load(f"{memory}/other")
+    with pytest.raises(AddressError, match=message):  # and what is deleted is inside, too
+        zoo.save(f"{memory}/other", net(0))
+    assert store.cat_file(key) == b"x"
+    assert not cache.exists()
+
+
+@pytest.mark.slow
+def test_a_save_that_is_cut_anywhere_leaves_no_half_model(s3: Store):  # noqa: F811
+    """Whatever request is the last, a reader has the old model, the new one, or an error."""
+    address, outcomes, loaded = f"{s3.address}/net", [], []
+    for last in range(100):
+        zoo.save(address, net(0), metrics={"loss": 1.0})
+        with s3.proxied(lambda number, *_, last=last: 403 if number > last else None):
+            failed = error_of(lambda: zoo.save(address, net(1)))
+        assert "refuses permission" in (failed or "refuses permission")
+        if unread := error_of(lambda: loaded.append(zoo.load(address))):
+            assert "is being saved, or that was interrupted" in unread
+            outcomes.append(-1)
+        else:
+            same = [eqx.tree_equal(loaded[-1], net(seed)) for seed in (0, 1)]
+            outcomes.append(same.index(True))
+        if not failed:
+            break
+    assert {*outcomes} == {0, -1, 1}
+    assert outcomes == sorted(outcomes, key=[0, -1, 1].index)
+
+
+def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
+    """It dies in the midst of the weights, when all other files are whole."""
+    address = f"{memory}/net"
+    zoo.save(address, net(0))
+    add, names = downloads.Transfer.add, {"README.md", "config.json"}
+    fetch_file, current = downloads._fetch_file, threading.local()
+    part = lambda: next(cache.rglob("*.part"))
+
+    def noted(source, target, *others):
+        current.name = target.name
+        return fetch_file(source, target, *others)
+
+    def dying(transfer, size):
+        add(transfer, size)
+        # With what is in a buffer, which a killed process does not write.
+        if current.name == "model.safetensors":
+            while not all((part() / name).exists() for name in names):
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, "_PART", 64)
+        patch.setattr(downloads, "_fetch_file", noted)
+        patch.setattr(downloads.Transfer, "add", dying)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.load(address)
+    weights = part() / "model.safetensors.tmp"
+    assert weights.exists()
+    assert files_of(part()) == {*names, weights.name}
+    assert downloads.cached(address) is None
+    kept = {name: (part() / name).stat().st_ino for name in names}
+    fetched = noted_fetches(monkeypatch)
+    assert_same(zoo.load(address), net(0))
+    assert fetched == ["model.safetensors"]
+    found = downloads.cached(address)
+    assert found is not None
+    assert {name: (found / name).stat().st_ino for name in names} == kept
+    assert files_of(found) == {*names, "model.safetensors", "checksums.json"}
+
+
+@pytest.mark.slow
+def test_adapters_at_an_address_on_a_base_at_one(memory: str):
+    base = f"{memory}/base"
+    zoo.save(base, net(0))
+    adapted = lora.adapt(zoo.load(base), lora.Config(rank=2, targets=("*",)), key=jax.random.key(1))
+    adapted = jax.tree.map(
+        lambda x: x + jnp.ones_like(x) if eqx.is_inexact_array(x) else x, adapted
+    )
+    zoo.save(base, lora.base(adapted))
+    zoo.save_adapters(f"{memory}/adapters", adapted, base=base)
+    assert_same(lora.merge(zoo.load(f"{memory}/adapters")), lora.merge(adapted))
+    assert_same(
+        lora.merge(zoo.load_adapters(f"{memory}/adapters", zoo.load(base))), lora.merge(adapted)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_models_on_stores(kind: str, request: pytest.FixtureRequest, capsys, monkeypatch):
+    store: Store = request.getfixturevalue(kind)
+    address = f"{store.address}/models/net"
+    zoo.save(address, net(0))
+    assert_same(zoo.load(address), net(0))
+    zoo.save(address, net(1))
+    assert_same(zoo.load(address), net(1))
+    assert uploads.SAVING not in files_of(location(address, "x"))
+    __main__.verify((address,))
+    assert "3 files are as they were written" in capsys.readouterr().out.replace(
+        "2 files", "3 files"
+    )
+    __main__.describe(address)
+    with pytest.raises((PublishError, AddressError), match=r"no such bucket|not a model"):
+        zoo.load(f"{store.scheme}://none-of-this-name/net")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_store_that_falters_is_asked_again(kind: str, request: pytest.FixtureRequest):
+    """Every third request is answered by 500, and every fifth is cut."""
+    store: Store = request.getfixturevalue(kind)
+
+    def fault(number: int, method: str, path: str):
+        return 500 if number % 3 == 0 else "drop" if number % 5 == 0 else None
+
+    address = f"{store.address}/net"
+    with store.proxied(fault):
+        zoo.save(address, net(0))
+        assert_same(zoo.load(address), net(0))
+
+
+@pytest.mark.slow
+def test_half_answers_are_read_again_or_refused(s3: Store, cache: Path):  # noqa: F811
+    address = f"{s3.address}/net"
+    zoo.save(address, net(0))
+    cut: list[int] = []
+
+    def fault(number: int, method: str, path: str):
+        if method == "GET" and path.endswith("model.safetensors") and len(cut) < 2:
+            cut.append(number)
+            return "half"
+        return None
+
+    with s3.proxied(fault):
+        assert_same(zoo.load(address), net(0))
+    assert len(cut) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "message"), [(403, "refuses permission"), (507, "is full")])
+def test_a_save_that_cannot_be_copied_keeps_the_model_here(s3: Store, cache: Path, fault, message):  # noqa: F811
+    puts = lambda number, method, path: fault if method == "PUT" else None
+    with s3.proxied(puts), pytest.raises(PublishError, match=message) as caught:
+        zoo.save(f"{s3.address}/net", net(0))
+    [kept] = (cache / "saving").glob("*/net")
+    assert str(kept) in str(caught.value)
+    assert_same(zoo.load(kept), net(0))
+    with pytest.raises(PublishError, match="is not a model"):
+        zoo.load(f"{s3.address}/net")
+
+
+def test_a_model_on_a_web_server_is_read(tmp_path: Path):
+    zoo.save(tmp_path / "web/net", net(0))
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = partial(Quiet, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/net"
+        assert_same(zoo.load(address), net(0))
+        with pytest.raises(PublishError, match="a web server is only read"):
+            zoo.save(address, net(0))
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_recipes_take_models_at_addresses(s3: Store, tmp_path: Path):  # noqa: F811
+    shelf = Path(zoo.__file__).parents[1] / "models" / "rnn-python"
+    target = location(f"{s3.address}/rnn", "x")
+    for name, content in tree(shelf).items():
+        (target / name).write_bytes(content)
+    variables = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", *arguments]
+        result = subprocess.run(command, env=variables, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    address = str(target)
+    flags = ("def f", "--max-new-tokens", "4")
+    told = run("recipes.generate", address, *flags)
+    assert told.startswith("def f")
+    assert told == run("recipes.generate", str(shelf), *flags)
+    assert "files are as they were written" in run("zoo", "verify", address)
+    (tmp_path / "a.txt").write_text("def f(x): return x\n" * 50)
+    (tmp_path / "b.txt").write_text("def g(y): return y\n" * 50)
+    flags = ("--steps", "1", "--data.seq-len", "32", "--data.batch-size", "8", "--method", "lora")
+    files = ("--data.files", f"{tmp_path}/*.txt", "--run-dir", str(tmp_path / "run"))
+    run("recipes.finetune", "--model", address, *flags, *files)
+    run("recipes.generate", str(tmp_path / "run"), "def f", "--max-new-tokens", "4")

@@ -1,0 +1,578 @@
+import functools
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.experimental.rnn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations
+from jax.test_util import check_grads
+
+from zoo import losses, rnn, sharding
+from zoo.rnn import cudnn, recurrence, time
+from zoo.rnn.cells import CELLS
+from zoo.rnn.model import _use_cudnn
+from zoo.sharding.axes import keystr
+
+KEY = jax.random.key(0)
+VOCAB = 16
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "rnn.npz")
+RNG = np.random.default_rng(0)
+TOKENS = jnp.asarray(RNG.integers(0, VOCAB, (8, 11)), jnp.int32)
+# One, two or three documents, with padding at either end or between.
+SEGMENTS = jnp.asarray(
+    [
+        [1] * 11,
+        [1] * 4 + [2] * 7,
+        [1] * 3 + [2] * 5 + [0] * 3,
+        [0] * 2 + [1] * 9,
+        [0] + [1] * 2 + [0] * 2 + [2] * 3 + [3] * 3,
+        [1] + [2] + [3] * 9,
+        [1] * 2 + [0] * 9,
+        [0] * 11,
+    ],
+    jnp.int32,
+)
+
+
+def make(**changes) -> rnn.RNN:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_layers": 1}
+    return rnn.RNN(rnn.Config(**{**sizes, **changes}), key=KEY)
+
+
+@eqx.filter_jit
+def call(model, inputs, **kwargs):
+    return model(inputs, **kwargs)
+
+
+@eqx.filter_jit
+def gradient(model, inputs=TOKENS, segment_ids=SEGMENTS, key=None):
+    """Of a loss in which each output has a weight of its own, zero at padding."""
+
+    def loss(model):
+        outputs = model(inputs, segment_ids=segment_ids, key=key)
+        return (
+            outputs * jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
+        ).sum()
+
+    return eqx.filter_value_and_grad(loss)(model)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    """Within the tolerance, times the largest number of an array where that is more than one."""
+    leaves = jax.tree_util.tree_leaves_with_path(a)
+    assert leaves
+    for (path, x), y in zip(leaves, jax.tree.leaves(b), strict=True):
+        assert x.shape == y.shape, keystr(path)
+        assert np.isfinite(y).all(), keystr(path)
+        scale = max(1.0, float(np.abs(y).max()))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale, err_msg=keystr(path))
+
+
+# Parity with PyTorch and Equinox
+
+
+def from_torch(cell: str, golden: dict, suffix: str) -> recurrence.Weights:
+    """PyTorch has a bias a product; the zoo has one a term, which is the sum of those that meet."""
+
+    def gates(x):
+        x = jnp.asarray(x)
+        return jnp.moveaxis(x.reshape(-1, 5, *x.shape[1:]), (0, 1), (-2, -1))
+
+    bias = jnp.zeros((CELLS[cell].num_terms, 5))
+    bias = bias.at[jnp.asarray(CELLS[cell].input_terms)].add(gates(golden[f"bias_ih{suffix}"]))
+    bias = bias.at[jnp.asarray(CELLS[cell].state_terms)].add(gates(golden[f"bias_hh{suffix}"]))
+    weights = (gates(golden[f"weight_{kind}{suffix}"]) for kind in ("ih", "hh"))
+    return recurrence.Weights(*weights, bias)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("cell", ["elman", "gru", "lstm"])
+def test_networks_match_pytorch(cell, directions):
+    prefix = f"{cell}_{'one' if directions == 1 else 'both'}/"
+    golden = {k.removeprefix(prefix): GOLDEN[k] for k in GOLDEN.files if k.startswith(prefix)}
+    suffixes = [f"_l{i}{end}" for i in range(2) for end in ("", "_reverse")[:directions]]
+    config = rnn.Config(
+        in_size=3,
+        out_size=5 * directions,
+        hidden_size=5,
+        num_layers=2,
+        cell=cell,
+        bidirectional=directions == 2,
+        implementation="scan",
+    )
+    fields = lambda d: (d.weight_ih, d.weight_hh, d.bias)
+    where = lambda m: [
+        *(x for layer in m.layers for d in layer.directions for x in fields(d)),
+        m.head.weight,
+    ]
+    weights = [x for suffix in suffixes for x in from_torch(cell, golden, suffix)]
+    # A head that copies.
+    model = eqx.tree_at(where, rnn.RNN(config, key=KEY), [*weights, jnp.eye(5 * directions)])
+    mask = jnp.arange(7)[None] < jnp.asarray(GOLDEN["lengths"])[:, None]
+
+    def stack(name):
+        """PyTorch's [layer·direction, batch, hidden] arrays as the states of a network."""
+        parts = [golden[f"{name}{i}"] for i in range(CELLS[cell].num_states)]
+        states = [tuple(jnp.asarray(p[j]) for p in parts) for j in range(2 * directions)]
+        layers = (tuple(states[:directions]), tuple(states[directions:]))
+        return rnn.State(layers, jnp.zeros(4, jnp.int32))
+
+    @eqx.filter_jit
+    @functools.partial(eqx.filter_value_and_grad, has_aux=True)
+    def loss(args):
+        model, x, layers = args
+        outputs, final = model.run(x, rnn.State(layers, jnp.zeros(4, jnp.int32)), mask=mask)
+        pairs = [(outputs, jnp.asarray(golden["d_outputs"]))]
+        pairs += zip(*map(jax.tree.leaves, (final.layers, stack("d_final").layers)), strict=True)
+        return sum((y * g).sum() for y, g in pairs), (outputs, final)
+
+    args = (model, jnp.asarray(golden["x"]), stack("state").layers)
+    (_, (outputs, final)), (d_model, dx, d_state) = loss(args)
+    np.testing.assert_allclose(outputs, golden["outputs"], atol=1e-5)
+    np.testing.assert_allclose(dx, golden["dx"], atol=1e-5)
+    assert_close(final.layers, stack("final").layers)
+    assert_close(d_state, stack("d_state").layers)
+    for suffix, d in zip(
+        suffixes, (d for layer in d_model.layers for d in layer.directions), strict=True
+    ):
+        theirs = {n: golden[f"d_{n}{suffix}"] for n in ("weight_ih", "weight_hh")}
+        flat = lambda w: jnp.moveaxis(w, 0, -1).reshape(-1, w.shape[0])
+        np.testing.assert_allclose(flat(d.weight_ih), theirs["weight_ih"], atol=1e-5)
+        np.testing.assert_allclose(flat(d.weight_hh), theirs["weight_hh"], atol=1e-5)
+        for kind, terms in (("ih", CELLS[cell].input_terms), ("hh", CELLS[cell].state_terms)):
+            ours = d.bias[jnp.asarray(terms)].reshape(-1)
+            np.testing.assert_allclose(ours, golden[f"d_bias_{kind}{suffix}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_cells_match_equinox(cell):
+    cls = {"gru": eqx.nn.GRUCell, "lstm": eqx.nn.LSTMCell}[cell]
+    theirs = cls(3, 5, key=KEY)
+    gates = lambda x: jnp.moveaxis(x.reshape(-1, 5, *x.shape[1:]), (0, 1), (-2, -1))
+    x = jax.random.normal(KEY, (2, 6, 3))
+    state = (jax.random.normal(jax.random.key(1), (2, 5)),) * CELLS[cell].num_states
+
+    def run_theirs(theirs, x, state):
+        def step(state, x):
+            state = jax.vmap(theirs)(x, state if cell == "lstm" else state[0])
+            state = state if cell == "lstm" else (state,)
+            return state, state[0]
+
+        final, h = jax.lax.scan(step, state, x.swapaxes(0, 1))
+        return final, h.swapaxes(0, 1)
+
+    def run_ours(theirs, x, state):
+        bias = gates(theirs.bias)
+        if cell == "gru":
+            bias = jnp.concatenate([bias, theirs.bias_n[None]])
+        weights = recurrence.Weights(gates(theirs.weight_ih), gates(theirs.weight_hh), bias)
+        return recurrence.recur(recurrence.Options(cell), weights, state, x, time.Marks())
+
+    def gradient(run):
+        loss = lambda args: sum((y**2).sum() for y in jax.tree.leaves(run(*args)))
+        return eqx.filter_jit(eqx.filter_grad(loss))((theirs, x, state))
+
+    assert_close(run_ours(theirs, x, state), run_theirs(theirs, x, state))
+    assert_close(gradient(run_ours), gradient(run_theirs))
+
+
+# Padding, segments, streams
+
+
+OPTIONS = {
+    "lstm": {"num_layers": 2},
+    "gru": {"cell": "gru"},
+    "elman": {"cell": "elman"},
+    "mingru": {"cell": "mingru"},
+    "minlstm": {"cell": "minlstm"},
+    "both": {"bidirectional": True, "norm": "layer", "num_layers": 2},
+    "both-min": {"bidirectional": True, "cell": "mingru"},
+    "chunks": {"remat": "full", "norm": "rms", "num_layers": 2},
+    "last": {"out_size": 3, "pooling": "last", "cell": "gru", "norm": "layer"},
+    "mean": {"out_size": 3, "pooling": "mean", "bidirectional": True},
+    "both-last": {"out_size": 3, "pooling": "last", "bidirectional": True, "remat": "full"},
+}
+NAMES = [*OPTIONS]
+
+
+@pytest.mark.parametrize("name", ["lstm", "mingru", "both", "chunks", "last", "mean"])
+def test_padding_makes_no_difference(name):
+    model = make(**OPTIONS[name])
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, 5)))
+    loss, grads = gradient(model)
+    # Other tokens in the padding, wherever it lies, and more of it.
+    tokens = jnp.where(SEGMENTS == 0, VOCAB - 1 - TOKENS, TOKENS)
+    if model.config.pooling == "none":
+        weights = lambda outputs: jnp.cos(
+            jnp.arange(TOKENS.size * VOCAB, dtype=jnp.float32)
+        ).reshape(8, 11, VOCAB)
+
+        @eqx.filter_jit
+        @eqx.filter_value_and_grad
+        def padded(model):
+            outputs = model(pad(tokens), segment_ids=pad(SEGMENTS))
+            return (outputs[:, :11] * weights(outputs)).sum()
+
+        padded_loss, padded_grads = padded(model)
+    else:
+        padded_loss, padded_grads = gradient(model, pad(tokens), pad(SEGMENTS))
+    np.testing.assert_allclose(padded_loss, loss, rtol=1e-6, atol=1e-6)
+    assert_close(padded_grads, grads, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lstm", "mingru", "both", "chunks"])
+def test_packed_documents_match_separate_rows(name):
+    model = make(**OPTIONS[name])
+    packed = np.asarray(call(model, TOKENS, segment_ids=SEGMENTS))
+    documents = [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2), (4, 3), (5, 2), (5, 3)]
+    where = [np.nonzero(np.asarray(SEGMENTS[row]) == segment)[0] for row, segment in documents]
+    rows = np.zeros((8, 11), np.int32)
+    for i, (row, _) in enumerate(documents):
+        rows[i, : len(where[i])] = TOKENS[row, where[i]]
+    lengths = np.asarray([len(steps) for steps in where])
+    alone = call(model, jnp.asarray(rows), mask=jnp.asarray(np.arange(11) < lengths[:, None]))
+    for i, (row, _) in enumerate(documents):
+        np.testing.assert_allclose(packed[row, where[i]], alone[i, : lengths[i]], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lstm", "mingru", "chunks", "last"])
+def test_streamed_pieces_match_whole_sequence(name):
+    model = make(**OPTIONS[name])
+    run = eqx.filter_jit(lambda *args, **kwargs: model.run(*args, **kwargs))
+    initial = state = model.initial_state(8)
+    whole, final = run(TOKENS[:, :8], initial, segment_ids=SEGMENTS[:, :8])
+    pieces = []
+    for start in (0, 2, 4, 6):
+        part = slice(start, start + 2)
+        piece, state = run(TOKENS[:, part], state, segment_ids=SEGMENTS[:, part])
+        pieces.append(piece)
+    outputs = pieces[-1] if model.config.pooling == "last" else jnp.concatenate(pieces, 1)
+    np.testing.assert_allclose(outputs, whole, atol=1e-5)
+    assert_close(state, final)
+
+
+@pytest.mark.parametrize("cell", ["gru", "mingru"])
+def test_padding_does_not_change_state(cell):
+    model = make(cell=cell)
+    run = eqx.filter_jit(lambda *a, mask: model.run(*a, mask=mask)[1].layers)
+    mask = jnp.arange(7)[None] < jnp.full((8, 1), 3)
+    alone = run(TOKENS[:, :3], model.initial_state(8), mask=mask[:, :3])
+    assert_close(run(TOKENS[:, :7], model.initial_state(8), mask=mask), alone)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+def test_parallel_cells_match_sequential_form(cell):
+    model = make(cell=cell, num_layers=1, in_size=3, vocab_size=None, out_size=8)
+    x = jax.random.normal(KEY, (2, 9, 3))
+    w = model.layers[0].directions[0]
+    h, outputs = jnp.zeros((2, 8)), []
+    for t in range(9):
+        terms = jnp.einsum("bi,igh->gbh", x[:, t], w.weight_ih) + w.bias[:, None]
+        if cell == "mingru":
+            z = jax.nn.sigmoid(terms[0])
+            h = (1 - z) * h + z * terms[1]
+        else:
+            f, i = jax.nn.sigmoid(terms[0]), jax.nn.sigmoid(terms[1])
+            h = f / (f + i) * h + i / (f + i) * terms[2]
+        outputs.append(h @ model.head.weight + model.head.bias[None])
+    np.testing.assert_allclose(call(model, x), jnp.stack(outputs, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_recurrence_gradient_matches_numerical(reverse):
+    keys = jax.random.split(KEY, 3)
+    a, b = (jax.random.uniform(k, (2, 5, 3)) for k in keys[:2])
+    h = jax.random.uniform(keys[2], (2, 3))
+    function = jax.jit(lambda a, b, h: recurrence.linear_recurrence(a, b, h, reverse))
+    check_grads(function, (a, b, h), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["lstm", "mingru", "both"])
+def test_outputs_depend_on_visible_inputs(name):
+    model = make(vocab_size=None, in_size=3, out_size=4, **OPTIONS[name])
+    x = jax.random.normal(KEY, (2, 8, 3))
+    mask = jnp.ones((2, 8), bool).at[1, 2].set(False).at[1, 6:].set(False)
+    dx = jax.jit(jax.grad(lambda x: model(x, mask=mask)[:, 4].sum()))(x)
+    reached = np.abs(np.asarray(dx)).max(-1) > 0
+    after = name == "both"
+    np.testing.assert_array_equal(reached[0], [True] * 5 + [after] * 3)
+    np.testing.assert_array_equal(reached[1], [True, True, False, True, True, after, False, False])
+
+
+# The ways to run
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("lstm", {"hoist": True, "unroll": 3}),
+        ("lstm", {"remat": "full"}),
+        ("gru", {"hoist": True, "unroll": 2, "remat": "full"}),
+        ("mingru", {"remat": "full"}),
+        ("both", {"remat": "full", "hoist": True}),
+    ],
+)
+def test_execution_options_give_equal_gradients(name, changes):
+    expected = gradient(make(**OPTIONS[name]))
+    assert_close(gradient(make(**{**OPTIONS[name], **changes})), expected)
+
+
+def test_recomputed_chunks_reuse_dropout_masks():
+    common = {"dropout": 0.3, "cell": "gru"}
+    assert_close(gradient(make(**common, remat="full"), key=KEY), gradient(make(**common), key=KEY))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_truncation_stops_only_the_gradient(remat):
+    sizes = {"vocab_size": None, "in_size": 3, "out_size": 4}
+    model, whole = make(truncate=3, remat=remat, **sizes), make(**sizes)
+    x = jax.random.normal(KEY, (2, 8, 3))
+    np.testing.assert_allclose(call(model, x), call(whole, x), atol=1e-6)
+    dx = jax.jit(jax.grad(lambda x: model(x)[:, 7].sum()))(x)
+    np.testing.assert_array_equal(np.abs(dx).max((0, 2)) > 0, [False] * 6 + [True] * 2)
+
+
+def test_recomputed_memory_grows_with_square_root():
+    def temporary_bytes(seq, **changes):
+        model = make(out_size=2, pooling="last", hidden_size=32, **changes)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        loss = lambda arrays, tokens: eqx.combine(arrays, static)(tokens).sum()
+        tokens = jax.ShapeDtypeStruct((8, seq), jnp.int32)
+        compiled = jax.jit(jax.grad(loss)).lower(arrays, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    recomputed = temporary_bytes(1024, remat="full")
+    assert recomputed < 2.5 * temporary_bytes(256, remat="full")
+    assert recomputed < 0.2 * temporary_bytes(1024)
+
+
+def test_dropout_mask_is_shared_over_time():
+    model = make(dropout=0.5, num_layers=1, vocab_size=None, in_size=64, out_size=4)
+    grad = eqx.filter_jit(jax.grad(lambda x, key: model(x, key=key).sum()))
+    dx = grad(jax.random.normal(KEY, (2, 6, 64)), KEY)
+    dropped = np.asarray(dx) == 0
+    assert 0.3 < dropped.mean() < 0.7
+    np.testing.assert_array_equal(dropped, np.broadcast_to(dropped[:, :1], dropped.shape))
+    assert (dropped[0] != dropped[1]).any()
+    assert (grad(jnp.ones((2, 6, 64)), None) != 0).all()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tied", "features"])
+def test_every_parameter_gets_a_gradient(name):
+    extra = {
+        "tied": {"tie_embeddings": True, "embed_size": 16, "bidirectional": True},
+        "features": {"vocab_size": None, "in_size": 3, "out_size": 1, "dropout": 0.2},
+    }
+    model = make(**{**OPTIONS, **extra}[name])
+    inputs = TOKENS if name != "features" else jax.random.normal(KEY, (8, 11, 3))
+    key = KEY if model.config.dropout else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(model, inputs, key=key)[1]):
+        assert np.isfinite(leaf).all(), keystr(path)
+        assert np.abs(leaf).max() > 0, keystr(path)
+    assert (model.head is None) == (name == "tied")
+
+
+@pytest.mark.parametrize("cell", ["lstm", "mingru"])
+def test_bf16_is_near_fp32(cell):
+    model = make(cell=cell)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    assert call(low, TOKENS).dtype == jnp.float32
+    for a, b in zip(*map(jax.tree.leaves, (gradient(low)[1], gradient(model)[1])), strict=True):
+        assert a.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+        assert error < 0.03
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
+def test_bf16_products_take_bf16_operands(cell):
+    arrays, static = eqx.partition(make(cell=cell), eqx.is_array)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
+    loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
+    found = equations(jax.make_jaxpr(jax.grad(loss))(low))
+    products = [e for e in found if e.primitive.name == "dot_general"]
+    assert len(products) >= 6
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
+
+
+def test_nan_padding_gives_finite_gradients():
+    model = make(vocab_size=None, in_size=3, out_size=1)
+    mask = jnp.arange(6)[None] < jnp.asarray([6, 2])[:, None]
+    x = jnp.where(mask[:, :, None], jax.random.normal(KEY, (2, 6, 3)), jnp.nan)
+    dx = jax.grad(lambda x: model(x, mask=mask).sum())(x)
+    assert jnp.isfinite(dx).all()
+
+
+# Meshes
+
+
+def on_mesh(model, mesh):
+    return eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("lstm", "data=8"),
+        ("lstm", "fsdp=8"),
+        ("lstm", "tensor=4"),
+        ("gru", "data=2,fsdp=2,tensor=2"),
+        ("mingru", "tensor=4"),
+        ("both", "data=2,fsdp=2,tensor=2"),
+    ],
+)
+def test_mesh_gives_equal_gradients(name, spec):
+    mesh, model = sharding.make_mesh(spec), make(**OPTIONS[name])
+    with sharding.use(mesh):
+        sharded = gradient(on_mesh(model, mesh))
+    assert_close(sharded, gradient(model))
+
+
+def test_tensor_parallelism_gathers_only_the_state():
+    mesh = sharding.make_mesh("tensor=4")
+    model = make(num_layers=1)
+    arrays, static = eqx.partition(on_mesh(model, mesh), eqx.is_array)
+    with sharding.use(mesh):
+        loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
+        text = jax.jit(jax.grad(loss)).lower(arrays).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    assert any("/while/" in line and " f32[8,8]" in line for line in gathered)  # [batch, hidden]
+    # Weights are [8, 4, 8], here and there merged to [8, 32].
+    assert not any("[8,4,8]" in line or "[8,32]" in line for line in gathered)
+    assert "all-to-all" not in text
+
+
+# cuDNN, on whose place the reference that jax has for it stands here
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    module = jax.experimental.rnn
+
+    def lstm(
+        x, h, c, weights, seq_lengths, input_size, hidden_size, num_layers, dropout, bidirectional
+    ):
+        unpacked = module.unpack_lstm_weights(
+            weights, input_size, hidden_size, num_layers, bidirectional
+        )
+        return module.lstm_ref(
+            x,
+            h,
+            c,
+            *unpacked,
+            seq_lengths,
+            input_size,
+            hidden_size,
+            num_layers,
+            dropout,
+            bidirectional,
+        )
+
+    monkeypatch.setattr(module, "lstm", lstm)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.usefixtures("reference")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_cudnn_matches_scan(bidirectional):
+    lengths = jnp.asarray([11, 4, 7, 1, 2, 9, 3, 0])
+    mask = jnp.arange(11)[None] < lengths[:, None]
+    state = jax.tree.map(
+        lambda x: x + 0.5 if x.ndim == 2 else x, make(bidirectional=bidirectional).initial_state(8)
+    )
+    results = []
+    for implementation in ("cudnn", "scan"):
+        model = make(bidirectional=bidirectional, implementation=implementation, norm="layer")
+        results.append(eqx.filter_jit(model.run)(TOKENS, state, mask=mask))
+    assert_close(*results)
+
+
+@pytest.mark.usefixtures("reference")
+def test_cudnn_is_chosen_where_supported():
+    config = make().config
+    marks = time.Marks
+    assert _use_cudnn(config, marks())
+    assert not _use_cudnn(config, marks(valid=jnp.ones((1, 1), bool)))
+    assert not _use_cudnn(make(remat="full").config, marks())
+    assert not _use_cudnn(make(cell="gru").config, marks())
+    assert not _use_cudnn(make(implementation="scan").config, marks())
+    with sharding.use(sharding.make_mesh("data=8")):
+        assert not _use_cudnn(config, marks())
+
+
+def test_unsupported_cudnn_use_is_refused():
+    model = make(implementation="cudnn")
+    with pytest.raises(ValueError, match="'cudnn' needs an NVIDIA GPU"):
+        model(TOKENS)
+    with pytest.raises(ValueError, match="pass mask, not segment_ids"):
+        model(TOKENS, segment_ids=SEGMENTS)
+    model = make(implementation="cudnn", cell="gru")
+    with pytest.raises(ValueError, match="cell 'lstm' alone, and this is 'gru'"):
+        model(TOKENS)
+    assert cudnn.refusal("lstm", packed=False) is not None
+
+
+# The rest
+
+
+def test_rnn_learns_next_tokens():
+    model = make()
+    batch = {
+        "tokens": TOKENS,
+        "targets": jnp.roll(TOKENS, -1, 1),
+        "weights": (SEGMENTS > 0).astype(jnp.float32),
+        "segment_ids": SEGMENTS,
+        "positions": jnp.zeros_like(TOKENS),
+    }
+    step = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: losses.next_token(m, batch, None)[0]))
+    first, _ = step(model)
+    for _ in range(20):
+        loss, grads = step(model)
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.02 * g, grads))
+    assert loss < 0.9 * first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"truncate": 0}, "truncate=0"),
+        ({"in_size": 3}, "vocab_size=16, in_size=3: give one"),
+        ({"vocab_size": None}, "vocab_size=None, in_size=None: give one"),
+        ({"vocab_size": None, "in_size": 3}, "need an out_size"),
+        ({"pooling": "last"}, "pooling='last' need an out_size"),
+        ({"tie_embeddings": True, "bidirectional": True}, "embed_size=16, and they are None and 8"),
+        ({"implementation": "cudnn", "remat": "full"}, "no remat or truncate"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+    ],
+)
+def test_invalid_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_inputs_of_another_rank_are_refused():
+    model, inputs = make(), jnp.zeros((2, 3, 4))
+    with pytest.raises(ValueError, match="in_size"):
+        model(inputs)
+
+
+@pytest.mark.parametrize("name", ["gru", "both", "minlstm", "last"])
+def test_flops_are_six_per_weight(name):
+    model = make(**OPTIONS[name], embed_size=12)
+    weights = [
+        x for layer in model.layers for d in layer.directions for x in (d.weight_ih, d.weight_hh)
+    ]
+    weights += [model.head.weight] if model.config.pooling == "none" else []
+    expected = 6 * sum(x.size for x in weights if x is not None)
+    assert rnn.num_flops_per_token(model.config) == expected
+
+
+def test_masked_packed_tokens_are_padding():
+    model, mask = make(cell="mingru"), TOKENS > 3
+    got = call(model, TOKENS, segment_ids=SEGMENTS, mask=mask)
+    expected = call(model, TOKENS, segment_ids=jnp.where(mask, SEGMENTS, 0))
+    np.testing.assert_array_equal(got, expected)
+    assert np.abs(got - call(model, TOKENS, segment_ids=SEGMENTS)).max() > 1e-3

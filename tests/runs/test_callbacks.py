@@ -1,0 +1,713 @@
+import contextlib
+import json
+import os
+import re
+import signal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_loop
+from helpers import low, only_norms, parameters
+from test_loop import (
+    HELD_OUT,
+    Bigram,
+    arrays,
+    assert_equal_states,
+    checkpoints,
+    interrupt_at,
+    lines,
+    poisoned,
+    poisoned_plan,
+    poisoned_steps,
+    training,
+    without_speed,
+)
+
+import zoo
+from zoo import callbacks, losses, mlp, sharding
+from zoo.publishing.tensors import read_tensors
+from zoo.runs.callbacks.best import save_somehow
+from zoo.runs.checkpoint import CheckpointError
+from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
+
+no_curves = test_loop.no_curves
+
+
+def config(folder, **options):
+    defaults = {"steps": 12, "log_every": 4, "eval_every": 4, "checkpoint_every": 4}
+    return test_loop.config(folder, **defaults | options)
+
+
+def fit(config, *given, **options):
+    """(the state, the whole evaluation) of a run with callbacks."""
+    with zoo.Run(config) as run:
+        return zoo.fit(run, training(**options), given)
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(callbacks.Callback):
+    """Ends the process, as good as: all that is under way is lost."""
+
+    def __init__(self, moment, step):
+        def fail(loop, at, *_):
+            if at == step:
+                raise Killed
+
+        setattr(self, moment, fail)
+
+
+# --- Moments ----------------------------------------------------------------------------------
+
+
+class Recording(callbacks.Callback):
+    """Writes down each call, and keeps a sum of its own of all losses."""
+
+    def __init__(self):
+        self.arrays = {"sum": jnp.zeros(())}
+        self.values = {"steps": 0, "evaluations": []}
+        self.calls = []
+
+    def on_start(self, loop, state):
+        self.calls.append(("start", int(state.step)))
+
+    def on_step(self, loop, step, state, metrics):
+        assert set(metrics) >= {"loss", "grad_norm", "tokens"}
+        self.arrays = {"sum": self.arrays["sum"] + metrics["loss"]}
+        self.values["steps"] += 1
+        self.calls.append(("step", step))
+        return {"loss_so_far": self.arrays["sum"]}
+
+    def on_log(self, loop, step, values):
+        self.calls.append(("log", step, sorted({"loss", "loss_so_far", "eval_loss"} & set(values))))
+
+    def on_evaluation(self, loop, step, state, values):
+        self.values["evaluations"].append(step)
+        self.calls.append(("evaluation", step, dict(values), loop.whole))
+        return {"doubled": 2 * values["eval_loss"]}
+
+    def on_checkpoint(self, loop, step, state):
+        self.calls.append(("checkpoint", step))
+
+    def on_end(self, loop, step, state):
+        self.calls.append(("end", step, state is not None))
+
+
+def test_moments_come_in_the_documented_order(tmp_path):
+    recording = Recording()
+    run = config(tmp_path, steps=3, eval_every=2, checkpoint_every=2, log_every=2)
+    _, result = fit(run, recording)
+    step, value = ["loss", "loss_so_far"], {"eval_loss": 1.0}
+    assert recording.calls == [
+        ("start", 0),
+        ("step", 1),
+        ("step", 2),
+        ("log", 1, step),
+        ("log", 2, step),
+        ("checkpoint", 2),
+        ("evaluation", 2, value, False),
+        ("log", 2, ["eval_loss"]),
+        ("step", 3),
+        ("log", 3, step),
+        ("checkpoint", 3),
+        ("evaluation", 3, value, True),
+        ("log", 3, ["eval_loss"]),
+        ("end", 3, True),
+    ]
+    assert result == {"eval_loss": 1.0, "doubled": 2.0}
+    assert lines(run, "doubled") == {2: 2.0, 3: 2.0}
+    assert lines(run, "loss_so_far")[2] == pytest.approx(sum(lines(run).values()) - lines(run)[3])
+
+
+@pytest.mark.parametrize("moment", ["on_step", "on_evaluation"])
+def test_resumed_runs_make_the_calls_of_an_unbroken_one(moment, tmp_path):
+    whole, first, second = Recording(), Recording(), Recording()
+    options = {"eval_every": 2}
+    state, _ = fit(config(tmp_path / "whole", **options), whole)
+    with pytest.raises(Killed):
+        fit(config(tmp_path, **options), first, Kill(moment, 10))
+    assert first.calls[-1] == ("end", 10, False)
+    resumed, result = fit(config(tmp_path, **options), second)
+
+    assert second.calls[0] == ("start", 8)
+    since = whole.calls.index(("checkpoint", 8)) + 1
+    assert whole.calls[since][:2] == ("evaluation", 8)
+    assert second.calls[1:] == whole.calls[since:]
+    assert second.values == whole.values == {"steps": 12, "evaluations": [2, 4, 6, 8, 10, 12]}
+    assert second.arrays["sum"].tobytes() == whole.arrays["sum"].tobytes()
+    assert float(second.arrays["sum"]) > 12
+    assert_equal_states(resumed, state)
+    assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
+    assert result == {"eval_loss": 1.0, "doubled": 2.0}
+
+
+def test_finished_runs_show_callbacks_their_last_evaluation(tmp_path):
+    fit(config(tmp_path, steps=4), Recording())
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = Recording()
+    _, result = fit(config(tmp_path, steps=4), again)
+    assert [call[:2] for call in again.calls] == [
+        ("start", 4),
+        ("evaluation", 4),
+        ("log", 4),
+        ("end", 4),
+    ]
+    assert again.values == {"steps": 4, "evaluations": [4]}
+    assert result == {"eval_loss": 1.0, "doubled": 2.0}
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_signals_end_callbacks_with_a_state(tmp_path):
+    class Signalled(Recording):
+        def on_evaluation(self, loop, step, state, values):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().on_evaluation(loop, step, state, values)
+
+    whole, first, second = Recording(), Signalled(), Recording()
+    run = config(tmp_path, checkpoint_every=1000)
+    with pytest.raises(SystemExit):
+        fit(run, first)
+    assert first.calls[-1] == ("end", 4, True)
+    assert checkpoints(run) == [4]
+    second.name = first.name
+    fit(run, second)  # whose checkpoint was written after the evaluation, with the state of before
+    fit(config(tmp_path / "whole"), whole)
+    assert second.values == whole.values
+    assert without_speed(run) == without_speed(config(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_evaluations_cut_short_within_callbacks_are_repeated(tmp_path, monkeypatch):
+    def judged(folder, *given):
+        with zoo.Run(config(folder)) as run:
+            other = zoo.evaluator(run, losses.next_token, HELD_OUT)
+            named = callbacks.Evaluations({"other": other})
+            return zoo.fit(run, training(), [*given, named])
+
+    whole, first, second = Recording(), Recording(), Recording()
+    judged(tmp_path / "whole", whole)
+    with monkeypatch.context() as context:
+        interrupt_at(context, lambda: signal.raise_signal(signal.SIGTERM), 2)
+        with pytest.raises(SystemExit):
+            judged(tmp_path, first)
+    assert list(lines(config(tmp_path), "other/eval_loss")) == [4]
+    judged(tmp_path, second)
+    assert second.values == whole.values == {"steps": 12, "evaluations": [4, 8, 12]}
+    assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
+
+
+def test_returned_metrics_cost_no_transfer_of_their_own(tmp_path, monkeypatch):
+    def counted(*given):
+        calls, get, wait = [], jax.device_get, jax.block_until_ready
+        with monkeypatch.context() as context:
+            context.setattr(jax, "device_get", lambda x: (calls.append("get"), get(x))[1])
+            context.setattr(jax, "block_until_ready", lambda x: (calls.append("wait"), wait(x))[1])
+            fit(config(tmp_path / str(len(given))), *given)
+        return calls
+
+    none = counted()
+    assert none.count("wait") > 10
+    assert none.count("get") == 4  # steps 1, 4, 8, 12
+    assert counted(Recording()) == none
+
+
+# --- Errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((Recording(), Recording()), ValueError, "two have the name 'recording'"),
+        ((Recording,), TypeError, "callbacks"),
+        ((type("Odd", (callbacks.Callback,), {"name": "a.b"})(),), ValueError, "name 'a.b' may"),
+    ],
+    ids=["same name", "a class", "a dot"],
+)
+def test_unfit_callbacks_are_refused_before_compute(given, error, message, tmp_path):
+    fail = lambda key: pytest.fail("a model was made")
+    with pytest.raises(error, match=re.escape(message)):
+        fit(config(tmp_path), *given, make_model=fail)
+
+
+class Broken(callbacks.Callback):
+    def __init__(self, moment):
+        setattr(self, moment, self.fail)
+
+    def fail(self, *_):
+        raise ValueError("this is why")
+
+
+@pytest.mark.parametrize(
+    "moment", ["on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on_end"]
+)
+def test_errors_of_callbacks_name_them(moment, tmp_path):
+    before, after = Recording(), Counting()
+    with pytest.raises(ValueError, match="this is why") as e:
+        fit(config(tmp_path, steps=4), before, Broken(moment), after)
+    assert e.value.__notes__ == [f"in {moment} of the callback 'broken'"]
+    assert before.calls[-1][0] == "end"
+    assert after.ended == (moment != "on_start")
+    saved = moment in ("on_evaluation", "on_checkpoint", "on_end")
+    assert checkpoints(config(tmp_path)) == ([4] if saved else [])
+
+
+def test_errors_at_the_end_do_not_mask_the_first(tmp_path, capsys):
+    with pytest.raises(Killed):
+        fit(config(tmp_path), Broken("on_end"), Kill("on_step", 2))
+    assert "this is why') in on_end of the callback 'broken'" in capsys.readouterr().out
+
+
+def state_of(name, value):
+    def on_step(self, *_):
+        setattr(self, name, value)
+
+    return type("Odd", (callbacks.Callback,), {"on_step": on_step})()
+
+
+@pytest.mark.parametrize(
+    ("callback", "error", "message"),
+    [
+        (state_of("values", {"x": {1, 2}}), TypeError, "'odd': `values` has to be JSON"),
+        (state_of("arrays", {"x": 1.0}), TypeError, "'odd': arrays.x is a float, and no array"),
+        (
+            type("Odd", (callbacks.Callback,), {"on_step": lambda *_: {"loss": 1.0}})(),
+            ValueError,
+            "'odd' returned a metric 'loss', which there is already: rename it",
+        ),
+        (
+            type("Odd", (callbacks.Callback,), {"on_log": lambda _, loop, *__: loop.stop("x")})(),
+            RunError,
+            "loop.stop('x') in on_log: call it in on_start, on_step or on_evaluation",
+        ),
+        (
+            type("Odd", (callbacks.Callback,), {"on_step": lambda *_: "text"})(),
+            TypeError,
+            "on_step of the callback 'odd' returned a str: return a dict of scalars by name",
+        ),
+    ],
+    ids=["values", "arrays", "metric", "stop", "text"],
+)
+def test_mistakes_of_callbacks_are_named(callback, error, message, tmp_path):
+    with pytest.raises(error, match=re.escape(message)):
+        fit(config(tmp_path, steps=4), callback)
+
+
+def test_misspelt_moments_are_refused():
+    with pytest.raises(TypeError, match=r"Odd\.on_evalution is never called: .*'on_evaluation'"):
+        type("Odd", (callbacks.Callback,), {"on_evalution": lambda *_: None})
+
+
+# --- State ------------------------------------------------------------------------------------
+
+
+class Counting(callbacks.Callback):
+    def __init__(self):
+        self.values = {"steps": 0}
+        self.ended = False
+
+    def on_step(self, *_):
+        self.values["steps"] += 1
+
+    def on_end(self, *_):
+        self.ended = True
+
+
+def test_values_of_absent_callbacks_are_kept(tmp_path, capsys):
+    fit(config(tmp_path, steps=4), Counting())
+    fit(config(tmp_path, steps=8))
+    assert "the callback 'counting' is not there any more; its state is kept" in (
+        capsys.readouterr().out
+    )
+    counting = Counting()
+    fit(config(tmp_path, steps=12), counting)
+    assert counting.values == {"steps": 8}
+
+
+def test_arrays_of_absent_callbacks_are_refused(tmp_path):
+    fit(config(tmp_path, steps=4), Recording())
+    with pytest.raises(
+        RunError, match="has arrays of the callback 'recording', which would be los"
+    ):
+        fit(config(tmp_path), Counting())
+    fit(config(tmp_path), Recording())
+
+
+def test_new_callbacks_start_anew_aloud(tmp_path, capsys):
+    fit(config(tmp_path, steps=4))
+    counting, bare = Counting(), type("Bare", (callbacks.Callback,), {})()
+    fit(config(tmp_path, steps=8), counting, bare)
+    output = capsys.readouterr().out
+    assert "has no state of the callback 'counting': it starts anew" in output
+    assert "'bare'" not in output
+    assert counting.values == {"steps": 4}
+
+
+def test_other_arrays_of_a_callback_are_refused(tmp_path):
+    fit(config(tmp_path, steps=4), Recording())
+    other = Recording()
+    other.arrays = {"sum": jnp.zeros(3)}
+    with pytest.raises(zoo.runs.checkpoint.CheckpointError, match=r"callbacks\.recording\.sum"):
+        fit(config(tmp_path), other)
+
+
+@pytest.mark.parametrize("damaged", ["one", "all"])
+def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path, caplog, damaged):
+    """They are as large as arrays whose files are verified when they are read."""
+    whole = config(tmp_path / "whole")
+    fit(whole, *(wanted := [Recording(), Marked()]))
+    parts, folder = tmp_path / "parts", tmp_path / "parts" / "run" / "checkpoints"
+    fit(config(parts, steps=8), Recording(), Marked())
+    for step in ("8", "4") if damaged == "all" else ("8",):
+        assert flip(folder / step) > MARK.nbytes
+    if damaged == "all":
+        for _ in range(2):  # and it does not start anew
+            with pytest.raises(CheckpointError, match=r"undamaged:\n  step 4: callbacks\.marked"):
+                fit(config(parts), Recording(), Marked())
+        assert {path.name for path in folder.iterdir()} == {"4", "8.damaged"}
+        return
+    found = [Recording(), Marked()]
+    state, _ = fit(config(parts), *found)
+    assert "step 8: callbacks.marked cannot be read" in caplog.text
+    assert "step 4 is used instead" in caplog.text
+    assert (folder / "8.damaged").is_dir()
+    assert found[0].values == wanted[0].values
+    assert found[0].arrays == wanted[0].arrays
+    np.testing.assert_array_equal(found[1].arrays, MARK)
+    assert without_speed(config(parts)) == without_speed(whole)
+    assert int(state.step) == 12
+
+
+MARK = np.random.default_rng(0).normal(size=2**19).astype("f4")
+
+
+class Marked(callbacks.Callback):
+    """Has an array that is larger than all others."""
+
+    def __init__(self):
+        self.arrays = jnp.asarray(MARK)
+
+
+def flip(folder):
+    """Change a bit in the midst of the largest file of a folder; its size."""
+    path = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda x: x.stat().st_size
+    )
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return len(data)
+
+
+# --- Stopping ---------------------------------------------------------------------------------
+
+
+class StopAt(callbacks.Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, loop, step, *_):
+        if step == self._step:
+            loop.stop("enough is enough")
+
+
+def test_stopped_runs_end_as_at_their_last_step(tmp_path, capsys):
+    run = config(tmp_path)
+    state, _ = fit(run, StopAt(6))
+    ended = "the callback 'stopat' has ended the run at step 6: enough is enough"
+    assert ended in capsys.readouterr().out
+    same, _ = fit(config(tmp_path / "same", steps=6))
+    assert_equal_states(state, same)
+    assert without_speed(run) == without_speed(config(tmp_path / "same"))
+    assert list(lines(run)) == [1, 4, 6]
+    assert checkpoints(run) == [4, 6]
+
+    before = (run.run_dir / "metrics.jsonl").read_bytes()
+    again, result = fit(run, StopAt(9))  # which does not say that it would continue
+    assert ended in capsys.readouterr().out
+    assert_equal_states(again, state)
+    assert result == {"eval_loss": 1.0}
+    assert (run.run_dir / "metrics.jsonl").read_bytes() == before
+    more, _ = fit(run)
+    assert "which ended the run at step 6, is not there any more: it" in capsys.readouterr().out
+    assert int(more.step) == 12
+
+
+def test_callbacks_may_stop_before_the_first_step(tmp_path):
+    stop = type("Stop", (callbacks.Callback,), {"on_start": lambda _, loop, s: loop.stop("x")})()
+    state, result = fit(config(tmp_path), stop)
+    assert int(state.step) == 0
+    assert result == {"eval_loss": 1.0}
+
+
+def by_step(losses):
+    """An evaluation that gives these losses by the steps that the run has behind it."""
+
+    class Script(callbacks.Callback):
+        def on_evaluation(self, loop, step, state, values):
+            return {"scripted": losses[step]}
+
+    return Script()
+
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 0.99, 8: float("nan"), 10: 1.5, 12: 0.5}
+
+
+def test_early_stopping_counts_evaluations_without_improvement(tmp_path, capsys):
+    def stopping(patience, **options):
+        options = {"minimum_improvement": 0.1} | options
+        return callbacks.EarlyStopping("scripted", patience, **options)
+
+    run = config(tmp_path, eval_every=2)
+    state, _ = fit(run, by_step(LOSSES), stopping(3))
+    reason = "scripted has not improved since step 4 (1), in 3 evaluation(s)"
+    assert f"the callback 'early-stopping' has ended the run at step 10: {reason}" in (
+        capsys.readouterr().out
+    )
+    assert checkpoints(run) == [4, 8, 10]
+    evaluated = [r["step"] for r in read_metrics(run.run_dir / "metrics.jsonl") if "scripted" in r]
+    assert evaluated == [2, 4, 6, 8, 10, 10]  # the last one is of all that is held out
+
+    before = (run.run_dir / "metrics.jsonl").read_bytes()
+    again, _ = fit(run, by_step(LOSSES), stopping(3))
+    assert reason in capsys.readouterr().out
+    assert int(again.step) == 10
+    assert_equal_states(again, state)
+    assert (run.run_dir / "metrics.jsonl").read_bytes() == before
+    more = stopping(4)
+    state, _ = fit(run, by_step(LOSSES), more)
+    assert int(state.step) == 12
+    assert more.values == {"best": 0.5, "step": 12, "since": 0}
+    # Of a metric that should grow, the first one is the best.
+    state, _ = fit(config(tmp_path / "max", eval_every=2), by_step(LOSSES), stopping(3, mode="max"))
+    assert int(state.step) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 0}, "patience=0"),
+        ({"minimum_improvement": -1.0}, "minimum_improvement=-1.0"),
+        ({"mode": "lowest"}, "'lowest'"),
+    ],
+    ids=str,
+)
+def test_unfit_arguments_of_early_stopping_are_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        callbacks.EarlyStopping(**options)
+
+
+def test_unknown_metrics_are_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'early-stopping': metric='loss' is not among .* eval_loss"
+    ):
+        fit(config(tmp_path), callbacks.EarlyStopping("loss"))
+
+
+# --- The average of the weights -----------------------------------------------------------------
+
+
+class Weights(callbacks.Callback):
+    """The head's values after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, loop, state):
+        self.seen.append(np.asarray(state.model.head))
+
+    def on_step(self, loop, step, state, metrics):
+        self.seen.append(np.asarray(state.model.head))
+
+
+def averaged(weights, decay, *, warmup):
+    average = weights[0].astype(np.float64)
+    for n, x in enumerate(weights[1:], start=1):
+        share = 1 - (min(decay, (1 + n) / (10 + n)) if warmup else decay)
+        average = average + share * (x - average)
+    return average
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_average_follows_its_formula(warmup, tmp_path):
+    average, weights = callbacks.Average(0.9, warmup=warmup), Weights()
+    fit(config(tmp_path, steps=6), average, weights)
+    assert len(weights.seen) == 7
+    np.testing.assert_allclose(
+        average.model.head, averaged(weights.seen, 0.9, warmup=warmup), rtol=1e-5
+    )
+    assert not np.allclose(average.model.head, weights.seen[-1], rtol=1e-2)
+
+
+def test_skipped_steps_do_not_move_the_average(tmp_path):
+    plan = poisoned_plan(7)
+    bad = poisoned_steps(plan, 12)
+    assert bad
+    average, weights = callbacks.Average(0.9), Weights()
+    options = {"plan": plan, "loss_fn": poisoned}
+    fit(config(tmp_path, on_nonfinite="skip"), average, weights, **options)
+    kept = [x for step, x in enumerate(weights.seen) if step not in bad]
+    np.testing.assert_allclose(average.model.head, averaged(kept, 0.9, warmup=True), rtol=1e-5)
+
+
+def size(model, whole):
+    """An evaluation that tells models apart."""
+    return {"eval_loss": float(jnp.abs(model.head).sum())}
+
+
+def test_average_is_sharded_and_evaluated(tmp_path):
+    average, run = callbacks.Average(0.9), config(tmp_path, steps=2, mesh="fsdp=2,tensor=2")
+    state, result = fit(run, average, evaluate=size)
+    for x, y in zip(arrays(average.model), arrays(state.model), strict=True):
+        assert sharding.canonical(x.sharding) == sharding.canonical(y.sharding)
+        assert not x.sharding.is_fully_replicated
+    assert result == {**size(state.model, True), "average/eval_loss": result["average/eval_loss"]}
+    assert result["average/eval_loss"] == size(average.model, True)["eval_loss"]
+    assert result["average/eval_loss"] != result["eval_loss"]
+
+
+def test_average_is_resumed_bit_for_bit(tmp_path):
+    whole, first, second = (callbacks.Average(0.9) for _ in range(3))
+    fit(config(tmp_path / "whole"), whole, evaluate=size)
+    with pytest.raises(Killed):
+        fit(config(tmp_path), first, Kill("on_step", 10), evaluate=size)
+    fit(config(tmp_path), second, evaluate=size)
+    for x, y in zip(arrays(whole.arrays), arrays(second.arrays), strict=True):
+        assert x.tobytes() == y.tobytes()
+    assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
+
+
+def test_only_trained_weights_are_averaged(tmp_path):
+    trainable = lambda model: eqx.tree_at(
+        lambda m: m.table, jax.tree.map(lambda _: True, model), False
+    )
+    average = callbacks.Average(0.9)
+    state, _ = fit(config(tmp_path), average, trainable=trainable)
+    assert average.arrays["model"].table is None
+    np.testing.assert_array_equal(average.model.table, state.model.table)
+    assert not np.allclose(average.model.head, state.model.head)
+
+
+@pytest.mark.slow
+def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
+    base = low()
+    options = {"pretrained": base, "trainable": only_norms, "make_model": lambda key, model: model}
+    average, norms = callbacks.Average(0.9), callbacks.Norms(every=1)
+    state, _ = fit(config(tmp_path, steps=2, mesh="fsdp=2"), average, norms, **options)
+    before, after, averaged = map(parameters, (base, state.model, average.model))
+    trained = {name for name in before if name.endswith("scale")}
+    assert 0 < len(trained) < len(before)
+    for name, array in averaged.items():
+        assert array.dtype == after[name].dtype == ("float32" if name in trained else "bfloat16")
+        assert np.array_equal(array, before[name]) == (name not in trained), name
+    last = json.loads((tmp_path / "run" / "norms.jsonl").read_text().splitlines()[-1])
+    measured = {re.sub(r"blocks\.\d+", "blocks", name) for name in last if "norms/" in name}
+    assert measured == {f"norms/{name}" for name in trained}
+    # The placement table has the dtypes that they are held in.
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    dtypes = {row[0]: row[2] for row in rows if row and row[0] in before}
+    assert dtypes == {name: str(x.dtype) for name, x in after.items()}
+
+
+def test_unfit_decays_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"decay=1\.0: must be in \[0, 1\)"):
+        callbacks.Average(1.0)
+    with pytest.raises(ValueError, match=r"decay=-0\.1: must be in \[0, 1\)"):
+        callbacks.Average(-0.1)
+    callbacks.Average(0.0)
+    with pytest.raises(ValueError, match=r"average=1\.5: must be in \[0, 1\)"):
+        config(tmp_path, average=1.5)
+    with pytest.raises(ValueError, match="keep_best='average/eval_loss': needs --average"):
+        config(tmp_path, keep_best="average/eval_loss")
+
+
+def test_averages_update_without_compiles_in_the_loop(tmp_path):
+    class Counted(callbacks.Callback):
+        def on_step(self, loop, step, *_):
+            if step == 1:
+                self.counter = zoo.runs.monitor.CompileCounter()
+                self.counter.__enter__()
+
+        def on_end(self, *_):
+            self.counter.__exit__(None, None, None)
+
+    counted = Counted()
+    fit(config(tmp_path), counted, callbacks.Average())
+    assert counted.counter.compiles == 0
+
+
+# --- The best model ---------------------------------------------------------------------------
+
+
+def test_best_model_is_kept_over_a_resume(tmp_path, capsys):
+    script = {2: 3.0, 4: 1.0, 6: 2.0, 8: 0.5, 10: 0.7, 12: 0.6}
+    weights = Weights()
+    run = config(tmp_path, eval_every=2)
+    with pytest.raises(Killed):
+        fit(run, by_step(script), callbacks.BestCheckpoint("scripted"), weights, Kill("on_step", 7))
+
+    def kept():
+        like = eqx.filter_eval_shape(Bigram, jax.random.key(0))
+        return read_tensors(run.run_dir / "best" / "model.safetensors", like, None, None)
+
+    np.testing.assert_array_equal(kept().head, weights.seen[4])
+    again = Weights()
+    fit(run, by_step(script), callbacks.BestCheckpoint("scripted"), again)
+    np.testing.assert_array_equal(kept().head, again.seen[8 - 4])
+    metrics = json.loads((run.run_dir / "best" / "metrics.json").read_text())
+    assert (metrics["steps"], metrics["scripted"]) == (8, 0.5)
+    assert zoo.common.checksums.problems(run.run_dir / "best") == []
+    assert "like=" in (run.run_dir / "best" / "README.md").read_text()
+    assert "step 8: the best scripted so far, 0.5" in capsys.readouterr().out
+
+
+def test_best_checkpoints_of_the_zoo_load(tmp_path):
+    model = mlp.MLP(mlp.Config(in_size=2, out_size=3, hidden_size=4), key=jax.random.key(0))
+    save_somehow(tmp_path / "best", model, {"eval_loss": 1.0})
+    save_somehow(tmp_path / "best", model, {"eval_loss": 0.5})
+    x = jnp.ones((1, 2))
+    np.testing.assert_array_equal(zoo.load(tmp_path / "best")(x), model(x))
+    assert json.loads((tmp_path / "best" / "metrics.json").read_text())["eval_loss"] == 0.5
+
+
+# --- Further evaluations, samples ---------------------------------------------------------------
+
+
+def test_named_evaluations_add_their_metrics(tmp_path):
+    seen = []
+
+    def easy(model, whole):
+        seen.append(whole)
+        return {"loss": 0.5, "accuracy": 0.9}
+
+    named = callbacks.Evaluations({"easy": easy}, every=8)
+    _, result = fit(config(tmp_path, steps=16), named)
+    assert seen == [False, True]
+    assert result == {"eval_loss": 1.0, "easy/eval_loss": 0.5, "easy/accuracy": 0.9}
+    assert lines(config(tmp_path), "easy/eval_loss") == {8: 0.5, 16: 0.5}
+    with pytest.raises(ValueError, match="every=6 must be a multiple of eval_every=4"):
+        fit(config(tmp_path / "odd"), callbacks.Evaluations({"easy": easy}, every=6))
+
+
+def test_samples_are_printed_and_kept(tmp_path, capsys):
+    def samples():
+        return callbacks.Samples(lambda model: f"head {float(model.head.sum()):.6f}", every=3)
+
+    fit(config(tmp_path / "whole"), samples())
+    assert "--- a sample of step 3 ---\nhead " in capsys.readouterr().out
+    with contextlib.suppress(Killed):
+        fit(config(tmp_path), samples(), Kill("on_step", 7))
+    fit(config(tmp_path), samples())
+    whole, resumed = (
+        read_metrics(folder / "run" / "samples.jsonl") for folder in (tmp_path / "whole", tmp_path)
+    )
+    assert [line["step"] for line in whole] == [3, 6, 9, 12]
+    assert len({line["text"] for line in whole}) == 4
+    assert resumed == whole
+    with pytest.raises(ValueError, match="every=0: must be at least 1"):
+        callbacks.Samples(str, every=0)

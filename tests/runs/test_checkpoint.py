@@ -1,0 +1,700 @@
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from zoo.common import checksums, files
+from zoo.runs import stored_arrays
+from zoo.runs.checkpoint import Checkpointer, CheckpointError, problems
+from zoo.sharding import make_mesh
+
+
+class State(eqx.Module):
+    weights: dict[str, jax.Array]
+    moments: tuple[jax.Array, ...]
+    step: jax.Array
+    key: jax.Array
+    activation: Callable = jax.nn.gelu
+    name: str = eqx.field(static=True, default="state")
+
+
+def make_state(seed: int, mesh=None, size: int = 8) -> State:
+    key = jax.random.key(seed)
+    state = State(
+        weights={"w": jax.random.normal(key, (size, 4)), "b": jnp.full(4, jnp.float32(seed))},
+        moments=(jax.random.normal(key, (size, 4)).astype(jnp.bfloat16), jnp.arange(size) + seed),
+        step=jnp.int32(seed),
+        key=jax.random.split(key, 2),
+    )
+    if mesh is None:
+        return state
+    put = lambda leaf, where: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf
+    return jax.tree.map(put, state, placement(state, mesh))
+
+
+def placement(state, mesh):
+    def place(leaf):
+        axes = ("fsdp", "tensor")[: leaf.ndim] if leaf.ndim == 2 else ()
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(lambda leaf: place(leaf) if eqx.is_array(leaf) else leaf, state)
+
+
+def skeleton(state, mesh):
+    def abstract(leaf, where):
+        if not eqx.is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(abstract, state, placement(state, mesh))
+
+
+def host(tree) -> list[tuple[str, tuple, bytes]]:
+    def data(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        # A copy: while NumPy looks at a buffer, JAX does not donate it.
+        return np.asarray(jnp.copy(jax.random.key_data(leaf) if is_key else leaf))
+
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    return [(str(leaf.dtype), leaf.shape, data(leaf).tobytes()) for leaf in leaves]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def open_(folder=tmp_path / "checkpoints", **options) -> Checkpointer:
+        made.append(Checkpointer(folder, **options))
+        return made[-1]
+
+    yield open_
+    for checkpointer in made:
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=4,fsdp=2", "fsdp=2", ""])
+def test_restores_bit_for_bit_on_any_mesh(opened, spec):
+    state = make_state(3, make_mesh("data=4,fsdp=2"))
+    meta = {"config": {"lr": 1e-3, "name": "x"}, "position": 12}
+    writer = opened()
+    writer.save(3, state, meta)
+    writer.wait()
+    checkpointer = opened()
+    mesh = make_mesh(spec)
+    for like in (skeleton(state, mesh), make_state(0, mesh)):
+        restored, step, saved_meta = checkpointer.restore(like)
+        assert (step, saved_meta) == (3, meta)
+        assert host(restored) == host(state)
+        assert restored.activation is jax.nn.gelu
+        wanted = placement(state, mesh)
+        for leaf, where in zip(
+            jax.tree.leaves(eqx.filter(restored, eqx.is_array)),
+            [s for s in jax.tree.leaves(wanted) if isinstance(s, NamedSharding)],
+            strict=True,
+        ):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    draw = lambda keys: jax.random.key_data(jax.vmap(jax.random.split)(keys))
+    np.testing.assert_array_equal(draw(restored.key), draw(make_state(3).key))
+
+
+def test_empty_restore_and_invalid_keep(opened, tmp_path):
+    assert opened().restore(make_state(0)) is None
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_retention_keeps_the_newest(opened):
+    checkpointer = opened(keep=2)
+    for step in (1, 2, 10, 11):
+        checkpointer.save(step, make_state(step), {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [10, 11]
+    assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["10", "11"]
+
+
+def test_pruning_waits_for_a_sealed_step(opened, monkeypatch):
+    checkpointer = opened(keep=1)
+    checkpointer.save(1, make_state(1), {})
+    checkpointer.wait()
+
+    def fail(folder, **_):
+        assert checkpointer.good_steps() == [1]
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checksums, "write", fail)
+    checkpointer.save(2, make_state(2), {})
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpointer.wait()
+    assert checkpointer.restore(make_state(0))[1] == 1
+    monkeypatch.undo()
+    checkpointer.save(2, make_state(2), {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [2]
+
+
+FULL = os.strerror(errno.ENOSPC)
+FULL_DISK = {
+    "ours": OSError(errno.ENOSPC, FULL),
+    "Orbax's": ValueError(f"RESOURCE_EXHAUSTED: Failed to write 8 bytes to file 18: {FULL}"),
+}
+
+
+@pytest.mark.parametrize("error", FULL_DISK)
+@pytest.mark.parametrize("method", ["save", "wait_until_finished"])
+def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error):
+    checkpointer = opened()
+
+    def save(step):
+        checkpointer.save(step, make_state(step), {})
+        checkpointer.wait()
+
+    def fail(*_, **__):
+        raise FULL_DISK[error]
+
+    for step, left in ((1, "no step is there"), (2, "step 1 is there")):
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpointer._orbax, method, fail)
+            message = rf"Step {step} could not be saved in .*: the disk is full\. .*{left}"
+            with pytest.raises(CheckpointError, match=message):
+                save(step)
+        checkpointer._orbax.wait_until_finished()
+        save(step)
+    assert checkpointer.good_steps() == [1, 2]
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(2))
+
+
+def test_existing_steps_are_never_overwritten(opened):
+    checkpointer = opened()
+    for _ in range(2):
+        checkpointer.save(1, make_state(1), {})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match="Restore from this folder"):
+        opened().save(1, make_state(2), {})
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(1))
+
+
+def test_meta_must_be_json(opened):
+    with pytest.raises(TypeError, match="JSON"):
+        opened().save(1, make_state(1), {"config": object()})
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def lose_the_folder(path: Path) -> None:
+    """Put a file in the place of the folder that the file is in."""
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+
+
+DAMAGES = [empty, truncate, flip_bit, Path.unlink, become_a_folder, lose_the_folder]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, make_state(step), {})
+    checkpointer.close()
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_steps_fall_back_with_warning(two_steps, tmp_path, caplog, opened, damage):
+    names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
+    assert len(names) >= 8
+    like, good = make_state(0), host(make_state(1))
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    checkpointer = opened(folder)
+    for name in names:
+        damage(folder / name)
+        is_there = (folder / "2").is_dir()
+        missed = name.relative_to("2").as_posix() if is_there else checksums.NAME
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            restored, step, _ = checkpointer.restore(like)
+        assert step == 1
+        assert host(restored) == good
+        said = caplog.text
+        assert "step 2" in said
+        assert "step 1 is used instead" in said
+        assert missed in said
+        (aside,) = folder.glob("2.damaged")
+        files.remove(aside)
+        shutil.copytree(two_steps / "2", folder / "2")
+    assert checkpointer.restore(like)[1] == 2
+
+
+def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    refused = folder / "2" / "meta.json"
+
+    def open_(path, *arguments, **options):
+        if path == refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_)
+    with pytest.raises(PermissionError, match=str(refused)):
+        opened(folder).restore(make_state(0))
+    assert refused.exists()
+
+
+def test_leftovers_of_killed_saves_are_removed(tmp_path, opened):
+    folder = tmp_path / "checkpoints"
+    (folder / "1.tmp" / "arrays").mkdir(parents=True)
+    (folder / "2.tmp").touch()
+    opened(folder)
+    assert os.listdir(folder) == []
+
+
+def test_restore_without_undamaged_step_fails(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    flip_bit(folder / "2" / "meta.json")
+    (folder / "1" / "checksums.json").unlink()
+    checkpointer = opened(folder)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.restore(make_state(0))
+        assert "step 2: meta.json is damaged" in str(error.value)
+        assert "step 1: checksums.json is missing" in str(error.value)
+        assert "move the folder away" in str(error.value)
+    assert checkpointer.good_steps() == [1, 2]
+
+
+def test_renamed_step_folders_are_damaged(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps / "1", folder / "7")
+    with pytest.raises(CheckpointError, match="step 7: the folder holds step 1"):
+        opened(folder).restore(make_state(0))
+
+
+def test_damaged_steps_can_be_saved_again(two_steps, tmp_path, opened):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    checkpointer = opened(folder)
+    for _ in range(2):
+        flip_bit(folder / "2" / "meta.json")
+        assert checkpointer.restore(make_state(0))[1] == 1
+        checkpointer.save(2, make_state(5), {})
+        checkpointer.wait()
+    assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(5))
+    assert {"2.damaged", "2.damaged-2"} <= {path.name for path in folder.iterdir()}
+
+
+def test_model_mismatch_lists_each_path(two_steps, opened):
+    like = make_state(0)
+    other = eqx.tree_at(
+        lambda s: (s.weights, s.moments[0], s.key),
+        like,
+        (
+            {"w": jnp.zeros((8, 5)), "extra": jnp.zeros(2)},
+            like.moments[0].astype(jnp.float32),
+            jax.random.split(jax.random.key(0, impl="rbg"), 2),
+        ),
+    )
+    with pytest.raises(CheckpointError) as error:
+        opened(two_steps).restore(other)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        "key: key<fry>[2] in the checkpoint, key<rbg>[2] in this run",
+        "moments.0: bfloat16[8, 4] in the checkpoint, float32[8, 4] in this run",
+        "weights.b: float32[4] in the checkpoint, none in this run",
+        "weights.extra: none in the checkpoint, float32[2] in this run",
+        "weights.w: float32[8, 4] in the checkpoint, float32[8, 5] in this run",
+    ]
+
+
+@pytest.mark.parametrize("spec", ["", "fsdp=8"])
+def test_donated_buffers_are_saved_intact(opened, spec):
+    mesh = make_mesh(spec)
+    checkpointer = opened()
+    state = make_state(1, mesh, size=1 << 15)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(state, eqx.is_array))
+
+    def update(arrays):
+        change = lambda x: (
+            x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x + x.dtype.type(1)
+        )
+        return jax.tree.map(change, arrays)
+
+    step_fn = jax.jit(update, donate_argnums=0, out_shardings=shardings)
+    arrays, static = eqx.partition(state, eqx.is_array)
+    for step in range(1, 5):
+        expected = host(arrays)
+        checkpointer.save(step, eqx.combine(arrays, static), {})
+        for _ in range(20):
+            arrays = step_fn(arrays)
+        restored, _, _ = checkpointer.restore(state_like := make_state(0, mesh, size=1 << 15))
+        assert host(restored) == expected
+        # What was restored is donated as well.
+        again, _ = eqx.partition(restored, eqx.is_array)
+        for _ in range(3):
+            again = step_fn(again)
+        assert host(checkpointer.restore(state_like)[0]) == expected
+
+
+def test_saving_compiles_nothing(opened):
+    compiles = []
+    listen = lambda event, *_, **__: compiles.append(event) if "backend_compile" in event else None
+    state = make_state(1, make_mesh("data=2,fsdp=2,tensor=2"))
+    jax.block_until_ready(eqx.filter(state, eqx.is_array))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        checkpointer = opened()
+        for step in (1, 2):
+            checkpointer.save(step, state, {})
+        checkpointer.wait()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiles
+
+
+KILLED = """
+import sys
+import threading
+import jax, jax.numpy as jnp
+from zoo.runs.checkpoint import Checkpointer
+
+make = lambda step: {"w": jnp.arange(200_000.0) + step, "key": jax.random.key(step)}
+checkpointer = Checkpointer(sys.argv[1])
+restored = checkpointer.restore(make(0))
+start = 0
+if restored is not None:
+    state, start, _ = restored
+    assert (state["w"] == make(start)["w"]).all() and state["key"] == make(start)["key"]
+print("restored", start, flush=True)
+for step in range(start + 1, 10_000):
+    checkpointer.save(step, make(step), {})
+"""
+
+
+def test_killed_saves_leave_a_good_step(tmp_path):
+    moments = np.random.default_rng().uniform(0, 0.3, size=3)
+    starts = []
+    for moment in moments:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            text=True,
+        )
+        line = process.stdout.readline()
+        before = newest(tmp_path)
+        while process.poll() is None and newest(tmp_path) <= before:
+            time.sleep(0.01)
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert line.startswith("restored"), errors
+        starts.append(int(line.split()[1]))
+    assert starts[0] == 0 < starts[1] < starts[2], f"{starts}, killed at {moments}"
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
+
+
+@pytest.mark.parametrize("stage", ["meta.json", "checksums.json.tmp", "checksums.json"])
+def test_uncommitted_steps_are_discarded(two_steps, tmp_path, caplog, opened, stage):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    killed = (folder / "2").rename(folder / "2.tmp")
+    (killed / stage).touch()
+    checkpointer = opened(folder)
+    assert "2.tmp" in caplog.text
+    assert not killed.exists()
+    assert checkpointer.restore(make_state(0))[1] == 1
+
+
+def test_shortened_checksum_list_is_detected(tmp_path):
+    (tmp_path / "a").write_text("a")
+    checksums.write(tmp_path)
+    assert checksums.problems(tmp_path) == []
+    (tmp_path / "extra").write_text("x")
+    assert checksums.problems(tmp_path) == []
+    content = json.loads((tmp_path / checksums.NAME).read_text())
+    content["files"] = {}
+    (tmp_path / checksums.NAME).write_text(json.dumps(content))
+    assert checksums.problems(tmp_path) == ["checksums.json is damaged"]
+
+
+def test_three_steps_are_kept_by_default(opened):
+    checkpointer = opened()
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, {"w": jnp.zeros(2)}, {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [2, 3, 4]
+
+
+def test_failed_saves_can_be_repeated(opened, monkeypatch):
+    def fail(folder, **_):
+        raise OSError("Input/output error")
+
+    checkpointer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(checksums, "write", fail)
+        checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+        with pytest.raises(CheckpointError, match=r"Step 1 .*Input/output error"):
+            checkpointer.wait()
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    checkpointer.wait()
+    assert checkpointer.good_steps() == [1]
+
+
+def test_close_ends_the_threads(tmp_path):
+    before = set(threading.enumerate())
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    assert set(threading.enumerate()) - before
+    checkpointer.close()
+    assert not set(threading.enumerate()) - before
+
+
+def test_failed_mkdir_reports_a_full_disk(opened, monkeypatch):
+    def fail(path, **_):
+        raise OSError(errno.ENOSPC, FULL, str(path))
+
+    checkpointer = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", fail)
+        with pytest.raises(CheckpointError, match=r"Step 1 could not be saved .* the disk is full"):
+            checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
+
+
+@pytest.fixture(scope="module")
+def two_large_steps(tmp_path_factory) -> Path:
+    """Steps 1 and 2, whose arrays' files are so large that the list has their size alone."""
+    folder = tmp_path_factory.mktemp("large")
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, make_state(step, make_mesh("fsdp=8"), size=2**17), {})
+    checkpointer.close()
+    listed = json.loads((folder / "2" / "checksums.json").read_text())["files"]
+    assert [name for name, entry in listed.items() if "sha256" not in entry]
+    return folder
+
+
+@pytest.mark.parametrize("spec", ["", "fsdp=8", "fsdp=2,tensor=4"])
+def test_one_flipped_bit_is_found_on_every_mesh(two_large_steps, tmp_path, spec, caplog):
+    rng = np.random.default_rng(len(spec))
+    wanted = host(make_state(1, size=2**17))
+    files_of = lambda folder: sorted(path for path in folder.rglob("*") if path.is_file())
+    files = files_of(two_large_steps / "2")
+    large = [path for path in files if path.stat().st_size > 2**20]
+    small = [files[i] for i in rng.permutation(len(files))[:3]]
+    assert large
+    for number, path in enumerate([*large * 2, *small]):
+        folder = tmp_path / str(number)
+        shutil.copytree(two_large_steps, folder)
+        damaged = folder / path.relative_to(two_large_steps)
+        content = bytearray(damaged.read_bytes())
+        place = int(rng.integers(len(content)))
+        content[place] ^= 1 << int(rng.integers(8))
+        damaged.write_bytes(content)
+        checkpointer = Checkpointer(folder)
+        like = skeleton(make_state(0, size=2**17), make_mesh(spec))
+        state, step, _ = checkpointer.restore(like)
+        checkpointer.close()
+        assert (step, host(state)) == (1, wanted), (damaged, place)
+        assert "step 1 is used instead" in caplog.text
+        assert (folder / "2.damaged").is_dir()
+        shutil.rmtree(folder)
+
+
+def test_arrays_without_checksums_are_refused(opened, monkeypatch):
+    """A version of Orbax that does not ask for them any more."""
+    checkpointer = opened()
+    stored_arrays.make_checkpointer().close()  # the first of a process has Orbax ask for them
+    build = tensorstore_utils._build_zarr3_metadata
+
+    def without(*args, **named):
+        metadata = build(*args, **named)
+        inner = metadata["codecs"][0]["configuration"]["codecs"]
+        inner[:] = [codec for codec in inner if codec["name"] != "crc32c"]
+        return metadata
+
+    monkeypatch.setattr(tensorstore_utils, "_build_zarr3_metadata", without)
+    checkpointer.save(1, make_state(1), {})
+    with pytest.raises(CheckpointError, match="writes chunks without checksums: install"):
+        checkpointer.wait()
+    assert checkpointer.good_steps() == []
+
+
+def test_each_byte_is_read_once(two_large_steps, monkeypatch):
+    """By a mesh whose devices hold parts of several chunks each, and by a process that is slow."""
+
+    class Slowly(dict):
+        def items(self):
+            for item in super().items():
+                time.sleep(0.02)  # a chunk has been read before its next part is asked for
+                yield item
+
+    def read_so_far() -> int:
+        line = Path("/proc/self/io").read_text().splitlines()[0]
+        return int(line.split()[1])
+
+    indices = stored_arrays._indices
+    monkeypatch.setattr(stored_arrays, "_indices", lambda target: Slowly(indices(target)))
+    files = [path for path in (two_large_steps / "2").rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    listed = json.loads((two_large_steps / "2" / "checksums.json").read_text())["files"]
+    small = [name for name, entry in listed.items() if "sha256" in entry]  # hashed before
+    hashed = sum((two_large_steps / "2" / name).stat().st_size for name in small)
+    assert 0 < hashed < size
+    like = skeleton(make_state(0, size=2**17), make_mesh("tensor=4"))
+    read = []
+    for _ in range(3):  # of the whole process: what else it reads meanwhile counts too
+        checkpointer = Checkpointer(two_large_steps)
+        before = read_so_far()
+        assert checkpointer.restore(like)[1] == 2
+        read.append(read_so_far() - before)
+        checkpointer.close()
+    assert size / 2 < min(read) < hashed + 1.2 * size
+
+
+def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
+    assert problems(two_large_steps / "2") == []
+    assert len(list((two_large_steps / "2").rglob("*"))) > 5
+    shutil.copytree(two_large_steps / "2", tmp_path / "2")
+    large = max((tmp_path / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(large.read_bytes())
+    content[len(content) // 3] ^= 1
+    large.write_bytes(content)
+    [line] = problems(tmp_path / "2")
+    assert "cannot be read" in line
+    assert "Digest mismatch" in line
+
+
+def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_large_steps, folder)
+    refuse = PermissionError("PERMISSION_DENIED")
+    monkeypatch.setattr(stored_arrays, "read", lambda *_: (_ for _ in ()).throw(refuse))
+    checkpointer = Checkpointer(folder)
+    with pytest.raises(PermissionError, match="PERMISSION_DENIED"):
+        checkpointer.restore(make_state(0, size=2**17))
+    checkpointer.close()
+    assert checkpointer.good_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), ()])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, bool])
+def test_zeros_are_restored(opened, shape, dtype):
+    """A chunk of zeros is stored, so that a missing one is an error."""
+    checkpointer, state = opened(), {"x": jnp.zeros(shape, dtype), "y": jnp.ones(shape, dtype)}
+    checkpointer.save(1, state, {})
+    found = checkpointer.restore({name: jnp.full_like(x, 1) for name, x in state.items()})[0]
+    for name, x in state.items():
+        assert found[name].dtype == dtype
+        assert np.asarray(found[name]).tolist() == np.asarray(x).tolist()
+
+
+def test_empty_arrays_are_refused_by_name(opened):
+    checkpointer = opened()
+    with pytest.raises(CheckpointError, match=r"Step 1 could not be saved.* zero size.*name=empty"):
+        checkpointer.save(1, {"x": jnp.ones(3), "empty": jnp.ones((0, 3))}, {})
+    assert checkpointer.restore({"x": jnp.ones(3)}) is None
+
+
+def test_committed_steps_are_announced(opened):
+    seen = []
+    checkpointer = opened(
+        committed=lambda step: seen.append((step, (checkpointer.folder / str(step)).is_dir()))
+    )
+    checkpointer.save(3, make_state(3), {})
+    checkpointer.wait()
+    assert seen == [(3, True)]
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from zoo.runs.checkpoint import Checkpointer
+mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+def state(step):
+    whole = np.arange(2**20, dtype=np.float32).reshape(2, -1) + step
+    return {"w": jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])}
+checkpointer = Checkpointer(folder)
+for step in (1, 2):
+    checkpointer.save(step, state(step), {})
+checkpointer.wait()
+multihost_utils.sync_global_devices("saved")
+if process == 0:
+    data = [p for p in (folder / "2/arrays/ocdbt.process_1").rglob("*") if p.is_file()]
+    path = max(data, key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+multihost_utils.sync_global_devices("damaged")
+found, step, _ = checkpointer.restore(state(0))
+same = all((np.asarray(s.data) == np.asarray(t.data)).all()
+           for s, t in zip(found["w"].addressable_shards, state(1)["w"].addressable_shards))
+print("restored", step, same, flush=True)
+checkpointer.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_one_process_is_heeded_by_all(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), port, str(tmp_path)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for output in outputs:
+        assert "restored 1 True" in output, output
+    assert (tmp_path / "2.damaged").is_dir()

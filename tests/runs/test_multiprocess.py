@@ -1,0 +1,242 @@
+"""Runs of several processes on this machine, which find each other over the loopback."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import drawn_transformer
+from recipe_cases import (
+    Recipe,
+    assert_same_result,
+    finish,
+    losses,
+    metrics,
+    saved_arrays,
+    shared,
+    wait_for,
+)
+
+import zoo
+from zoo.data.prepared.prepare import prepare
+
+__all__ = ["shared"]
+
+# With this schedule a run of more steps begins as one of fewer.
+FLAGS = (
+    "--precision=fp32",
+    "--checkpoint-every=6",
+    "--optimizer.schedule=constant",
+    "--optimizer.warmup-steps=0",
+)
+MESHES = ["data=2,fsdp=2", "fsdp=2,context=2", "fsdp=2,tensor=2", "fsdp=4", "data=4"]
+
+
+def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        recipe.start(
+            run_dir,
+            *FLAGS,
+            "--distributed",
+            *flags,
+            devices=devices,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES=str(count),
+            JAX_PROCESS_ID=str(i),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_process_run_resumes_on_one(mesh, shared, tmp_path):
+    recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
+    flags = (f"--mesh={mesh}", "--steps=12", "--norms-every=5", "--track=tensorboard")
+    first, second = (finish(p) for p in start_processes(recipe, run_dir, *flags))
+    assert "step 12: eval_loss" in first
+    assert "a sample of it" in first
+    assert "Traceback" not in second
+    assert "eval_loss" not in second  # one of them speaks
+    assert (run_dir / "model" / "model.safetensors").is_file()
+
+    output = recipe.run(run_dir, *FLAGS, "--steps=18")
+    assert f"resumed {run_dir} at step 12" in output
+    recipe.run(alone, *FLAGS, "--steps=18")
+    assert list(losses(run_dir)) == list(range(1, 19))
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_mixture_bit_for_bit_as_one(shared, tmp_path):
+    """Of a prepared source and of text, with a stage; and after a kill behind its beginning."""
+    texts = [f"def f{i}(x): return {i} * x" for i in range(99)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    prepare(str(tmp_path / "lines.jsonl"), tmp_path / "prepared", workers=1)
+    table = tmp_path / "mixture.toml"
+    table.write_text(
+        f'[sources.code]\nfiles = "{tmp_path}/prepared"\nweight = 0.7\n'
+        f'[sources.docs]\nfiles = "{shared}/corpus/*.txt"\nweight = 0.3\n'
+        "[[stages]]\nstart = 20\nweights = {code = 0.2, docs = 0.8}\n"
+    )
+    recipe, flags = Recipe("lm", shared), ("--mesh=fsdp=2", f"--data.files={table}")
+    one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
+    recipe.run(one, *FLAGS, *flags, devices=2)
+    for process in start_processes(recipe, two, *flags, devices=1):
+        finish(process)
+    assert_same_result(two, one)
+    assert {"code/loss", "docs/loss", "code/epoch"} < metrics(two)[0].keys()
+    processes = start_processes(recipe, killed, *flags, devices=1)
+    log = killed / "metrics.jsonl"
+    wait_for(lambda: log.exists() and b'"step": 22,' in log.read_bytes(), processes[0])
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
+    first, _ = (finish(process) for process in start_processes(recipe, killed, *flags, devices=1))
+    assert f"resumed {killed} at step 18" in first
+    assert_same_result(killed, one)
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_preferences_bit_for_bit_as_one(shared, tmp_path):
+    """The reference's log-probabilities are made by both."""
+    recipe, one, two = Recipe("finetune on preferences", shared), tmp_path / "one", tmp_path / "two"
+    recipe.run(one, *FLAGS, "--mesh=fsdp=2", devices=2)
+    for process in start_processes(recipe, two, "--mesh=fsdp=2", devices=1):
+        finish(process)
+    assert_same_result(two, one)
+    first, second = (np.load(x / "reference" / "log_probabilities.npz") for x in (one, two))
+    assert len(first["train"]) > 40
+    for name in ("train", "held_out"):
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.slow
+def test_two_processes_finetune_and_sample(shared, tmp_path):
+    recipe, run_dir = Recipe("finetune", shared), tmp_path / "run"
+    processes = start_processes(recipe, run_dir, "--mesh=fsdp=2,tensor=2", "--steps=4")
+    first, second = (finish(process) for process in processes)
+    assert "--- a sample before ---" in first
+    assert "--- a sample after ---" in first
+    assert "a sample" not in second
+    assert (run_dir / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_average_and_keep_the_best(shared, tmp_path):
+    recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
+    flags = ("--eval-every=6", "--average=0.9", "--keep-best=average/eval_loss", "--patience=9")
+    flags = (*flags, "--sample-every=6")
+    for steps in (6, 12):  # the second one resumes
+        processes = start_processes(recipe, run_dir, "--mesh=fsdp=4", *flags, f"--steps={steps}")
+        first, second = (finish(process) for process in processes)
+        assert "--- a sample of step" in first
+        assert "--- a sample of step" not in second
+    recipe.run(alone, *FLAGS, *flags, "--steps=12")
+    found, wanted = (
+        [line["average/eval_loss"] for line in metrics(folder) if "eval_loss" in line]
+        for folder in (run_dir, alone)
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert (run_dir / "best" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_one_signal_stops_both_processes(shared, tmp_path):
+    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
+    flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")
+    processes = start_processes(recipe, run_dir, *flags)
+    log = run_dir / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.stat().st_size > 1000, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    first, _ = [finish(process, 143) for process in processes]
+    step = metrics(run_dir)[-1]["step"]
+    assert step < 2000
+    assert f"SIGTERM: saved step {step} in {run_dir}" in first
+    assert int(saved_arrays(run_dir, step)["step"]) == step
+
+
+@pytest.mark.slow
+def test_one_signal_interrupts_both_evaluations(shared, tmp_path):
+    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
+    text = ("--data.files=", "--eval-batches=1000000")  # all that is held out of the library
+    flags = ("--steps=40", "--checkpoint-every=1000", "--eval-every=5", *text)
+    processes = start_processes(recipe, run_dir, f"--mesh={MESHES[0]}", *flags)
+    log = run_dir / "metrics.jsonl"
+    wait_for(lambda: log.exists() and b'"step": 5,' in log.read_bytes(), processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    first, _ = [finish(process, 143) for process in processes]
+    assert f"SIGTERM: saved step 5 in {run_dir}" in first
+    assert [set(line) & {"loss", "eval_loss"} for line in metrics(run_dir)] == [{"loss"}] * 5
+
+    recipe.run(run_dir, *FLAGS, "--steps=5", "--data.files=")
+    assert "eval_loss" in metrics(run_dir)[-1]
+    assert metrics(run_dir)[-1]["step"] == 5
+
+
+LOAD_AND_SAVE = """
+import sys
+from pathlib import Path
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import numpy as np
+import zoo
+from zoo.common import checksums
+from zoo.publishing import slices
+checksums.PART_BYTES = slices.BLOCK_BYTES = 1000
+folder = Path(sys.argv[3])
+for format in ("zoo", "hf"):
+    one = jax.tree.leaves(zoo.load(folder / format))
+    for spec in ("fsdp=4", "data=2,tensor=2", "fsdp=2,tensor=2"):
+        model = zoo.load(folder / format, mesh=zoo.make_mesh(spec))
+        split = 0
+        for found, want in zip(jax.tree.leaves(model), one, strict=True):
+            split += not found.is_fully_replicated
+            for shard in found.addressable_shards:
+                assert np.array_equal(shard.data, np.asarray(want)[shard.index])
+        assert split > 5
+        zoo.save(folder / f"{format} {spec}", model, format=format)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_and_save_what_one_does(tmp_path):
+    model = drawn_transformer(num_layers=2, num_heads=8, d_model=32, d_ff=64)
+    for format in ("zoo", "hf"):
+        zoo.save(tmp_path / format, model, format=format)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags |= {"PYTHONPATH": str(Path(zoo.__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD_AND_SAVE, address, str(i), str(tmp_path)],
+            env=os.environ | flags,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        assert "equal" in finish(process)
+    for format in ("zoo", "hf"):
+        want = (tmp_path / format / "model.safetensors").read_bytes()
+        saved = [*tmp_path.glob(f"{format} *")]
+        assert len(saved) == 3
+        for folder in saved:
+            assert (folder / "model.safetensors").read_bytes() == want
+            zoo.load(folder)  # its checksums too

@@ -1,0 +1,744 @@
+"""Run folders at an address: on memory:// quickly, and (slow) on servers of S3 and of GCS."""
+
+import json
+import logging
+import re
+import shutil
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import fsspec
+import jax.numpy as jnp
+import pytest
+
+from zoo.common import checksums, files
+from zoo.runs import checkpoint
+from zoo.runs.checkpoint import CheckpointError, local_steps
+from zoo.runs.config import Config, as_json
+from zoo.runs.metrics import MetricsLog, read_metrics
+from zoo.runs.processes import RunError
+from zoo.runs.remote import copier, folder, lease
+from zoo.runs.remote.copies import Record, RemoteCopies
+from zoo.runs.remote.folder import RemoteFolder
+from zoo.runs.remote.lease import Lease, LeaseError
+from zoo.runs.remote.store import Store
+from zoo.runs.run import Run
+
+ADDRESS = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def bucket():
+    """The objects of the bucket, none at first: path -> bytes."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    return lambda: {path.removeprefix("/bucket/run/"): fs.cat_file(path) for path in fs.find("/")}
+
+
+class Clock:
+    """A clock in which sleeping takes no time; and what happens at a time."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.during = lambda: None
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.during()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(lease, "boot_clock", clock)
+    return clock
+
+
+def make_lease(clock, store=None, **options):
+    made = Lease(store or Store(ADDRESS), sleep=clock.sleep, **options)
+    made._released.set()  # no thread renews it: the tests do
+    return made
+
+
+# --- Objects ------------------------------------------------------------------------------------
+
+
+def make_copies(work, *, keep=1):
+    return RemoteCopies(work, Store(ADDRESS), Record(), keep=keep)
+
+
+def test_half_written_lines_are_not_copied(tmp_path, bucket):
+    path, copies = tmp_path / "metrics.jsonl", make_copies(tmp_path)
+    path.write_bytes(b'{"step": 1}\n{"ste')
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"] == b'{"step": 1}\n'
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"] == path.read_bytes()
+
+
+def test_metrics_are_copied_after_the_files_that_their_lines_mean(tmp_path, bucket, monkeypatch):
+    """An evaluation's line says that best/ is that of its step: best/ is at the address before."""
+    log, copies = MetricsLog(tmp_path / "metrics.jsonl"), make_copies(tmp_path)
+    plain = copies._store.put
+
+    def put(*arguments):  # another evaluation ends meanwhile
+        found = plain(*arguments)
+        if arguments[1] == ["best.json"] and len(read_metrics(tmp_path / "metrics.jsonl")) < 2:
+            (tmp_path / "other.json").write_text("2")
+            log.write(2, eval_loss=0.5)
+        return found
+
+    monkeypatch.setattr(copies._store, "put", put)
+    (tmp_path / "best.json").write_text("1")
+    log.write(1, eval_loss=1.0)
+    copies.copy_files(lambda: None)
+    assert bucket()["other.json"] == b"2"
+    assert bucket()["metrics.jsonl"].count(b"\n") == 1
+    copies.copy_files(lambda: None)
+    assert bucket()["metrics.jsonl"].count(b"\n") == 2
+
+
+def write_step(checkpoints, step):
+    """A folder like a checkpoint's."""
+    made = checkpoints / str(step)
+    files.remove(made)
+    (made / "arrays").mkdir(parents=True)
+    (made / "arrays" / "data").write_bytes(f"arrays of {step}".encode())
+    (made / "meta.json").write_text(json.dumps({"step": step}))
+    checkpoint.seal(made)
+    return made
+
+
+def test_steps_are_complete_last_and_removed_incomplete_first(tmp_path, bucket, monkeypatch):
+    copies, seen = make_copies(tmp_path), []
+    for name in ("put", "write", "remove"):
+        plain = getattr(copies._store, name)
+
+        def call(*arguments, plain=plain, **more):
+            seen.append({x for x in bucket() if x.startswith("checkpoints")})
+            return plain(*arguments, **more)
+
+        monkeypatch.setattr(copies._store, name, call)
+    for step in (1, 2):
+        write_step(tmp_path / "checkpoints", step)
+        copies.copy_step(step, lambda: None)
+    seen.append({*bucket()})
+    for step in (1, 2):
+        parts = {f"checkpoints/{step}/{x}" for x in ("arrays/data", "meta.json")}
+        whole = parts | {f"checkpoints/{step}/checksums.json"}
+        complete = [x for x in seen if f"checkpoints/{step}/checksums.json" in x]
+        assert complete
+        assert all(x >= whole for x in complete)
+        assert parts in [x & whole for x in seen]
+    assert seen[-1] == whole
+    assert copies.good == {2}
+
+
+def test_a_step_that_is_being_copied_stays_in_the_folder(tmp_path, monkeypatch, bucket):
+    slowed, release = threading.Event(), threading.Event()
+    plain = RemoteCopies.copy_step
+
+    def slow(self, *arguments):
+        slowed.set()
+        assert release.wait(60)
+        plain(self, *arguments)
+
+    with Run(config(tmp_path, keep_checkpoints=1)) as run:
+        run.settle()
+        monkeypatch.setattr(RemoteCopies, "copy_step", slow)
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+        assert slowed.wait(60)
+        for step in (2, 3, 4):
+            run.checkpointer.save(step, {"x": jnp.ones(2)}, {})
+            run.checkpointer.wait()
+        assert run.checkpointer.good_steps() == [1, 4]
+        release.set()
+    assert {x.split("/")[1] for x in bucket() if x.startswith("checkpoints")} == {"4"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda fs: fs.pipe_file("/bucket/run/checkpoints/4/arrays/data", b"arrays of 5"),
+        lambda fs: fs.rm_file("/bucket/run/checkpoints/4/meta.json"),
+        lambda fs: fs.pipe_file("/bucket/run/checkpoints/4/checksums.json", b"{"),
+    ],
+    ids=["other bytes", "a file is missing", "the list"],
+)
+def test_damaged_remote_steps_fall_back(damage, tmp_path, caplog, bucket, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SMALL", 0)  # the arrays' file is a large one
+    first = make_copies(tmp_path / "a", keep=2)
+    for step in (2, 4):
+        made = write_step(tmp_path / "a" / "checkpoints", step)
+        assert b"sha256" not in (made / "checksums.json").read_bytes().partition(b"meta.json")[0]
+        first.copy_step(step, lambda: None)
+    damage(fsspec.filesystem("memory"))
+    copies = make_copies(tmp_path / "b")
+    assert copies.fetch_step(above=2) is None  # the local step is newer than a good one
+    copies = make_copies(tmp_path / "b")
+    with caplog.at_level(logging.WARNING):
+        assert copies.fetch_step(above=-1) == 2
+    assert "Damaged checkpoint, step 4 in memory://bucket/run" in caplog.text
+    checkpoints = tmp_path / "b" / "checkpoints"
+    assert sorted(x.name for x in checkpoints.iterdir()) == ["2"]
+    assert checksums.problems(checkpoints / "2") == []
+    sealed = [x / "checkpoints" / "2" / "checksums.json" for x in (tmp_path / "a", tmp_path / "b")]
+    assert sealed[0].read_bytes() == sealed[1].read_bytes()
+    write_step(checkpoints, 3)
+    copies.copy_step(3, lambda: None)  # and not the damaged one is kept
+    assert {x.split("/")[1] for x in bucket() if x.startswith("checkpoints")} == {"3"}
+
+
+# --- The lease ----------------------------------------------------------------------------------
+
+
+class Replacing(Store):
+    """A store that does not know how to create only what is not there."""
+
+    def create(self, name, content):
+        self.write(name, content)
+        return True
+
+
+@pytest.mark.parametrize("store", [Store, Replacing])
+def test_one_process_has_the_lease(store, clock):
+    first = make_lease(clock, store(ADDRESS))
+    first.acquire()
+    first.check()
+    clock.during = first._renew
+    with pytest.raises(LeaseError, match="another process is training in memory://bucket/run"):
+        make_lease(clock, store(ADDRESS)).acquire()
+    clock.during = lambda: None
+    first.release()
+    then = clock.now
+    second = make_lease(clock, store(ADDRESS))
+    second.acquire()
+    assert second.previous == first.owner
+    assert clock.now - then <= lease.SETTLE  # it did not wait for the end of one given back
+    second.check()
+
+
+@pytest.mark.parametrize("store", [Store, Replacing])
+def test_a_crashed_owner_loses_the_lease_after_its_time(store, clock):
+    crashed, said = make_lease(clock, store(ADDRESS)), []
+    crashed.acquire()
+    then = clock.now
+    second = make_lease(clock, store(ADDRESS), say=said.append)
+    second.acquire()
+    assert lease.SECONDS <= clock.now - then <= lease.SECONDS + 2 + lease.SETTLE
+    assert ["waiting for up to 60 s" in x for x in said] == [True]
+    with pytest.raises(LeaseError, match="another process has taken over the run in memory://"):
+        crashed.check()  # it was only asleep
+    second.check()
+    third = make_lease(clock, store(ADDRESS))
+    third.acquire(dead=[second.owner])  # known to have ended
+
+
+@pytest.mark.parametrize("age", [45, 61])
+def test_a_starter_waits_for_the_rest_of_a_crashed_owners_time(age, clock):
+    crashed, said = make_lease(clock), []
+    crashed.acquire()
+    fsspec.filesystem("memory").store["/bucket/run/lease/00000001"].modified -= timedelta(0, age)
+    then = clock.now
+    make_lease(clock, say=said.append).acquire()
+    left = max(lease.SECONDS - age, 0)
+    assert left - 1 <= clock.now - then <= left + 2 + lease.SETTLE
+    assert len(said) == (left > 0)
+    assert not [x for x in Store(ADDRESS).names("lease") if not x.isdecimal()]
+
+
+@pytest.mark.parametrize("store", [Store, Replacing])
+@pytest.mark.parametrize("at", ["create", "read", "write", "names"])
+def test_two_starters_never_both_win(store, at, clock):
+    """The second one starts, and comes to its end, within each request of the first one."""
+    outcomes, requests = [], 0
+    while True:
+        Store(ADDRESS).remove([f"lease/{x}" for x in Store(ADDRESS).names("lease")])
+        slow, count = store(ADDRESS), 0
+        other = make_lease(clock, store(ADDRESS))
+        plain = getattr(slow, at)
+
+        def call(*arguments, plain=plain, other=other, at_request=requests + 1):
+            nonlocal count
+            count += 1
+            if count == at_request:
+                other.acquire()
+            return plain(*arguments)
+
+        setattr(slow, at, call)
+        first = make_lease(clock, slow)
+        won = []
+        for each in (first,):
+            try:
+                each.acquire()
+                won.append(each)
+            except LeaseError:
+                pass
+        if count <= requests:
+            break
+        for each in (other, first):
+            each._renewed = -1e9  # its next check asks
+        alive = []
+        for each in (other, *won):
+            try:
+                each.check()
+                alive.append(each)
+            except LeaseError:
+                pass
+        assert len(alive) == 1
+        outcomes.append(len(won))
+        requests += 1
+    assert outcomes
+
+
+def test_a_slow_starter_waits_until_the_other_one_has_found_out(clock):
+    slow, other = Replacing(ADDRESS), make_lease(clock, Replacing(ADDRESS))
+    create = slow.create
+
+    def late(name, content):
+        if not other._number:
+            other.acquire()
+            clock.now += 100  # between its looking and its writing
+        return create(name, content)
+
+    slow.create = late
+    first = make_lease(clock, slow)
+    beat = 1000.0 + 100 + lease.SECONDS / 6
+    clock.during = lambda: other._renew() if clock.now >= beat else None
+    first.acquire()
+    with pytest.raises(LeaseError):
+        other.check_known()
+    first.check()
+
+
+# --- The working folder -------------------------------------------------------------------------
+
+
+class KilledError(BaseException):
+    """The process is no more."""
+
+
+@dataclass
+class Mortal:
+    """A process that is killed before its n-th request to the store."""
+
+    monkeypatch: pytest.MonkeyPatch
+    left: float = float("inf")
+
+    def __enter__(self):
+        for name in ("read", "write", "create", "put", "get", "remove", "names"):
+            plain = getattr(Store, name)
+
+            def call(store, *arguments, plain=plain, **more):
+                if self.left <= 0:
+                    raise KilledError
+                if plain.__name__ in ("put", "remove", "get"):  # a request for each file
+                    where, names = (
+                        (arguments[:1], arguments[1]) if len(arguments) > 1 else ((), arguments[0])
+                    )
+                    results = []
+                    for each in names:
+                        if self.left <= 0:
+                            raise KilledError
+                        self.left -= 1
+                        results += plain(store, *where, [each], *arguments[2:], **more) or []
+                    return results
+                self.left -= 1
+                return plain(store, *arguments, **more)
+
+            self.monkeypatch.setattr(Store, name, call)
+        return self
+
+    def __exit__(self, *_):
+        self.monkeypatch.undo()
+
+
+class AtOnce:
+    """A copier that copies in the foreground."""
+
+    def __init__(self, copy, address, working_folder):
+        self._copy = copy
+
+    def begin(self):
+        self._copy()
+
+    def wait(self, say, *, patient=True):
+        pass
+
+    def close(self, seconds=60.0):
+        return True
+
+
+LAST = 6
+
+
+def train(work, clock, *, until=LAST, every=1, said=None):
+    """A run without its computations; it resumes."""
+    said = [] if said is None else said
+    mine = make_lease(clock)
+    remote = RemoteFolder(ADDRESS, work, keep=2, every=every, say=said.append, lease=mine)
+    try:
+        remote.__enter__()
+        checkpoints = work / "checkpoints"
+        start = max(local_steps(checkpoints), default=0)
+        if not (work / "config.json").exists():
+            (work / "config.json").write_text("{}")
+        if not (work / "tokenizer").exists():
+            made = work / "tokenizer.tmp"
+            files.remove(made)
+            made.mkdir()
+            (made / "a").write_text("a")
+            (made / "b").write_text("b")
+            checksums.write(made)
+            made.rename(work / "tokenizer")
+        assert checksums.problems(work / "tokenizer") == []
+        log = MetricsLog(work / "metrics.jsonl", resume_step=start)
+        remote.copier.begin()
+
+        def evaluate(step):
+            log.write(step, eval_loss=step / 4)
+            (work / "best").mkdir(exist_ok=True)
+            (work / "best" / "of").write_text(str(step))
+            remote.copier.begin()
+
+        written = read_metrics(work / "metrics.jsonl")
+        if start and not any("eval_loss" in x and x["step"] == start for x in written):
+            evaluate(start)  # it was cut short
+        for step in range(start + 1, until + 1):
+            log.write(step, loss=step / 2)
+            if step % 2 == 0:
+                made = write_step(work / "partial", step)
+                files.make_folder(checkpoints, "checkpoints")
+                made.rename(checkpoints / str(step))
+                remote.committed(step)
+                evaluate(step)
+        remote.__exit__(None, None, None)
+    except BaseException:
+        if hasattr(remote, "_lock"):
+            remote._lock.__exit__(None, None, None)
+        raise
+    finally:
+        files.remove(work / "partial")
+    return start
+
+
+def contents(work):
+    """What matters of a working folder."""
+    return {
+        path.relative_to(work).as_posix(): path.read_bytes()
+        for path in sorted(work.rglob("*"))
+        if path.is_file() and not path.relative_to(work).parts[0].startswith(".")
+    }
+
+
+OLDER = ("checkpoints/2", "checkpoints/4")
+
+
+def _outside(folders, names):
+    return {name for name in names if not name.startswith(folders)}
+
+
+@pytest.mark.parametrize(
+    ("first", "stride"),
+    [
+        (0, 5),
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_between_any_two_requests_loses_nothing(
+    first, stride, tmp_path, monkeypatch, bucket, clock
+):
+    """Every other time the working folder is lost, too."""
+    monkeypatch.setattr(folder, "Copier", AtOnce)
+    train(tmp_path / "straight", clock)
+    wanted, stored = contents(tmp_path / "straight"), bucket()
+    fs = fsspec.filesystem("memory")
+    starts, requests = [], 0
+    while True:
+        fs.store.clear()
+        work = tmp_path / f"{requests}"
+        with pytest.MonkeyPatch.context() as patch, Mortal(patch, left=requests) as mortal:
+            try:
+                train(work, clock)
+                break
+            except KilledError:
+                assert mortal.left <= 0
+        marked = [int(x) for x in complete(bucket())]
+        kept = local_steps(work / "checkpoints")
+        is_lost = (requests + first) // stride % 2 == 1
+        if is_lost:
+            shutil.rmtree(work)
+        start = train(work, clock)
+        starts.append(start)
+        assert start == max([0, *marked, *([] if is_lost else kept)])
+        kept = {x: y for x, y in contents(work).items() if not x.startswith(OLDER)}
+        assert kept == {x: y for x, y in wanted.items() if not x.startswith(OLDER)}
+        shutil.rmtree(work)
+        train(work, clock)  # all of it is at the address
+        found = contents(work)
+        assert found.pop("metrics.jsonl") == wanted["metrics.jsonl"]
+        assert found.items() <= wanted.items()
+        assert "checkpoints/6/arrays/data" in found
+        assert {"tokenizer/a", "tokenizer/checksums.json", "best/of", "config.json"} <= found.keys()
+        apart = ("lease", "checkpoints")
+        assert _outside(apart, bucket()) == _outside(apart, stored)
+        marked = complete(bucket())
+        assert "6" in marked
+        assert len(marked) <= 2
+        assert len(_outside(("checkpoints",), stored) ^ {*stored}) == 6
+        assert len(_outside(("checkpoints",), bucket()) ^ {*bucket()}) == 3 * len(marked)
+        requests += stride
+    assert requests >= 40
+    assert {*starts} == {0, 2, 4, 6}
+
+
+def complete(names):
+    """The steps that are complete at the address."""
+    return {x.split("/")[1] for x in names if re.fullmatch(r"checkpoints/\d+/checksums.json", x)}
+
+
+def open_folder(work, clock, **options):
+    options = {
+        "keep": 2,
+        "every": 1,
+        "say": lambda text: None,
+        "lease": make_lease(clock),
+    } | options
+    return RemoteFolder(ADDRESS, work, **options)
+
+
+def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
+    first, second = open_folder(tmp_path / "a", clock), open_folder(tmp_path / "b", clock)
+    first.__enter__()
+    with second:
+        before = bucket()
+        (tmp_path / "a" / "config.json").write_text("{}")
+        write_step(tmp_path / "a" / "checkpoints", 1)
+        first.committed(1)
+        first.copier._thread.join()
+        for check in (
+            first.lease.check_known,
+            first.copier.check,
+            lambda: first.__exit__(None, None, None),
+        ):
+            with pytest.raises(LeaseError, match="This process stops, and writes nothing there"):
+                check()
+        assert bucket() == before
+    assert before.keys() >= {"run.json"}
+
+
+def test_only_every_so_many_checkpoints_are_copied_and_the_last(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(folder, "Copier", AtOnce)
+    seen = []
+    plain = RemoteCopies.copy_step
+
+    def copy_step(self, step, check):
+        if step not in self.good:
+            seen.append(step)
+        plain(self, step, check)
+
+    monkeypatch.setattr(RemoteCopies, "copy_step", copy_step)
+    work = tmp_path / "w"
+    for until, expected in ((7, [4, 6]), (12, [4, 6, 10, 12]), (14, [4, 6, 10, 12, 14])):
+        train(work, clock, until=until, every=3)
+        assert seen == expected
+
+
+def test_damaged_local_steps_fall_back_to_the_address(tmp_path):
+    with Run(config(tmp_path, keep_checkpoints=2)) as run:
+        for step in (1, 2):
+            run.checkpointer.save(step, {"x": jnp.full(2, step)}, {})
+            run.settle()
+        run.checkpointer.save(3, {"x": jnp.full(2, 3)}, {})
+    for step, copy in ((3, True), (2, False)):
+        path = tmp_path / "work" / "checkpoints" / str(step) / "meta.json"
+        path.write_bytes(path.read_bytes().replace(b"step", b"pets"))
+        if copy:
+            fs = fsspec.filesystem("memory")
+            fs.pipe_file(f"/bucket/run/checkpoints/{step}/meta.json", path.read_bytes())
+    with Run(config(tmp_path)) as run:
+        state, step, _ = run.restore({"x": jnp.zeros(2, jnp.int32)})
+        assert step == 2
+        assert state["x"].tolist() == [2, 2]
+        run.checkpointer.save(3, {"x": jnp.full(2, 5)}, {})
+    shutil.rmtree(tmp_path / "work")
+    with Run(config(tmp_path)) as run:
+        assert run.restore({"x": jnp.zeros(2, jnp.int32)})[0]["x"].tolist() == [5, 5]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig(Config):
+    run_dir: Path | str = ADDRESS
+    steps: int = 10
+    compilation_cache: Path | None = None
+
+
+def config(tmp_path, **options):
+    return RecipeConfig(**{"work_dir": tmp_path / "work", **options})
+
+
+def test_an_address_is_a_text_in_the_configuration(tmp_path):
+    for given in (ADDRESS, Path(ADDRESS)):  # a command line gives paths
+        with Run(config(tmp_path, run_dir=given)) as run:
+            assert run.config.run_dir == run.address == ADDRESS
+            assert run.folder == tmp_path / "work"
+            stored = json.loads((run.folder / "config.json").read_text())
+            assert stored == as_json(run.config)
+            assert stored["run_dir"] == ADDRESS
+    local = Run(config(tmp_path, run_dir=str(tmp_path / "run"), work_dir=None))
+    assert local.config.run_dir == local.folder == tmp_path / "run"
+    assert local.address == str(tmp_path / "run")
+    with pytest.raises(ValueError, match="work_dir='w': it is for a run at an address, and run_d"):
+        config(tmp_path, run_dir="run", work_dir=Path("w"))
+    with pytest.raises(ValueError, match="run_dir='hf://a/b': a run can be in a local folder"):
+        config(tmp_path, run_dir="hf://a/b")
+    with pytest.raises(ValueError, match="copy_every=0: must be at least 1"):
+        config(tmp_path, copy_every=0)
+
+
+def test_other_flags_are_refused_from_the_address_alone(tmp_path):
+    with Run(config(tmp_path)) as run:
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+    shutil.rmtree(run.folder)
+    with pytest.raises(RunError, match=f"{ADDRESS} holds a run of another configuration:\n  seed"):
+        Run(config(tmp_path, seed=1)).__enter__()
+    with Run(config(tmp_path)):  # and the lease is given back at once
+        pass
+
+
+def test_a_failed_start_leaves_the_address_unbound(tmp_path, bucket):
+    run = Run(config(tmp_path))
+    run.__enter__().once("thing", lambda folder: (folder.mkdir(), (folder / "a").write_text("a")))
+    run.settle()
+    assert bucket().keys() >= {"thing/a", "config.json"}
+    run.__exit__(OSError, OSError("no such corpus"), None)
+    assert not bucket().keys() & {"thing/a", "config.json"}
+    with Run(config(tmp_path, seed=1)):
+        pass
+
+
+def test_working_folders_of_other_runs_are_refused(tmp_path):
+    with Run(config(tmp_path)) as run:
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+    fs = fsspec.filesystem("memory")
+    fs.rm("/bucket/run", recursive=True)
+    with pytest.raises(RunError, match=r"holds no run any more, and its .* has step 1"):
+        Run(config(tmp_path)).__enter__()
+    with Run(config(tmp_path, work_dir=tmp_path / "other", seed=1)):
+        pass
+    with pytest.raises(RunError, match=r"holds another run, and its .* has step 1"):
+        Run(config(tmp_path)).__enter__()
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="local holds a run of its own"):
+        Run(config(tmp_path, work_dir=tmp_path / "local")).__enter__()
+
+
+def test_one_run_works_in_a_working_folder(tmp_path):
+    with (
+        Run(config(tmp_path)),
+        pytest.raises(RunError, match=f"another process is training in {ADDRESS}; use another"),
+    ):
+        Run(config(tmp_path)).__enter__()
+
+
+def test_a_plan_touches_no_address(tmp_path, bucket):
+    with Run(config(tmp_path, plan="cpu:8")) as run:
+        assert run.folder != tmp_path / "work"
+    assert not bucket()
+    assert not (tmp_path / "work").exists()
+
+
+def test_objects_of_others_are_left_alone(tmp_path, bucket):
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/bucket/run/notes.txt", b"mine")
+    with Run(config(tmp_path)):
+        pass
+    assert bucket()["notes.txt"] == b"mine"
+    fs.rm("/bucket/run", recursive=True)
+    fs.pipe_file("/bucket/run/checkpoints/1/checksums.json", b"{}")
+    with pytest.raises(RunError, match=r"it has checkpoints/, but no run\.json that says"):
+        Run(config(tmp_path, work_dir=tmp_path / "new")).__enter__()
+
+
+# --- Stores that fail ---------------------------------------------------------------------------
+
+
+def failing(monkeypatch, error, *names):
+    """Make requests fail until the returned event is set."""
+    mended = threading.Event()
+    for name in names or ("read", "write", "put", "remove", "names"):
+        plain = getattr(Store, name)
+
+        def call(*arguments, plain=plain, **more):
+            if not mended.is_set():
+                raise error
+            return plain(*arguments, **more)
+
+        monkeypatch.setattr(Store, name, call)
+    return mended
+
+
+def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
+    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    with Run(config(tmp_path)) as run:
+        run.settle()
+        mended = failing(monkeypatch, ConnectionError("refused"))
+        run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+        run.checkpointer.wait()
+        while not run.status:
+            pass
+        assert run.status == f"no copy to {ADDRESS} for 0 of at most 30 min (refused)"
+        run.check_address(copies=True)
+        threading.Timer(0.05, mended.set).start()
+    assert run.status == ""
+    assert "checkpoints/1/checksums.json" in bucket()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("refused"), PermissionError("denied")])
+def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    with Run(config(tmp_path)) as run:
+        run.settle()
+
+    def save_in_vain():
+        with Run(config(tmp_path)) as run, monkeypatch.context() as patch:
+            run.settle()
+            failing(patch, error)
+            run.checkpointer.save(1, {"x": jnp.ones(2)}, {})
+            run.checkpointer.wait()
+            while not run.status:
+                pass
+            if isinstance(error, ConnectionError):
+                run.check_address(copies=True)
+                run._remote.copier._failing_since -= 60 * copier.MINUTES
+            run.check_address(copies=True)
+
+    with pytest.raises(CheckpointError) as raised:
+        save_in_vain()
+    lasting = " for 30 minutes" if isinstance(error, ConnectionError) else ""
+    assert str(raised.value) == (
+        f"nothing could be copied to {ADDRESS}{lasting}: {error}. Nothing is lost: all of it is in "
+        f"{tmp_path / 'work'}, and the same command, on this machine, copies it and resumes the run"
+    )
+    with Run(config(tmp_path)):
+        pass
+    shutil.rmtree(run.folder)
+    with Run(config(tmp_path)) as run:
+        assert run.restore({"x": jnp.zeros(2)})[1] == 1
+
+
+def test_the_error_of_a_run_comes_before_that_of_its_copies(tmp_path, monkeypatch, caplog):
+    run = Run(config(tmp_path)).__enter__()
+    run.settle()
+    failing(monkeypatch, ConnectionError("refused"))
+    run.__exit__(ZeroDivisionError, ZeroDivisionError(), None)  # it raises no other
+    assert f"nothing could be copied to {ADDRESS}: refused" in caplog.text

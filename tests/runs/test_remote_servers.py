@@ -1,0 +1,268 @@
+"""Run folders on servers of S3 and of GCS, with kills and faults between any two requests."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import pytest
+import xla
+from recipe_cases import STEPS, Recipe, assert_same_result, finish, losses, shared
+from stores import Store, gs, gs_port, s3, s3_port
+from test_multiprocess import start_processes
+
+import zoo
+from zoo.runs.remote.lease import Lease, LeaseError
+from zoo.runs.remote.store import Store as Objects
+
+__all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
+pytestmark = pytest.mark.slow
+# The recipe, with a lease of a few seconds.
+DRIVER = """
+import os, runpy, sys
+from zoo.runs.remote.lease import Lease
+Lease.__init__.__kwdefaults__["seconds"] = float(os.environ.get("LEASE", "4"))
+sys.argv = ["lm", *sys.argv[1:]]
+runpy.run_module("recipes.lm", run_name="__main__")
+"""
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    return request.getfixturevalue(request.param)
+
+
+def start(address: str, work: Path, shared: Path, *more: str, **env: str) -> subprocess.Popen:
+    flags = Recipe("lm", shared).flags(address, f"--work-dir={work}", *more)
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *flags],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla.flags(1),
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(shared) -> Path:
+    """A run that nothing disturbs, in a local folder."""
+    folder = shared / "straight of remote"
+    Recipe("lm", shared).run(folder)
+    return folder
+
+
+def test_kills_lose_nothing(store, shared, straight, tmp_path):
+    requests, work = 0, tmp_path / "first"
+
+    def count(number, method, path):
+        nonlocal requests
+        requests = number
+
+    with store.proxied(count):
+        output = finish(start(f"{store.address}/first", work, shared))
+    assert f"the model is in {store.address}/first/model" in output
+    assert_same_result(work, straight)
+
+    address, choose, killed = f"{store.address}/again", random.Random(store.scheme), 0
+    for index in range(8):
+        process, last = None, choose.randrange(5, requests // 2)
+
+        def kill(number, method, path, last=last):
+            if number < last:
+                return None
+            process.kill()  # noqa: B023
+            return "drop"
+
+        if index % 3 == 2:
+            shutil.rmtree(work, ignore_errors=True)
+        work = tmp_path / f"{index // 3}"
+        with store.proxied(kill):
+            process = start(address, work, shared)
+            output, _ = process.communicate(timeout=300)
+        assert process.returncode in (-signal.SIGKILL, 0), output
+        killed += process.returncode != 0
+    assert killed > 3
+    finish(start(address, work, shared))
+    assert_same_result(work, straight)
+    output = finish(start(address, tmp_path / "other", shared))
+    assert f"fetched step {STEPS} from {address}" in output
+    assert f"{address} has finished {STEPS} steps" in output
+    assert_same_result(tmp_path / "other", straight)
+    model = zoo.load(f"{address}/model")
+    assert jax.tree.all(jax.tree.map(same, model, zoo.load(straight / "model")))
+
+
+def same(one, other):
+    return not eqx.is_array(one) or bool((one == other).all())
+
+
+def test_faults_are_survived(store, shared, straight, tmp_path):
+    choose, faults = random.Random(0), []
+
+    def fault(number, method, path):
+        chosen = choose.choices((None, 500, 503, "drop", 1.0), (85, 4, 4, 4, 3))[0]
+        faults.append(chosen)
+        return chosen
+
+    address = f"{store.address}/run"
+    with store.proxied(fault):
+        finish(start(address, tmp_path / "work", shared))
+    assert {*faults} == {None, 500, 503, "drop", 1.0}
+    finish(start(address, tmp_path / "other", shared))
+    assert_same_result(tmp_path / "other", straight)
+
+
+def test_a_store_that_is_down_for_a_while_stops_nothing(store, shared, straight, tmp_path):
+    address, began = f"{store.address}/run", time.monotonic()
+    work = tmp_path / "work"
+
+    def fault(number, method, path):
+        nonlocal began
+        if not (work / "metrics.jsonl").exists():
+            began = time.monotonic()
+        return "drop" if 1 < time.monotonic() - began < 20 else None
+
+    with store.proxied(fault):
+        finish(start(address, work, shared))
+    assert time.monotonic() - began > 15
+    assert_same_result(work, straight)
+    finish(start(address, tmp_path / "other", shared))
+    assert_same_result(tmp_path / "other", straight)
+
+
+def test_bad_addresses_are_said_before_any_compute(store, shared, tmp_path):
+    missing = f"{store.scheme}://no-such-bucket/run"
+    output = finish(start(missing, tmp_path / "a", shared), 1)
+    reason = "there is no such bucket: make it, or correct the address"
+    assert f"error: {missing}: {reason}\n" in output
+    assert "Traceback" not in output
+    address = f"{store.address}/run"
+    with store.proxied(lambda number, method, path: 403):
+        output = finish(start(address, tmp_path / "b", shared), 1)
+    assert f"error: {address}: the store refuses permission to these credentials" in output
+    assert "Traceback" not in output
+    if store.scheme == "s3":
+        nothing = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
+        nothing["AWS_EC2_METADATA_DISABLED"] = "true"
+        output = finish(start(address, tmp_path / "c", shared, **nothing), 1)
+        assert f"error: {address}: there are no credentials for this store" in output
+
+
+def test_a_signal_waits_for_the_copy(store, shared, straight, tmp_path):
+    address, work, flag = f"{store.address}/run", tmp_path / "work", "--checkpoint-every=1000"
+    with store.proxied(lambda number, method, path: 0.1):
+        process = start(address, work, shared, flag)
+        path, deadline = work / "metrics.jsonl", time.monotonic() + 200
+        while not (path.exists() and path.read_text().count("\n") > 3):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        output = finish(process, 128 + signal.SIGTERM)
+    step = losses(work).popitem()[0]
+    assert f"saved step {step} in {address}; the same command resumes the run" in output
+    output = finish(start(address, tmp_path / "other", shared, flag))
+    assert f"resumed {address} at step {step}" in output
+    assert_same_result(tmp_path / "other", straight)
+
+
+def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
+    address = f"{store.address}/run"
+    both = [start(address, tmp_path / f"{i}", shared, "--steps=400") for i in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    loser, winner = sorted(both, key=lambda process: process.poll() is None)
+    assert f"error: another process is training in {address}" in finish(loser, 1)
+    work = tmp_path / str(both.index(winner))
+    deadline = time.monotonic() + 200
+    while not (work / "checkpoints" / "4").exists():
+        assert winner.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    winner.kill()
+    winner.wait()
+    again = f"--steps={STEPS}"
+    patient = start(address, tmp_path / "other", shared, again, LEASE="30")  # starts within that
+    output = finish(patient)
+    assert "another process is at work, or was killed there; waiting for up to" in output
+    began = time.monotonic()
+    output = finish(start(address, work, shared, again, "--seed=1"), 1)
+    assert "seed: was 0, is 1" in output
+    assert time.monotonic() - began < 60
+
+
+def test_files_come_back_whatever_their_last_byte(store, tmp_path):
+    place, names = Objects(f"{store.address}/run"), [str(last) for last in range(256)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" + bytes([int(name)]))
+    assert place.put(tmp_path, names) == []
+    assert [place.read(name) for name in names] == [(tmp_path / x).read_bytes() for x in names]
+
+
+def test_a_starter_waits_by_the_clock_of_the_store(store):
+    place = Objects(f"{store.address}/run")
+    crashed = Lease(place, seconds=8.0, settle=0.5)
+    crashed._released.set()  # it renews nothing
+    crashed.acquire()
+    time.sleep(6)
+    began = time.monotonic()
+    other = Lease(place, seconds=8.0, settle=0.5)
+    other.acquire()
+    assert time.monotonic() - began < 6
+    with pytest.raises(LeaseError, match=f"taken over the run in {store.address}/run"):
+        crashed.check()
+    other.release()
+
+
+def test_several_processes_share_the_working_folder(store, shared, tmp_path):
+    recipe, address = Recipe("lm", shared), f"{store.address}/run"
+    flags = ("--mesh=data=2,fsdp=2", f"--work-dir={tmp_path / 'work'}")
+    first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=6"))
+    assert f"the model is in {address}/model" in first
+    assert "Traceback" not in second
+    shutil.rmtree(tmp_path / "work")
+    first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=12"))
+    assert f"resumed {address} at step 6" in first
+    assert list(losses(tmp_path / "work")) == list(range(1, 13))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [  # as on two machines, which share no disk
+        recipe.start(
+            address,
+            *("--distributed", f"--work-dir={tmp_path / str(i)}"),
+            JAX_COORDINATOR_ADDRESS=coordinator,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(i),
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode != 0
+        assert f"process 1 does not see {tmp_path}" in output
+        assert "--work-dir, a folder on a disk that all processes share" in output
+
+
+def test_report_reads_the_address(store, shared, straight, tmp_path):
+    address = f"{store.address}/run"
+    finish(start(address, tmp_path / "work", shared))
+    command = [sys.executable, "-m", "zoo", "report", address]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"\n  checkpoints (\d+, )*{STEPS}\n", output)
+    assert json.dumps(losses(straight)[STEPS])[:6] in output

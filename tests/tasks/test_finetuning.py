@@ -1,0 +1,751 @@
+import datetime
+import gc
+import importlib
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import tyro
+from helpers import arrays, write_tokenizer
+from jax.experimental.compilation_cache import compilation_cache
+from recipe_cases import Recipe, shared
+
+import zoo
+from zoo import finetuning, language, rnn, transformer
+from zoo.common import checksums
+from zoo.data.documents import help_topics
+from zoo.data.prepared.prepare import prepare
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+from zoo.nn.layers import RopeScaling
+from zoo.nn.parameters import cast
+from zoo.nn.products import is_quantized
+from zoo.planning import report, targets
+from zoo.planning.job import Job, make_estimate
+from zoo.publishing.errors import PublishError
+from zoo.runs import loop, planned
+from zoo.runs.metrics import read_metrics
+from zoo.runs.processes import RunError
+from zoo.tasks.generation import Chat
+from zoo.training.compiled import CompiledStep
+from zoo.training.state import TrainState
+
+__all__ = ["shared"]
+TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+
+
+@pytest.fixture
+def tune(shared, tmp_path):
+    """`tune(*flags)` runs the recipe in this process, and returns the run's folder."""
+    before = jax.config.jax_compilation_cache_dir
+    recipe = importlib.import_module("recipes.finetune")
+
+    def tune(*flags, run_dir=tmp_path / "run"):
+        # The rank that all runs of the tests have is for adapters.
+        more = ["--lora.rank=8"] if "--method=full" in flags else []
+        flags = Recipe("finetune", shared).flags(run_dir, "--steps=8", *more, *flags)
+        recipe.main(tyro.cli(recipe.Config, args=flags))
+        return run_dir
+
+    yield tune
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def test_full_finetuning_on_completions(tune, tmp_path, capsys, shared):
+    pairs = [{"question": f"{i} ", "answer": f"is {i}"} for i in range(60)]
+    path = write_lines(tmp_path / "rows.jsonl", *pairs)
+    flags = ("--data.format=completions", "--data.prompt=question", "--data.completion=answer")
+    flags += (f"--data.files={path}", "--method=full", "--optimizer.learning-rate=0.01")
+    run_dir = tune(*flags, "--freeze", "embedding.*", "blocks.mlp.*")
+    assert read_metrics(run_dir / "metrics.jsonl")[1]["tokens"] < 8 * 32 * 0.8
+    # The report compares before and after.
+    output = capsys.readouterr().out
+    assert "--- a sample before ---" in output
+    shown = output.split("--- a sample after ---\n")[1]
+    assert shown.split()[0].isdigit()  # it goes on from a held-out prompt
+    first, *_, last = [r for r in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in r]
+    assert (first["step"], last["step"]) == (0, 8)
+    assert f"eval_loss {first['eval_loss']:14.4f}{last['eval_loss']:10.4f}".split() == next(
+        line.split() for line in output.splitlines() if line.startswith("eval_loss")
+    )
+    assert last["eval_loss"] < first["eval_loss"]
+    assert not (run_dir / "adapters").exists()
+    # What is frozen does not change.
+    base, model = arrays(zoo.load(shared / "base")), arrays(zoo.load(run_dir))
+    for name, array in model.items():
+        frozen = name.startswith(("embedding", "blocks.mlp."))
+        assert np.array_equal(array, base[name]) == frozen, name
+
+
+@pytest.mark.slow
+def test_saved_adapters_reproduce_the_model(tune, shared):
+    # In bf16 a product with the sum of two matrices is rounded otherwise than the sum of products.
+    run_dir = tune("--precision=fp32")
+    model = zoo.load(run_dir)  # a run's folder stands for its model
+    adapted = zoo.load_adapters(run_dir / "adapters", zoo.load(shared / "base"))
+    np.testing.assert_allclose(adapted(TOKENS), model(TOKENS), atol=1e-5)
+    assert np.abs(model(TOKENS) - zoo.load(shared / "base")(TOKENS)).max() > 1e-4
+    flags = ("--precision=fp32", "--model", str(run_dir / "adapters"))
+    again = tune(*flags, run_dir=run_dir.parent / "again")
+    before = read_metrics(again / "metrics.jsonl")[0]["eval_loss"]
+    assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_adapters_over_a_quantised_base_resume_and_serve(kind, tune, capsys):
+    flags = ("--method=lora", f"--base={kind}", "--optimizer.learning-rate=0.01")
+    tune(*flags, "--steps=3")
+    run_dir = tune(*flags)
+    evaluated = [x for x in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in x]
+    assert [x["step"] for x in evaluated] == [0, 3, 8]
+    assert evaluated[0]["eval_loss"] > evaluated[1]["eval_loss"] > evaluated[2]["eval_loss"]
+    served = zoo.load(run_dir / "adapters", quantize=kind)
+    assert is_quantized(served.blocks.attention.wq.weight)
+    assert not is_quantized(zoo.load(run_dir / "adapters").blocks.attention.wq.weight)
+    tokens = jnp.asarray([[256, *b"def f(x):"]])
+    merged = zoo.load(run_dir)(tokens)  # in the dtype of the base
+    np.testing.assert_allclose(served(tokens), merged, atol=0.05 * float(jnp.abs(merged).max()))
+    generate = importlib.import_module("recipes.generate")
+    for model in ((str(run_dir),), (str(run_dir / "adapters"), f"--quantize={kind}")):
+        capsys.readouterr()
+        args = [*model, "def ", "--max-new-tokens=4", "--stop", "\n"]
+        generate.main(tyro.cli(generate.Config, args=args))
+        assert capsys.readouterr().out.startswith("def ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", ["transformer", "rnn"])
+def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
+    model = {
+        "transformer": lambda key: transformer.Transformer(
+            transformer.Config(320, d_model=32, num_layers=1, num_heads=2), key=key
+        ),
+        "rnn": lambda key: rnn.RNN(rnn.Config(320, hidden_size=32, num_layers=1), key=key),
+    }[body](jax.random.key(0))
+    zoo.save(tmp_path / "base", model, tokenizer=ByteTokenizer())
+    rows = [{"text": f"{i} {word}", "kind": word} for i in range(60) for word in ("up", "down")]
+    run_dir = tune(
+        f"--model={tmp_path / 'base'}",
+        f"--data.files={write_lines(tmp_path / 'rows.jsonl', *rows)}",
+        "--data.rows=bucketed",
+        "--data.held-out=0.2",
+        "--label=kind",
+        "--optimizer.learning-rate=0.03",
+        "--steps=60",
+        "--lora.rank=16",
+        "--lora.alpha=32",
+    )
+    assert "held out: accuracy 100.00%" in capsys.readouterr().out
+    model = zoo.load(run_dir)
+    assert isinstance(model, zoo.Classifier)
+    ids = jnp.asarray([[256, *b"99 up"]], jnp.int32)
+    assert model(ids).argmax() == 1
+
+
+def write_hugging_face(folder):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = BPETokenizer.train(["some text to train on"] * 9, 300)
+    tokenizer.config["chat_template"] = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save(folder)
+
+
+def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
+    write_hugging_face(tmp_path / "hf")
+    import torch
+    import transformers
+
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
+    other = [chat[0], {"role": "assistant", "content": "a text"}]
+    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat}] * 20, {"messages": other})
+    run_dir = tune(
+        f"--model={tmp_path / 'hf'}",
+        f"--data.files={path}",
+        "--data.format=chats",
+        "--data.tokenizer=",
+        "--optimizer.learning-rate=0.01",
+    )
+    stored = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype="auto")
+    assert stored.dtype == torch.bfloat16  # as the base
+    theirs, base = (
+        stored.float(),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
+    )
+    ids = torch.tensor(np.asarray(TOKENS), dtype=torch.long)
+    with torch.no_grad():
+        expected, before = theirs(ids).logits.numpy(), base(ids).logits.float().numpy()
+    np.testing.assert_allclose(zoo.load(run_dir, dtype="fp32")(TOKENS), expected, atol=1e-4)
+    assert np.abs(expected - before).max() > 1e-2
+    opened = transformers.AutoTokenizer.from_pretrained(run_dir / "model")
+    assert opened.apply_chat_template(chat, tokenize=False).startswith("user: hi\nassistant: some")
+
+
+def config_of(run_dir):
+    return json.loads((run_dir / "config.json").read_text())
+
+
+def opened(recipe_flags):
+    """The configuration of a run that is opened, and left."""
+    recipe = importlib.import_module("recipes.finetune")
+    with zoo.Run(tyro.cli(recipe.Config, args=recipe_flags)) as run:
+        stored = json.loads((run.folder / "config.json").read_text())["optimizer"]
+        optimizer = run.config.optimizer
+        assert (stored["learning_rate"], stored["weight_decay"]) == (
+            optimizer.learning_rate,
+            optimizer.weight_decay,
+        )
+    return optimizer.learning_rate, optimizer.weight_decay
+
+
+def test_a_run_takes_the_numbers_of_its_method_and_keeps_them(tmp_path, monkeypatch):
+    at = lambda name, *flags: opened(
+        [f"--run-dir={tmp_path / name}", "--compilation-cache=None", *flags]
+    )
+    assert at("full") == (3e-4, 0.01)
+    assert at("lora", "--method=lora") == (1e-3, 0.0)
+    assert at("given", "--optimizer.weight-decay=0.3") == (3e-4, 0.3)
+    # A later version's numbers are none of a run that has begun.
+    monkeypatch.setitem(finetuning.LEARNING_RATES, "lora", 0.5)
+    assert at("lora", "--method=lora") == (1e-3, 0.0)
+    assert at("other", "--method=lora") == (0.5, 0.0)
+    with pytest.raises(RunError, match=r"optimizer.learning_rate: was 0.001, is 0.1"):
+        at("lora", "--method=lora", "--optimizer.learning-rate=0.1")
+    with pytest.raises(ValueError, match=r"optimizer.beta1=2.0"):
+        finetuning.Optimizer(beta1=2.0)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_adapters_do_without_their_base(tune, tmp_path, shared):
+    shutil.copytree(shared / "base", tmp_path / "base")
+    flags = (f"--model={tmp_path / 'base'}",)
+    run_dir = tune(*flags, "--steps=4")
+    meta = json.loads((run_dir / "checkpoints" / "4" / "meta.json").read_text())
+    trained = {name for name in meta["arrays"] if name.startswith("model.")}
+    assert trained
+    assert all(name.endswith((".down", ".up")) for name in trained)
+    other = transformer.Transformer(zoo.load(shared / "base").config, key=jax.random.key(1))
+    zoo.save(tmp_path / "base", other, tokenizer=ByteTokenizer())
+    with pytest.raises(RunError, match="--model is not the base this run began with"):
+        tune(*flags, "--steps=6")
+
+
+@pytest.fixture
+def compiled(tune, monkeypatch):
+    """`compiled(*flags)`: the memory of the step that would be taken, the model, the training."""
+
+    class Compiled(Exception):
+        pass
+
+    def train(run, training, hooks, step_fn, state, *_):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+
+    monkeypatch.setattr(loop, "_train", train)
+
+    def compiled(*flags):
+        with pytest.raises(Compiled) as caught:
+            tune(*flags)
+        return caught.value.args
+
+    return compiled
+
+
+@pytest.mark.slow
+def test_remat_of_a_loaded_model_saves_memory(compiled, tmp_path):
+    config = transformer.Config(320, d_model=32, num_layers=8, num_heads=2, dropout=0.1)
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", model, tokenizer=ByteTokenizer())
+    flags = (f"--model={tmp_path / 'base'}", "--precision=fp32")
+    memory, plain, training = compiled(*flags)
+    more = ("--remat=full", "--dropout=0", "--kernel=xla", "--scan-layers=True")
+    memory_with_remat, given, _ = compiled(*flags, *more)
+    assert (plain.config.remat, plain.config.dropout, plain.config.attention.kernel) == (
+        "none",
+        0.1,
+        "auto",
+    )
+    assert (given.config.remat, given.config.dropout, given.config.attention.kernel) == (
+        "full",
+        0.0,
+        "xla",
+    )
+    assert memory_with_remat.temp_size_in_bytes < 0.6 * memory.temp_size_in_bytes
+    # Out of memory, a run advises the flag that there is.
+    assert planned._remat_flag(Job(training=training, mesh="")) == "--remat"
+
+
+def test_published_models_have_the_configuration_of_their_base(shared, tmp_path):
+    recipe = importlib.import_module("recipes.finetune")
+    flags = Recipe("finetune", shared).flags(tmp_path / "run", "--remat=full", "--dropout=0.5")
+    with zoo.Run(tyro.cli(recipe.Config, args=flags)) as run:
+        base = finetuning.Base(run)
+        model = base.load()
+        finetuning.saver(run, base)(run.folder / "model", model, {})
+        assert (model.config.remat, model.config.dropout) == ("full", 0.5)
+        assert zoo.load(run.folder / "model").config == zoo.load(shared / "base").config
+
+
+def test_damaged_parameters_are_named_before_training(tune, tmp_path, shared):
+    model = zoo.load(shared / "base")
+    for bad in (jnp.nan, jnp.inf):
+        wo = model.blocks.attention.wo.at[0, 1, 2, 3].set(bad)
+        damaged = eqx.tree_at(lambda m: m.blocks.attention.wo, model, wo)
+        zoo.save(tmp_path / "base", damaged, tokenizer=ByteTokenizer())
+        with pytest.raises(ValueError, match=r"base: blocks.attention.wo has a NaN or an infinity"):
+            tune(f"--model={tmp_path / 'base'}")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|bot|>", "<|end|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|bot|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0, "do_sample": True}
+GENERATION |= {"temperature": 0.6, "top_p": 0.9, "transformers_version": "4.51.0"}
+ASKED = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a zoo"}]
+
+
+def write_llama_like(folder):
+    """A folder with a begin, two ends and padding of its own, a template and llama3's positions."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["who is there? a zoo"] * 9, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    scaling = RopeScaling(8.0, 1.0, 4.0, 16)
+    shape = {"d_model": 32, "num_layers": 2, "num_heads": 4}
+    heads = transformer.AttentionConfig(num_kv_heads=2, head_dim=8)
+    shape |= {"d_ff": 48, "max_seq_len": 128}
+    config = transformer.Config(
+        320, attention=heads, positions=transformer.PositionsConfig(scaling=scaling), **shape
+    )
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    # Adapters leave the head as it is, which has to be able to tell tokens apart.
+    model = eqx.tree_at(lambda m: m.head.weight, model, 8 * model.head.weight)
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    zoo.save(folder, model, format="hf")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+@pytest.fixture(params=["full", "lora"])
+def chatty(request, tune, tmp_path, capsys):
+    """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
+    base = write_llama_like(tmp_path / "base")
+    held_out = [ASKED[0], {"role": "assistant", "content": "a"}]  # by the hashes of the two
+    lines = [*[{"messages": ASKED}] * 40, {"messages": held_out}]
+    path = write_lines(tmp_path / "chats.jsonl", *lines)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    if request.param == "full":  # the template comes from a file
+        (base / "chat_template.jinja").unlink()
+    run_dir = tune(
+        f"--model={base}",
+        f"--method={request.param}",
+        f"--data.files={path}",
+        "--data.format=chats",
+        "--data.tokenizer=",
+        "--optimizer.learning-rate=0.02",
+        "--steps=60",
+        *([f"--chat-template={tmp_path / 'own.jinja'}"] if request.param == "full" else []),
+        *(["--lora.rank=16", "--lora.alpha=32"] if request.param == "lora" else []),
+    )
+    return base, run_dir / "model", capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_finetuned_folder_says_what_its_base_says(chatty):
+    base, model, printed = chatty
+    before, after = (json.loads((x / "config.json").read_text()) for x in (base, model))
+    assert after == before
+    assert (after["dtype"], after["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert (after["bos_token_id"], after["eos_token_id"], after["pad_token_id"]) == (1, 2, 0)
+    assert json.loads((model / "generation_config.json").read_text()) == GENERATION
+    assert (model / "chat_template.jinja").read_text() == TEMPLATE
+    dtypes = [{str(a.dtype) for a in arrays(zoo.load(x)).values()} for x in (base, model)]
+    assert dtypes == [{"bfloat16"}] * 2
+    assert zoo.load(model).config.eos_ids == (2, 5)
+    alone = model.parent / "adapters"
+    assert not alone.exists() or zoo.load(alone).config.eos_ids == (2, 5)
+    # The recipe's sample is the chat, and ends with the answer.
+    assert printed.endswith("--- a sample after ---\nwho?\na zoo\n")
+
+
+@pytest.mark.slow
+def test_both_stop_at_the_same_token(chatty):
+    torch = pytest.importorskip("torch", reason="compared with transformers, which needs torch")
+    transformers = pytest.importorskip("transformers", reason="what the model is opened with")
+    _, folder, _ = chatty
+    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    text = opened.apply_chat_template(ASKED[:1], tokenize=False, add_generation_prompt=True)
+    prompt = opened(text, add_special_tokens=False)["input_ids"]
+    chat = Chat(load_tokenizer(folder))
+    assert chat.ask("who?") == prompt
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    settings = theirs.generation_config
+    assert (settings.bos_token_id, settings.eos_token_id) == (1, [2, 5])
+    assert (settings.pad_token_id, settings.temperature, settings.top_p) == (0, 0.6, 0.9)
+    ids = (opened.bos_token_id, opened.eos_token_id, opened.pad_token_id)
+    assert ids == (1, 2, 0)
+    want = theirs.float().generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)
+    model = zoo.load(folder, dtype="fp32")
+    got = zoo.generate(model, [prompt], temperature=0.0, max_new_tokens=40)
+    assert got == want.tolist()
+    assert got[0][-1] == 5
+    assert opened.decode(got[0][len(prompt) :], skip_special_tokens=True) == "a zoo"
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = theirs(tokens).logits.numpy()
+    np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
+
+
+def test_answers_in_samples_begin_a_line(monkeypatch):
+    answer = lambda model, prompts, **options: [[*prompts[0], *b"a zoo"]]
+    monkeypatch.setattr("zoo.decoding.sampling.generate", answer)
+    options = {"num_tokens": 5, "seed": 0, "prompt": [*b"who? \n"]}
+    assert language.sample(None, ByteTokenizer(), **options) == "who? \na zoo"
+    assert language.sample(None, ByteTokenizer(), **options, on_new_line=True) == "who?\na zoo"
+
+
+@pytest.fixture
+def chat_run(tmp_path, shared):
+    """`chat_run(template, *chats)` is the text of a run on chats."""
+
+    def chat_run(template, *chats):
+        write_tokenizer(tmp_path / "tokenizer", template=template)
+        path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat} for chat in chats])
+        config = finetuning.Config(
+            run_dir=tmp_path / "run",
+            steps=1,
+            model=str(shared / "base"),
+            data=finetuning.Data(files=str(path), format="chats"),
+        )
+        with zoo.Run(config) as run:
+            return finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
+
+    return chat_run
+
+
+def test_a_prepared_folder_has_the_tokenizer_of_the_model(tmp_path, shared):
+    lines = [{"text": f"a text of number {i}"} for i in range(20)]
+    path = write_lines(tmp_path / "lines.jsonl", *lines)
+    prepare(str(path), tmp_path / "corpus", workers=1)
+    data = finetuning.Data(files=str(tmp_path / "corpus"), seq_len=16, batch_size=2)
+    config = finetuning.Config(
+        run_dir=tmp_path / "run", steps=1, model=str(shared / "base"), data=data
+    )
+    with zoo.Run(config) as run:
+        text = finetuning.read_text(run, ByteTokenizer())
+        assert text.fingerprint == text.prepared.fingerprint
+        assert len(text.train.corpus) + len(text.held_out.corpus) == 20
+        write_tokenizer(tmp_path / "tokenizer", template="")
+        with pytest.raises(ValueError, match="the model to fine-tune has another tokenizer"):
+            finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
+
+
+def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return super().now() + datetime.timedelta(1)
+
+    template = "{{ strftime_now('%A %f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    other = [*CHAT[:1], {"role": "assistant", "content": "other text"}]
+    text = chat_run(template, CHAT, other)
+    assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
+    monkeypatch.setattr("zoo.tasks.finetuning.data.datetime", Tomorrow)
+    assert chat_run(template, CHAT, other).fingerprint == text.fingerprint
+
+
+def test_one_chat_is_too_few(chat_run):
+    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats, or copies of one"):
+        chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
+    with pytest.raises(ValueError, match="or copies of one: give two or more that differ"):
+        chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_in_the_format_of_peft(tune, tmp_path):
+    config = transformer.Config(320, d_model=32, num_layers=2, num_heads=4, mlp="swiglu")
+    model = transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", model, format="hf", tokenizer=ByteTokenizer())
+    base = f"--model={tmp_path / 'base'}"
+    flags = ("--lora.targets", "q_proj,v_proj", "--data.tokenizer=")
+    run_dir = tune(base, *flags, "--optimizer.learning-rate=0.01")
+    values = json.loads((run_dir / "adapters" / "adapter_config.json").read_text())
+    assert values["target_modules"] == ["q_proj", "v_proj"]
+    assert values["base_model_name_or_path"] == str(tmp_path / "base")
+    assert not (run_dir / "adapters" / "config.json").exists()
+    # They open as they are, with the tokenizer beside them.
+    adapted = zoo.load(run_dir / "adapters")
+    np.testing.assert_allclose(adapted(TOKENS), zoo.load(run_dir)(TOKENS), atol=1e-5)
+    assert np.abs(adapted(TOKENS) - model(TOKENS)).max() > 1e-3
+    assert load_tokenizer(run_dir / "adapters").encode("a").tolist() == [97]
+    # A run on them begins with both merged.
+    on_top = (f"--model={run_dir / 'adapters'}", "--data.tokenizer=")
+    again = tune(*on_top, run_dir=tmp_path / "again")
+    opened = zoo.load(again / "adapters")
+    np.testing.assert_allclose(opened(TOKENS), zoo.load(again)(TOKENS), atol=1e-5)
+    assert "model_type" in json.loads((again / "model" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.targets", "q_porj"], "'q_porj' matches no matrix"),
+        (["--lora.targets", "embedding.weight"], "no adapters on embedding.weight: an embedding"),
+    ],
+)
+def test_targets_are_checked_before_the_text_is_read(flags, message, tune, monkeypatch):
+    def read_text(*arguments, **options):
+        pytest.fail("the text was read")
+
+    monkeypatch.setattr(finetuning, "read_text", read_text)
+    with pytest.raises((ValueError, PublishError), match=message):
+        tune(*flags)
+
+
+MISTAKES = {
+    "length": (["--data.seq-len=4096"], "data.seq_len=4096: {shared}/base has 2048 positions"),
+    "buckets": (
+        ["--data.rows=bucketed", "--data.buckets", "64", "4096"],
+        "data.buckets=4096: {shared}/base has 2048 positions",
+    ),
+    "field": (["--model={shared}/rnn", "--kernel=xla"], "of a rnn, kernel='xla': remat"),
+    "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
+    "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
+    "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
+    "fields": (["--data.format=completions"], "has no fields: rows are read from"),
+    "template": (["--data.format=chats"], "has no chat template"),
+    "rows": (["--label=kind"], "needs data.rows='bucketed'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, monkeypatch):
+    flags, message = MISTAKES[mistake]
+    if mistake in ("length", "buckets", "field", "pattern", "targets"):  # before the text is read
+        monkeypatch.setattr(finetuning, "read_text", None)
+    if mistake == "field":
+        config = rnn.Config(320, hidden_size=8, num_layers=1)
+        zoo.save(shared / "rnn", rnn.RNN(config, key=jax.random.key(0)))
+    with pytest.raises((ValueError, PublishError)) as e:
+        tune(*(flag.format(shared=shared) for flag in flags))
+    assert message.format(shared=shared) in str(e.value)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_packed_pairs_are_refused():
+    with pytest.raises(ValueError, match=r"data.rows='packed': a pair of preferences has a row"):
+        finetuning.Data(format="preferences", rows="packed")
+    assert finetuning.Data(format="preferences").completed().rows == "bucketed"
+    assert finetuning.Data().completed().rows == "packed"
+
+
+def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):
+    adapted = zoo.lora.adapt(zoo.load(shared / "base"), zoo.lora.Config(), key=jax.random.key(0))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=shared / "base")
+    with pytest.raises(ValueError, match=r"base='int8': .*adapters has adapters, and merged with"):
+        tune(f"--model={tmp_path / 'adapters'}", "--base=int8")
+
+
+def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
+    model = transformer.Transformer(
+        transformer.Config(64, d_model=16, num_layers=1, num_heads=2), key=jax.random.key(0)
+    )
+    zoo.save(tmp_path / "small", model)
+    with pytest.raises(ValueError, match=r"257 ids, and .*small a vocab_size of 64"):
+        tune(f"--model={tmp_path / 'small'}")
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
+        tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
+    with pytest.raises(ValueError, match=r"model='mlp-digits' is a MLP that reads no tokens"):
+        tune("--model=mlp-digits")
+    (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(PublishError, match="is a run that has not finished"):
+        tune(f"--model={tmp_path / 'unfinished'}")
+    with pytest.raises(ValueError, match=r"^lora.rank=4: method='full' has no adapters"):
+        finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
+    with pytest.raises(ValueError, match="trains nothing but adapters"):
+        finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
+
+
+def test_default_data_is_python_help():
+    documents = help_topics()
+    found = {document.name: document.text for document in documents}
+    assert "Assignment statements" in found["assignment"]
+    assert sum(map(len, found.values())) > 200_000
+
+
+# Plans
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path):
+    """The hub's client, of which `someone/model` is `tmp_path / "served"`; and its folder here."""
+    client = pytest.importorskip("huggingface_hub", reason="the extra hf is not installed")
+    here = tmp_path / "cache"
+
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
+        assert name == "someone/model"
+        here.mkdir(exist_ok=True)
+        for path in (tmp_path / "served").iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, here)
+        return str(here)
+
+    monkeypatch.setattr(client, "snapshot_download", snapshot_download)
+    return here
+
+
+def serve(folder):
+    sizes = transformer.Config(320, d_model=32, num_layers=1, num_heads=2)
+    model = transformer.Transformer(sizes, key=jax.random.key(0))
+    zoo.save(folder, cast(model, jnp.bfloat16), format="hf", tokenizer=ByteTokenizer())
+    return model
+
+
+@pytest.mark.slow
+def test_plans_of_hub_models_say_what_there_is(tune, tmp_path, capsys, fake_hub):
+    model = serve(tmp_path / "served")
+    with pytest.raises(SystemExit) as ended:
+        tune("--model=someone/model", "--plan=cpu:1", "--lora.rank=2", "--accumulate=1")
+    assert ended.value.code == 0
+    output = " ".join(capsys.readouterr().out.split())
+    adapters = sum(x.size for x in jax.tree.leaves(lora_of(model)))
+    frozen = sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x))
+
+    def size(number):
+        return report.gigabytes(float(number))
+
+    assert f"trained parameters {size(4 * adapters)} {adapters:,}, fp32 masters, " in output
+    assert f"adapters' {adapters:,} frozen parameters {size(2 * frozen)} {frozen:,}, bf16" in output
+    assert f"optimizer {size(2 * 4 * adapters + 8)}" in output
+
+
+def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_hub):
+    serve(tmp_path / "served")
+    too_large = SimpleNamespace(memory=SimpleNamespace(fits=False))
+    advised = []
+    monkeypatch.setattr(planned, "make_estimate", lambda job, target: too_large)
+    monkeypatch.setattr(planned.report, "show", lambda estimate: None)
+    monkeypatch.setattr(planned, "show_suggestion", lambda estimate, flag: advised.append(flag))
+    with pytest.raises(SystemExit):
+        tune("--model=someone/model", "--plan=cpu:1")
+    assert (fake_hub / "config.json").exists()
+    assert not list(fake_hub.glob("*.safetensors*"))
+    assert advised == ["--remat"]  # the flag that this recipe has
+
+
+def lora_of(model):
+    """The adapters of a model alone."""
+    adapted = zoo.lora.adapt(model, zoo.lora.Config(rank=2), key=jax.random.key(0))
+    return eqx.filter(adapted, zoo.lora.trainable(adapted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("--method=full",), ("--method=lora",), ("--method=lora", "--base=int8")],
+    ids=["full", "lora", "int8"],
+)
+def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
+    jobs, live = [], []
+    explained, call = planned.explained, CompiledStep.__call__
+
+    def step(self, state, batch):
+        outputs = call(self, state, batch)
+        if isinstance(state, TrainState):
+            jax.block_until_ready(outputs)
+            del state
+            gc.collect()
+            live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        return outputs
+
+    monkeypatch.setattr(
+        planned,
+        "explained",
+        lambda mesh, make, of: jobs.append(make()) or explained(mesh, make, of),
+    )
+    monkeypatch.setattr(CompiledStep, "__call__", step)
+    monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_, **__: sys.exit())
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    # A checkpoint under way holds a copy of what is trained, for a moment.
+    with pytest.raises(SystemExit):
+        tune("--model=lm-python", "--data.tokenizer=", "--checkpoint-every=100", *flags)
+    memory = make_estimate(jobs[0], targets.parse("cpu:1")).memory
+    planned_bytes = memory.parameters + memory.optimizer + memory.batch
+    assert len(live) == 8
+    assert planned_bytes > 3e6
+    assert min(live) >= 0.95 * planned_bytes
+    assert max(live) <= 1.05 * planned_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_preferences_resume_bit_for_bit(method, tune, tmp_path, shared):
+    pairs = [{"prompt": f"{i} ", "chosen": f"is {i}", "rejected": "no"} for i in range(40)]
+    path = write_lines(tmp_path / "pairs.jsonl", *pairs)
+    flags = (f"--data.files={path}", "--data.format=preferences", f"--method={method}")
+    flags += ("--optimizer.schedule=constant", "--data.buckets", "32")
+    whole = tune(*flags, run_dir=tmp_path / "whole")
+    tune(*flags, "--steps=4", run_dir=tmp_path / "halves")
+    halves = tune(*flags, run_dir=tmp_path / "halves")
+    first, last = arrays(zoo.load(whole)), arrays(zoo.load(halves))
+    for name, array in first.items():
+        assert np.array_equal(array, last[name]), name
+    evaluated = [x for x in read_metrics(halves / "metrics.jsonl") if "eval_loss" in x]
+    assert evaluated[0]["eval_loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert (halves / "reference").exists() == (method == "full")
+    if method == "full":  # another model's values are refused
+        made_of = tmp_path / "other" / "reference"
+        shutil.copytree(halves, made_of.parent)
+        (made_of / "made_of.json").write_text('{"fingerprint": "another"}')
+        checksums.write(made_of)
+        with pytest.raises(RunError, match="of another model than"):
+            tune(*flags, "--steps=9", run_dir=made_of.parent)

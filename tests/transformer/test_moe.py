@@ -1,0 +1,727 @@
+"""zoo.transformer.moe: an independent formula, meshes, the load balance, and training with it."""
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    Batch,
+    arrays,
+    assert_trees_close,
+    copy,
+    drawn_transformer,
+    make_transformer,
+    pad_tokens,
+    small_config,
+    token_batch,
+)
+
+import zoo
+from zoo import lora, losses, optimizers, sharding
+from zoo.nn.parameters import cast, gather
+from zoo.nn.precision import in_precision
+from zoo.publishing import models
+from zoo.runs.checkpoint import Checkpointer
+from zoo.sharding.kinds import is_matrix
+from zoo.tasks.finetuning.base import merge
+from zoo.training import state as state_module
+from zoo.transformer import ExpertsConfig, moe, routing
+from zoo.transformer import dispatch as exchanges
+
+EXPERTS, CHOICES = 8, 3
+OPTIONS: dict[str, Any] = {"experts.num_experts": EXPERTS, "experts.per_token": CHOICES, "d_ff": 12}
+
+
+def layer(**changes: Any) -> moe.MoE:
+    config = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
+    return moe.MoE(config, 16, 12, activation=jax.nn.silu, num_layers=1, key=jax.random.key(1))
+
+
+def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token by token and expert by expert: the output, the probabilities and the choices."""
+    w = {name: np.asarray(value, np.float64) for name, value in arrays(made).items()}
+    logits = x @ w["router"]
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    out, chosen = np.zeros_like(x), np.argsort(-probabilities, -1)[..., : made.config.per_token]
+    for place in np.ndindex(x.shape[:-1]):
+        weights = probabilities[place][chosen[place]]
+        weights = weights / weights.sum() if made.config.normalize else weights
+        for expert, weight in zip(chosen[place], weights, strict=True):
+            gate = x[place] @ w["w_gate"][expert]
+            hidden = gate / (1 + np.exp(-gate)) * (x[place] @ w["w_up"][expert])
+            out[place] += weight * (hidden @ w["w_down"][expert])
+    return out, probabilities, chosen
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("choices", [1, CHOICES])
+def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
+    made = layer(per_token=choices, normalize=normalize)
+    x = np.random.default_rng(0).normal(size=(2, 7, 16))
+    counted = np.arange(7)[None] < np.array([[7], [1]])
+    got, balance = eqx.filter_jit(made)(
+        jnp.asarray(x, jnp.float32), jnp.asarray(counted, jnp.float32)
+    )
+    want, probabilities, chosen = numpy_experts(made, x)
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+    for row in range(2):
+        n = counted[row].sum()
+        taken = np.bincount(chosen[row, :n].ravel(), minlength=EXPERTS) / (n * choices)
+        expected = n * EXPERTS * (taken * probabilities[row, :n].mean(0)).sum()
+        assert float(balance.load[row]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_even_load_scores_one_per_token():
+    probabilities = jnp.full((1, EXPERTS, EXPERTS), 1 / EXPERTS)
+    even = jnp.arange(EXPERTS, dtype=jnp.int32)[None, :, None]
+    counted = jnp.ones((1, EXPERTS))
+    assert float(moe.load_balance(probabilities, even, counted)[0]) == pytest.approx(EXPERTS)
+    sure = jnp.zeros_like(probabilities).at[:, :, 2].set(1.0)
+    alike = jnp.full_like(even, 2)
+    assert float(moe.load_balance(sure, alike, counted)[0]) == pytest.approx(EXPERTS * EXPERTS)
+
+
+def value_and_gradient(spec: str, **rules: Any) -> Any:
+    """Of a model that lies on the mesh as the changed rules have it."""
+    model = drawn_transformer(**OPTIONS, num_layers=1, remat="full")
+    batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
+    loss = losses.balanced_next_token(0.1)
+    mesh, rules = zoo.make_mesh(spec), {**sharding.RULES, **rules}
+    with sharding.use(zoo.Layout(mesh, rules)):
+        function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
+        return copy(function(jax.device_put(model, sharding.shardings(model, mesh))))
+
+
+ON_ONE_DEVICE = functools.cache(lambda: value_and_gradient(""))
+CUBE = "data=2,fsdp=2,tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        (CUBE, {}),
+        # Axes that split the batch too, where each device needs every expert for its rows.
+        ("data=2,fsdp=2", {"experts": ("data", "fsdp")}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("fsdp=2,tensor=2", {}),
+                ("tensor=8", {}),
+                ("fsdp=8", {}),
+                ("fsdp=8", {"experts": "fsdp"}),
+                ("fsdp=2,tensor=4", {"experts": None}),  # "mlp" is on the tensor axis then
+                (CUBE, {"experts": "data"}),
+                (CUBE, {"experts": ("fsdp", "tensor")}),
+                (CUBE, {"experts": None, "mlp": "data"}),
+                (CUBE, {"experts": "tensor", "mlp": ("tensor", "fsdp")}),
+                (CUBE, {"batch": "data", "experts": ("fsdp", "tensor")}),
+                (CUBE, {"batch": ("data", "tensor")}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_mesh_gradients_match_one_device(spec: str, rules: dict):
+    one, many = ON_ONE_DEVICE(), value_and_gradient(spec, **rules)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    assert_trees_close(many[1], one[1], rtol=1e-4)
+    for path, grad in arrays(one[1]).items():
+        assert np.abs(grad).max() > 1e-5, path
+
+
+def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
+    """A layer's output, its balance, and the gradients of both for its input and parameters."""
+    made, rng = layer(**options), np.random.default_rng(0)
+    x_BTE, g_BTE = (jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32) for _ in range(2))
+    lengths = jnp.asarray([6, 1, 3, 6, 2, 6, 6, 5])[:, None]
+    counted = (jnp.arange(6)[None] < lengths).astype(jnp.float32)
+    if skewed:  # all to the same experts
+        x_BTE = x_BTE.at[..., 0].set(4.0)
+        router = made.router.at[0].set(jnp.arange(EXPERTS, dtype=jnp.float32))
+        made = eqx.tree_at(lambda made: made.router, made, router)
+    mesh = zoo.make_mesh(spec)
+
+    @eqx.filter_jit
+    def run(made: moe.MoE, x_BTE: Any) -> Any:
+        def forward(made: moe.MoE, x_BTE: Any) -> Any:
+            x_BTE = sharding.constrain(x_BTE, "batch", "inner_seq", "embed")
+            return gather(made)(x_BTE, counted)
+
+        out, backward = eqx.filter_vjp(forward, made, x_BTE)
+        return out, backward((g_BTE, jax.tree.map(jnp.ones_like, out[1])))
+
+    with sharding.use(zoo.Layout(mesh, {**sharding.RULES, **rules})):
+        placed = jax.device_put(made, sharding.shardings(made, mesh))
+        return copy(run(placed, x_BTE))
+
+
+OF_LAYER_ON_ONE_DEVICE = functools.cache(lambda skewed: of_layer("", skewed, {}))
+MLPS_SPLIT = {"experts": "expert"}  # and each expert over the tensor axis
+
+
+@pytest.mark.parametrize("skewed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "all_reduce"])
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        ("fsdp=2,expert=2,tensor=2", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("expert=8", {}),
+                ("data=2,expert=4", {}),
+                ("fsdp=2,expert=4", {}),
+                ("expert=4,tensor=2", {}),
+                ("expert=2,tensor=4", MLPS_SPLIT),
+                ("fsdp=2,expert=2,tensor=2", MLPS_SPLIT),
+                ("expert=4,context=2", {}),
+                ("data=2,expert=2,context=2", {}),
+                ("expert=2,context=2,tensor=2", {}),
+                ("expert=2,tensor=4", {"experts": ("tensor", "expert")}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_an_expert_axis_gives_one_devices_gradients(
+    spec: str, rules: dict, dispatch: Any, skewed: bool
+):
+    one = OF_LAYER_ON_ONE_DEVICE(skewed)
+    many = of_layer(spec, skewed, rules, dispatch=dispatch, buffer=1.0)
+    flat = jax.tree.leaves(one)
+    assert len(flat) == len(jax.tree.leaves(many)) == 4 + 4 + 1
+    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+    taken = [bool(each.any()) for each in one[1][0].w_down]
+    assert taken == [not skewed] * (EXPERTS - CHOICES) + [True] * CHOICES
+
+
+def exchange_as_documented(
+    operand: Any, output: Any, *offsets_and_sizes: Any, axis_name: Any
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` as its documentation says it, which XLA for CPU lacks."""
+    begins_D, sent_D, places_D, got_S = offsets_and_sizes
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axis_name, tiled=True)
+    swapped = [swap(x, split_axis=0, concat_axis=0) for x in (begins_D, sent_D, places_D)]
+    sources = jax.lax.all_gather(operand, axis_name)
+    index = jnp.arange(len(output), dtype=jnp.int32)
+    for source, begin, sent, place, got in zip(sources, *swapped, got_S, strict=True):
+        rows = source[jnp.clip(index - place + begin, 0, len(source) - 1)]
+        rows = jnp.where(sent == got, rows, jnp.full_like(rows, jnp.nan))
+        output = jnp.where(((index >= place) & (index < place + got))[:, None], rows, output)
+    return output
+
+
+def test_the_documented_exchange_gives_its_documentations_example():
+    operand = jnp.asarray([[1, 2, 2], [3, 4, 0]], jnp.float32)
+    begins, sent = jnp.asarray([[0, 1], [0, 1]]), jnp.asarray([[1, 2], [1, 1]])
+    places, got = jnp.asarray([[0, 0], [1, 2]]), jnp.asarray([[1, 1], [2, 1]])
+
+    def one(operand: Any, *arguments: Any) -> jax.Array:
+        output = jnp.zeros((4, 1), jnp.float32)
+        arguments = tuple(x[0] for x in arguments)
+        return exchange_as_documented(operand[0][:, None], output, *arguments, axis_name="data")
+
+    spec, mesh = jax.sharding.PartitionSpec("data"), jax.make_mesh((2,), ("data",))
+    run = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    placed = jax.device_put(
+        (operand, begins, sent, places, got), jax.sharding.NamedSharding(mesh, spec)
+    )
+    found = np.asarray(run(*placed)).reshape(2, 4)
+    assert found.tolist() == [[1, 3, 0, 0], [2, 2, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "skewed"),
+    [
+        ("fsdp=2,expert=2,tensor=2", False),
+        pytest.param("expert=8", True, marks=pytest.mark.slow),
+        pytest.param("fsdp=2,expert=4", False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_the_exchange_of_accelerators_match_one_device(
+    spec: str, skewed: bool, monkeypatch: Any
+):
+    calls: list[Any] = []
+
+    def exchange(*args: Any, axis_name: Any) -> jax.Array:
+        calls.append(axis_name)
+        return exchange_as_documented(*args, axis_name=axis_name)
+
+    monkeypatch.setattr(exchanges, "platform", lambda: "tpu")
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", exchange)
+    many = of_layer(spec, skewed, {}, dispatch="all_to_all", buffer=1.0)
+    assert len(calls) >= 4  # there and back, forward and backward
+    flat = jax.tree.leaves(OF_LAYER_ON_ONE_DEVICE(skewed))
+    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
+        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("TPU v5 lite", 0), ("TPU v5p", 1)])
+def test_rows_are_exchanged_where_the_compiler_can(kind: str, calls: int, monkeypatch: Any):
+    monkeypatch.setattr(exchanges, "device_kind", lambda: kind)
+    seen, exchange = [], exchanges._by_all_to_all
+    monkeypatch.setattr(
+        exchanges, "_by_all_to_all", lambda *args: seen.append(args) or exchange(*args)
+    )
+    made, x_BTE, all_BT = layer(), jnp.ones((8, 6, 16)), jnp.ones((8, 6))
+    with sharding.use(zoo.make_mesh("expert=8")):
+        jax.eval_shape(lambda x: made(x, all_BT)[0], x_BTE)
+        assert len(seen) == calls
+        if not calls:
+            with pytest.raises(ValueError, match=r"'all_to_all': the compiler for TPU v5 lite has"):
+                jax.eval_shape(lambda x: layer(dispatch="all_to_all")(x, all_BT)[0], x_BTE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["fsdp=2,tensor=2", "tensor=8", CUBE])
+def test_mesh_steps_match_one_device(spec: str):
+    """By plain gradient descent: Adam hides how large a gradient is."""
+
+    def three_steps(spec: str) -> list[tuple[float, float]]:
+        mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.3)
+        make_model = make_transformer(**{**OPTIONS, "d_ff": 16})
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+        options: dict = {"mesh": mesh, "precision": "fp32", "clip_norm": None}
+        step, found = zoo.make_train_step(losses.next_token, optimizer, **options), []
+        for _ in range(3):
+            state, metrics = step(state, token_batch(8, 16))
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return found
+
+    expected = three_steps("")
+    np.testing.assert_allclose(three_steps(spec), expected, rtol=1e-4)
+    assert expected[2][0] < 0.9 * expected[0][0]
+
+
+def test_each_device_holds_its_experts():
+    mesh = zoo.make_mesh("tensor=8")
+    model = drawn_transformer(**OPTIONS)
+    placed = jax.device_put(model, sharding.shardings(model, mesh))
+    w = placed.blocks.mlp.w_gate
+    assert {shard.data.shape for shard in w.addressable_shards} == {(2, 1, 32, 12)}
+
+
+def test_balancing_loss_evens_out_load():
+    """From a router that likes few experts best of all."""
+    model = drawn_transformer(**OPTIONS, num_layers=1)
+    model = eqx.tree_at(lambda m: m.blocks.mlp.router, model, replace_fn=lambda w: w * 5)
+    batch, loss, optimizer = token_batch(8, 16), losses.balanced_next_token(1.0), optax.adam(5e-3)
+    state = zoo.init_state(lambda key: model, optimizer, key=jax.random.key(0))
+    step = zoo.make_train_step(loss, optimizer, precision="fp32")
+    balances = []
+    for _ in range(30):
+        state, metrics = step(state, batch)
+        balances.append(float(metrics["balance"]))
+    # Without its part in the loss it stays at 1.5.
+    assert balances[0] > 1.45
+    assert 0.95 < balances[-1] < 1.2
+
+
+def test_balance_sums_over_rows():
+    """So that a gradient depends on neither microbatches nor mesh."""
+    model, batch = drawn_transformer(**OPTIONS, num_layers=1), token_batch(8, 16)
+    loss = eqx.filter_jit(losses.balanced_next_token(0.5))
+    parts = [{name: jnp.asarray(x[rows::2]) for name, x in batch.items()} for rows in (0, 1)]
+    (total, weight, metrics), *halves = (
+        loss(model, part, None) for part in (jax.tree.map(jnp.asarray, batch), *parts)
+    )
+    assert float(total) == pytest.approx(sum(float(half[0]) for half in halves), rel=1e-5)
+    assert float(weight) == sum(float(half[1]) for half in halves)
+    balance = sum(float(half[2]["balance"]) for half in halves)
+    assert float(metrics["balance"]) == pytest.approx(balance, rel=1e-5)
+
+
+def with_prompts(batch: Batch) -> Batch:
+    """A batch of which only the last quarter of each row counts, by weights of all sizes."""
+    rows, size = batch["weights"].shape
+    counted = np.random.default_rng(1).uniform(0.5, 2, (rows, size)).astype(np.float32)
+    answer = np.arange(size)[None] >= size * 3 // 4
+    return {**batch, "weights": np.where(answer & (batch["segment_ids"] > 0), counted, 0)}
+
+
+@pytest.mark.slow
+def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
+    model, routes = drawn_transformer(**OPTIONS), []
+    batch, real = with_prompts(token_batch(8, 16)), routing.route
+    monkeypatch.setattr(routing, "route", lambda *given: routes.append(real(*given)) or routes[-1])
+    with jax.disable_jit():
+        loss = losses.balanced_next_token(0.5, 0.25)
+        total, weight, metrics = loss(model, jax.tree.map(jnp.asarray, batch), None)
+    monkeypatch.undo()
+    plain, _, _ = losses.next_token(model, jax.tree.map(jnp.asarray, batch), None)
+    w, expected = batch["weights"].astype(np.float64), []
+    assert (w == 0).mean() > 0.7
+    for route in routes:
+        for row, share in enumerate(w):
+            if not share.any():
+                continue
+            chosen, p = np.asarray(route.chosen[row]), np.asarray(route.probabilities[row])
+            taken = np.stack([(chosen == expert).sum(-1) for expert in range(EXPERTS)], -1)
+            f, p = (share @ taken / CHOICES / share.sum(), share @ p / share.sum())
+            expected.append(share.sum() * EXPERTS * (f * p).sum() / len(routes))
+    assert len(routes) == 2
+    assert float(metrics["balance"]) == pytest.approx(sum(expected), rel=1e-4)
+    assert 1 < sum(expected) / w.sum() < 2.5
+    terms = 0.5 * metrics["balance"] + 0.25 * metrics["router_z"]
+    assert float(total - plain) == pytest.approx(float(terms), rel=1e-3)
+    even = eqx.tree_at(lambda m: m.blocks.mlp.router, model, replace_fn=jnp.zeros_like)
+    _, weight, metrics = eqx.filter_jit(loss)(even, jax.tree.map(jnp.asarray, batch), None)
+    assert float(metrics["balance"] / weight) == pytest.approx(1, rel=1e-5)
+    assert float(metrics["router_z"] / weight) == pytest.approx(np.log(EXPERTS) ** 2, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
+    batch = with_prompts(token_batch(8, 16))
+    longer = pad_tokens(batch)
+    rows = {name: np.pad(x, ((0, 8), (0, 0))) for name, x in batch.items()}
+    found = []
+    for given, spec, accumulate in [
+        (batch, "", 1),
+        (longer, "", 1),
+        (rows, "", 1),
+        (batch, "", 4),
+        (batch, "data=2,fsdp=2", 2),
+    ]:
+        mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
+        options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
+        make_model = lambda key: drawn_transformer(**OPTIONS)
+        state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+        loss = losses.balanced_next_token(0.5, 0.25)
+        _, metrics = zoo.make_train_step(loss, optimizer, **options)(state, given)
+        found.append([float(metrics[x]) for x in ("balance", "router_z", "loss", "grad_norm")])
+    np.testing.assert_allclose(found[1:], [found[0]] * 4, rtol=2e-4)
+    assert found[0][0] > 1
+
+
+def test_balance_without_experts_is_refused():
+    batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
+    loss = losses.balanced_next_token(0.1)
+    with pytest.raises(ValueError, match=r"set experts\.num_experts"):
+        loss(model, batch, None)
+
+
+def test_optimizers_see_experts_as_matrices():
+    skeleton = eqx.filter(drawn_transformer(**OPTIONS), eqx.is_array)
+    mlp = optimizers.muon_dimensions(skeleton).blocks.mlp
+    for weight in (mlp.w_gate, mlp.w_down):  # [layers, experts, in, out]
+        assert (weight.reduction_axis, weight.output_axis) == ((2,), (3,))
+    assert (mlp.router.reduction_axis, mlp.router.output_axis) == ((1,), (2,))
+    assert is_matrix((None, "experts", "embed", "mlp"))
+    assert not is_matrix((None, "experts", "embed"))
+
+
+def test_devices_multiply_only_their_experts(monkeypatch: pytest.MonkeyPatch):
+    """And leaves alone the rows behind its groups, of which a kernel may make anything."""
+    exact, shapes = jax.lax.ragged_dot, []
+
+    def ragged_dot(rows: Any, weights: Any, group_sizes: Any) -> Any:
+        shapes.append(weights.shape)
+        behind = jnp.arange(rows.shape[0], dtype=jnp.int32) >= group_sizes.sum()
+        return jnp.where(behind[:, None], jnp.nan, exact(rows, weights, group_sizes))
+
+    made, mesh = layer(), zoo.make_mesh("tensor=4")
+    x, counted = jax.random.normal(jax.random.key(0), (2, 7, 16)), jnp.ones((2, 7))
+    want, balance = eqx.filter_jit(made)(x, counted)
+    monkeypatch.setattr(jax.lax, "ragged_dot", ragged_dot)
+    with sharding.use(mesh):
+        placed = eqx.filter_shard(made, sharding.shardings(made, mesh))
+        got = eqx.filter_jit(lambda made: made(x, counted))(placed)
+    assert set(shapes) == {(EXPERTS // 4, 16, 12), (EXPERTS // 4, 12, 16)}
+    assert_trees_close(got, (want, balance), rtol=1e-5)
+
+
+ROUTER: dict[str, Any] = {"experts.router": "sigmoid", "experts.bias_rate": 0.5}
+BIASED: dict[str, Any] = {**OPTIONS, **ROUTER}
+PARTS = ("gate", "up", "down")  # of a gated MLP
+
+
+def test_sigmoid_routers_match_independent_numpy_formula():
+    """The bias chooses, and does not weigh; what is chosen is weighed by its sigmoid."""
+    bias = np.linspace(1, -1, EXPERTS).astype(np.float32)
+    made, scaled = (
+        eqx.tree_at(lambda made: made.bias.value, each, jnp.asarray(bias))
+        for each in (layer(router="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
+    )
+    logits = np.random.default_rng(0).normal(size=(2, 7, EXPERTS)).astype(np.float32)
+    got = routing.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
+    scores = 1 / (1 + np.exp(-logits))
+    chosen = np.argsort(-(scores + bias), -1)[..., :CHOICES]
+    assert (chosen != np.argsort(-scores, -1)[..., :CHOICES]).any()
+    np.testing.assert_array_equal(got.chosen, chosen)
+    np.testing.assert_allclose(got.weights, np.take_along_axis(scores, chosen, -1), rtol=1e-5)
+    np.testing.assert_allclose(got.probabilities.sum(-1), 1, rtol=1e-5)
+    x, counted = jnp.asarray(logits).repeat(2, -1), jnp.ones((1, 7))
+    np.testing.assert_allclose(scaled(x, counted)[0], 2.5 * made(x, counted)[0], rtol=1e-4)
+
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "deepseek.npz")
+
+
+def layer_of_transformers() -> tuple[moe.MoE, Any]:
+    """The experts and the shared ones of a transformer's block, with the golden weights."""
+    sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, **OPTIONS}
+    model = drawn_transformer(**sizes, **ROUTER, **{"experts.num_shared": 2, "experts.scale": 2.5})
+    block = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, model.blocks)
+    gate, up = np.split(GOLDEN["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
+    weights = {
+        "router": GOLDEN["gate.weight"].T,
+        "w_gate": gate,
+        "w_up": up,
+        "w_down": GOLDEN["experts.down_proj"].swapaxes(1, 2),
+    }
+    routed = with_weights(block.mlp, weights)
+    routed = eqx.tree_at(lambda made: made.bias.value, routed, jnp.asarray(GOLDEN["bias"]))
+    shared = {f"w_{name}": GOLDEN[f"shared_experts.{name}_proj.weight"].T for name in PARTS}
+    return routed, with_weights(block.shared_mlp, shared)
+
+
+def with_weights(made: Any, weights: dict[str, np.ndarray]) -> Any:
+    for name, value in weights.items():
+        assert getattr(made, name).shape == value.shape
+    values = [jnp.asarray(value) for value in weights.values()]
+    return eqx.tree_at(lambda made: [getattr(made, name) for name in weights], made, values)
+
+
+def test_sigmoid_routers_and_shared_experts_match_transformers():
+    routed, shared = layer_of_transformers()
+    x, counted = jnp.asarray(GOLDEN["x"]), jnp.ones((1, 7))
+
+    def layer(made: tuple[moe.MoE, Any], x: jax.Array) -> jax.Array:
+        return made[0](x, counted)[0] + made[1](x)
+
+    y, backward = eqx.filter_vjp(layer, (routed, shared), x)
+    (d_routed, d_shared), d_x = backward(jnp.asarray(GOLDEN["d_y"]))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close(y, GOLDEN["y"])
+    close(d_x, GOLDEN["d_x"])
+    close(d_routed.router.T, GOLDEN["d_gate.weight"])
+    d_gate_up = jnp.concatenate([d_routed.w_gate, d_routed.w_up], -1)
+    close(d_gate_up.swapaxes(1, 2), GOLDEN["d_experts.gate_up_proj"])
+    close(d_routed.w_down.swapaxes(1, 2), GOLDEN["d_experts.down_proj"])
+    for name in PARTS:
+        close(getattr(d_shared, f"w_{name}").T, GOLDEN[f"d_shared_experts.{name}_proj.weight"])
+
+
+def test_a_bias_chooses_the_experts_that_transformers_does():
+    routed, _ = layer_of_transformers()
+    logits = jnp.asarray(GOLDEN["x"]) @ routed.router
+    wanted = np.sort(GOLDEN["chosen"].reshape(2, 7, CHOICES))
+    found, unbiased = (
+        np.sort(routing.route(logits, bias, CHOICES, "sigmoid").chosen)
+        for bias in (routed.bias.value, None)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert (unbiased != wanted).any()
+
+
+def test_router_z_loss_matches_independent_numpy_formula():
+    made, rng = layer(), np.random.default_rng(0)
+    x, counted = rng.normal(size=(2, 5, 16)).astype(np.float32), np.arange(5)[None] < [[5], [2]]
+    _, balance = made(jnp.asarray(x), jnp.asarray(counted, jnp.float32))
+    z = np.log(np.exp(x @ np.asarray(made.router)).sum(-1)) ** 2
+    np.testing.assert_allclose(balance.z, (z * counted).sum(1), rtol=1e-4)
+    model, batch = drawn_transformer(**OPTIONS), jax.tree.map(jnp.asarray, token_batch(4, 8))
+    (without, *_), (total, _, metrics) = (
+        losses.balanced_next_token(0.1, each)(model, batch, None) for each in (0.0, 0.5)
+    )
+    assert float(total - without) == pytest.approx(0.5 * float(metrics["router_z"]), rel=1e-3)
+    assert metrics["router_z"] > 1
+
+
+def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
+    """The biases after each of two steps, and the gradient's norm in the last."""
+    mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
+    options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
+    make_model = make_transformer(**BIASED)
+    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
+    step, found = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, **options), []
+    for _ in range(2):
+        state, metrics = step(state, token_batch(8, 16))
+        found.append(np.asarray(state.model.blocks.mlp.bias.value))
+    return [*found, np.asarray(metrics["grad_norm"])]
+
+
+@pytest.mark.slow
+def test_a_step_moves_biases_against_the_load():
+    first, second, _ = biases_after("", 1)
+    model = make_transformer(**BIASED)(jax.random.split(jax.random.key(0))[0])
+    batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
+    counts = []
+
+    def counted(logits: Any, bias: Any, *rest: Any) -> Any:
+        found = routing_route(logits, bias, *rest)
+        taken = jax.nn.one_hot(found.chosen, EXPERTS).sum(2)
+        taken = jnp.where(batch["segment_ids"][..., None] > 0, taken, 0.0)
+        counts.append(np.asarray(taken.sum((0, 1))))
+        return found
+
+    routing_route = routing.route
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(routing, "route", counted)
+        model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})
+    load = np.stack(counts)
+    np.testing.assert_array_equal(first, -0.5 * np.sign(load - load.mean(-1, keepdims=True)))
+    assert (first != 0).any()
+    assert (first != second).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "accumulate"), [("", 2), (CUBE, 1), ("fsdp=2,expert=4", 1), ("expert=2,tensor=2", 4)]
+)
+def test_biases_depend_on_neither_mesh_nor_microbatches(spec: str, accumulate: int):
+    *one, norm = biases_after("", 1)
+    *other, other_norm = biases_after(spec, accumulate)
+    np.testing.assert_array_equal(other, one)
+    np.testing.assert_allclose(other_norm, norm, rtol=1e-4)
+
+
+@jax.numpy_dtype_promotion("standard")  # as in a run
+def test_a_merged_model_keeps_biases_and_states_as_they_were():
+    """Though all else is of one dtype, as sampling needs."""
+    kept = 1 / jnp.arange(2.0, 2 + 2 * EXPERTS).reshape(2, EXPERTS)
+    model = cast(drawn_transformer(**BIASED), jnp.bfloat16)
+    model = eqx.tree_at(lambda x: x.blocks.mlp.bias.value, model, kept)
+    model = lora.adapt(model, lora.Config(targets=("blocks.attention.*",)), key=jax.random.key(0))
+    _, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema", momentum=0.3)
+    run = Mock(zoo.Run, layout=zoo.Layout(zoo.make_mesh("")))
+    merged, same = merge(run, (model, state))
+    assert not lora.has_adapters(merged)
+    bias = merged.blocks.mlp.bias.value
+    assert (bias.dtype, bias.tolist()) == (jnp.float32, kept.tolist())
+    dtypes = [str(x.dtype) for x in jax.tree.leaves(merged)]
+    assert (dtypes.count("float32"), dtypes.count("bfloat16")) == (1, len(dtypes) - 1)
+    assert any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(state))
+    assert_trees_close(same, state, rtol=0)
+    trained = eqx.tree_at(
+        lambda x: x.embedding.weight, model, replace_fn=lambda x: x.astype(jnp.float32)
+    )
+    assert {str(x.dtype) for x in jax.tree.leaves(merge(run, trained))} == {"float32"}
+
+
+def test_biases_resume_bit_for_bit(tmp_path: Any):
+    optimizer = optax.sgd(0.1)
+    state = zoo.init_state(make_transformer(**BIASED), optimizer, key=jax.random.key(0))
+    step = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, precision="fp32")
+    batches = [token_batch(8, 16, seed=k) for k in range(4)]
+    state, _ = step(state, batches[0])
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    resumed, number, _ = checkpointer.restore(jax.tree.map(jnp.zeros_like, state))
+    checkpointer.close()
+    biases = np.asarray(resumed.model.blocks.mlp.bias.value)
+    assert (number, biases.any()) == (1, True)
+    for batch in batches[1:]:
+        state, metrics = step(state, batch)
+        resumed, again = step(resumed, batch)
+        assert_trees_close(again, metrics, rtol=0)
+    assert_trees_close(resumed.model, state.model, rtol=0)
+    assert (np.asarray(state.model.blocks.mlp.bias.value) != biases).any()
+
+
+def test_biases_are_stored_but_not_trained(tmp_path: Any):
+    model = drawn_transformer(**BIASED, **{"experts.num_shared": 1})
+    bias = model.blocks.mlp.bias.value
+    assert cast(model, jnp.bfloat16).blocks.mlp.bias.value.dtype == jnp.float32
+    assert not state_module.trained_leaves(model, None).blocks.mlp.bias.value
+    assert not state_module.frozen_leaves(model, None).blocks.mlp.bias.value
+    assert state_module.balanced_leaves(model, None).blocks.mlp.bias.value
+    zoo.save(tmp_path / "m", model)
+    loaded = zoo.load(tmp_path / "m").blocks
+    np.testing.assert_array_equal(loaded.mlp.bias.value, bias)
+    np.testing.assert_array_equal(loaded.shared_mlp.w_up, model.blocks.shared_mlp.w_up)
+
+
+def with_low_biases(model: Any) -> Any:
+    low = lambda x: x.astype(jnp.bfloat16)
+    return eqx.tree_at(lambda model: model.blocks.mlp.bias.value, model, replace_fn=low)
+
+
+def test_biases_are_in_fp32_whatever_a_model_is_loaded_saved_or_computed_in(tmp_path: Any):
+    model = drawn_transformer(**BIASED)
+    bias = np.asarray(model.blocks.mlp.bias.value)
+    assert (bias != bias.astype(jnp.bfloat16).astype(np.float32)).any()
+    zoo.save(tmp_path / "m", model)
+    loaded, skeleton = (
+        function(tmp_path / "m", dtype="bf16") for function in (zoo.load, models.skeleton)
+    )
+    zoo.save(tmp_path / "low", loaded)
+    zoo.save(tmp_path / "like", model, like=tmp_path / "low")
+    zoo.save(tmp_path / "stored low", with_low_biases(loaded))
+    for name in ("low", "like"):
+        found = zoo.load(tmp_path / name).blocks.mlp
+        np.testing.assert_array_equal(found.bias.value, bias, err_msg=name)
+        assert found.w_up.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(loaded.blocks.mlp.bias.value, bias)
+    with in_precision((model, 0), "bf16") as computed:  # in a model of no class of the zoo
+        pass
+    of_state = state_module.abstract_state(
+        lambda key, model: model,
+        optax.sgd(0.1),
+        key=jax.random.key(0),
+        pretrained=with_low_biases(loaded),
+    ).model
+    others = [skeleton, computed[0], zoo.load(tmp_path / "stored low"), of_state]
+    others += [zoo.load(tmp_path / "m", dtype="bf16", quantize="int8")]
+    assert [x.blocks.mlp.bias.value.dtype for x in others] == [jnp.float32] * 5
+    assert {x.blocks.mlp.w_up.dtype for x in others[:3]} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_shared_experts_are_an_mlp_for_every_token():
+    model = drawn_transformer(num_layers=1, **OPTIONS, **{"experts.num_shared": 2})
+    block = jax.tree.map(lambda x: x[0], eqx.filter(model.blocks, eqx.is_array))
+    block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
+    assert block.shared_mlp.w_up.shape == (32, 24)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 32))
+    with_, _ = block._feed_forward(x, None, None)
+    without, _ = eqx.tree_at(lambda block: block.shared_mlp, block, None)._feed_forward(
+        x, None, None
+    )
+    np.testing.assert_allclose(with_ - without, block.shared_mlp(block.mlp_norm(x)), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts.buffer": 0.5}, "experts.buffer=0.5: must be 1 at least"),
+        ({"experts.num_shared": -1}, "experts.num_shared=-1"),
+        (
+            {"experts.num_experts": None, "experts.num_shared": 1},
+            "experts.num_shared=1: .*experts.num_experts",
+        ),
+        (
+            {"experts.num_experts": None, "experts.bias_rate": 0.1},
+            "experts.bias_rate=0.1: .*experts.num_exp",
+        ),
+        (
+            {"experts.num_experts": None, "experts.router": "sigmoid"},
+            "experts.router='sigmoid': .*experts.num_experts",
+        ),
+        (
+            {"experts.num_experts": None, "experts.scale": 2.0},
+            "experts.scale=2.0: .*experts.num_experts",
+        ),
+        ({"experts.bias_rate": 0.0}, "experts.bias_rate=0.0: must be positive"),
+    ],
+)
+def test_bad_settings_of_experts_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        small_config(**{**OPTIONS, **changes})
+
+
+def test_experts_that_the_axis_does_not_divide_are_refused():
+    mesh = zoo.make_mesh("expert=8")
+    make_model = make_transformer(**{**OPTIONS, "experts.num_experts": 12})
+    message = r"w_gate of shape .*: the size 12 is not divisible by expert=8 of the mesh"
+    with pytest.raises(sharding.ShardingError, match=message):
+        zoo.init_state(make_model, optax.sgd(0.1), key=jax.random.key(0), mesh=mesh)
