@@ -66,12 +66,26 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    **{"common": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 650, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5260, "tasks": 2350},
-    **{"evaluation": 1100},
-    **{"quantization": 690},
-    **{"__main__": 170, "__init__": 105},
+    "common": 1110,
+    "sharding": 1480,
+    "nn": 3020,
+    "transformer": 1200,
+    "rnn": 980,
+    "mlp": 220,
+    "bert": 250,
+    "wrappers": 660,
+    "quantization": 690,
+    "data": 7660,
+    "training": 3150,
+    "decoding": 1670,
+    "publishing": 2090,
+    "hf": 3300,
+    "planning": 3270,
+    "runs": 5260,
+    "tasks": 2300,
+    "evaluation": 1100,
+    "__main__": 165,
+    "__init__": 150,
 }
 
 
@@ -255,7 +269,13 @@ def test_public_names_can_be_imported(tmp_path: Path):
         f"import sys; sys.path.insert(0, {str(ZOO.parent)!r})\n"
         "import zoo\n"
         "names = [name for name in dir(zoo) if not name.startswith('_')]\n"
-        "for name in names: getattr(zoo, name)\n"
+        "from ast import If, Module, parse, unparse\n"
+        "from inspect import getsource\n"
+        "lines = [x for x in parse(getsource(zoo)).body if isinstance(x, If)][0].body\n"
+        "found = {}\n"
+        "exec(unparse(Module(lines, [])), found)  # what type checkers read\n"
+        "del found['__builtins__']\n"
+        "assert found == {name: getattr(zoo, name) for name in zoo._NAMES}, found\n"
         "print(*names)"
     )
     names = run(program, tmp_path)
