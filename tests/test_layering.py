@@ -66,12 +66,26 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    **{"common": 1110, "sharding": 1480, "nn": 3020, "transformer": 1200, "rnn": 970, "mlp": 210},
-    **{"bert": 250, "wrappers": 650, "data": 7660, "training": 3140, "decoding": 1670},
-    **{"publishing": 2090, "hf": 3300, "planning": 3270, "runs": 5260, "tasks": 2350},
-    **{"evaluation": 1100},
-    **{"quantization": 690},
-    **{"__main__": 170, "__init__": 105},
+    "common": 1110,
+    "sharding": 1480,
+    "nn": 3020,
+    "transformer": 1200,
+    "rnn": 980,
+    "mlp": 220,
+    "bert": 250,
+    "wrappers": 660,
+    "quantization": 690,
+    "data": 7660,
+    "training": 3150,
+    "decoding": 1670,
+    "publishing": 2090,
+    "hf": 3300,
+    "planning": 3270,
+    "runs": 5260,
+    "tasks": 2300,
+    "evaluation": 1100,
+    "__main__": 165,
+    "__init__": 110,
 }
 
 
