@@ -160,8 +160,8 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 def problems(folder: Location, *, only: str | None = None, by_parts: bool = False) -> list[str]:
     """One line per missing or damaged file of `folder`, or of `only` that one.
 
-    Files that are not listed are ignored. With `by_parts`, of those whose parts have checksums only
-    the size is compared: who reads them compares the `parts`.
+    Files that are not listed are ignored. With `by_parts`, a file whose parts have
+    checksums is compared by its size only: who reads it compares the `parts`.
     """
     try:
         found = _read(folder)

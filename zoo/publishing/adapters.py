@@ -241,7 +241,7 @@ def weights_checksum(folder: Path) -> str:
 def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The file with a model's settings of sampling, and they by the names of `zoo.Sampling`.
 
-    For adapters without any they are those of the nearest base; without a file there are none.
+    Adapters without any take the nearest base's; without a file the result is empty.
     """
     found = (x.sampling(folder) for x in formats.formats())
     settings = next((x for x in found if x is not None), None)

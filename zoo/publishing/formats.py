@@ -180,7 +180,7 @@ def named(name: str) -> Format:
     """The format of models of this name.
 
     Raises:
-        ValueError: there is none; the message lists those that there are.
+        ValueError: no format has that name; the message lists the names.
     """
     if name not in (known := names()):
         raise ValueError(f"format={name!r}: choose one of {known}")

@@ -175,7 +175,7 @@ class Run(Generic[ConfigT]):
             self._remote.copier.begin()
 
     def steps_of(self, plan: Plan) -> int:
-        """The optimizer steps in all: where the configuration has epochs, those of this plan.
+        """The optimizer steps in all; of epochs, as many as this plan's length makes.
 
         From then on they are the configuration's `steps`, in config.json too.
         """

@@ -3,7 +3,7 @@
 The lease with the highest number counts, `lease/00000007`. Another owner creates the next number:
 once the last one was given back, or once its owner has not renewed it for `seconds`, by the
 store's clock or by the time in which a starter watched it. Where a store can create an object
-only if there is none, one starter alone succeeds. Where it can't, the last writer reads itself
+only if it does not exist, one starter alone succeeds. Where it can't, the last writer reads itself
 back after a wait, and the one before finds another's name, there or when it renews.
 """
 
