@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 import zoo
-from zoo import distillation, optimizers, rnn, transformer
+from zoo import distillation, language, optimizers, rnn, transformer
+from zoo.publishing.tensors import num_parameters
 from zoo.runs.command_line import cli
 
 TRANSFORMER = transformer.Config(
@@ -73,16 +76,19 @@ def main(config: Config) -> None:
         data = distillation.read_text(run, teacher)
         metrics = distillation.train(run, student, data, teacher)
         name = "student, distilled" if config.weight else "student, alone"
-        rows = [
-            distillation.teacher_row(run, data, teacher),
-            distillation.student_row(name, student, metrics),
-        ]
+        of_teacher = language.evaluator(run, data)(teacher.load(), True)
+        size = num_parameters(jax.eval_shape(student.make_model, jax.random.key(0)))
+        rows = [(f"teacher {config.teacher}", num_parameters(teacher.skeleton), of_teacher)]
+        rows.append((name, size, metrics))
     if config.compare and config.weight:
         with zoo.Run(config.alone()) as run:
             run.say(f"\nthe same student alone, in {run.address}")
             metrics = distillation.train(run, student, data, teacher)
-            rows.append(distillation.student_row("student, alone", student, metrics))
-    run.say(f"\n{distillation.table(rows)}")
+            rows.append(("student, alone", size, metrics))
+    width = max(len(name) for name, *_ in rows)
+    run.say(f"\n{'held out':{width}}{'parameters':>14}{'bits per byte':>16}")
+    for name, size, found in rows:
+        run.say(f"{name:{width}}{size:14,}{found['bits_per_byte']:16.4f}")
 
 
 def make_student(config: Config, teacher: distillation.Teacher) -> distillation.Student:

@@ -39,7 +39,7 @@ TESTS = {
     "data/mixtures/text": "test_mixed_text | test_mixtures",
     "data/packing": "test_data | test_completions",
     "data/permutation": "test_permutation",
-    "data/preferences": "test_preferences -k 'not optimum and not gradient'",
+    "alignment/pairs": "test_preferences -k 'not optimum and not gradient'",
     "data/prepared/agreement": "test_prepared_text | test_mixed_text",
     "data/prepared/choice": "test_prepared_text | test_text",
     "data/prepared/hashes": "test_prepare",
@@ -87,11 +87,11 @@ TESTS = {
     "sharding/specs": "test_sharding",
     "tasks/mixtures": "test_mixtures",
     "training/chunked_loss": "test_losses | test_train -k logits_in_chunks",
-    "training/distillation": "test_distillation -k 'not unfit and not go_together'",
+    "alignment/distillation_loss": "test_distillation -k 'not unfit and not go_together'",
     "training/losses": "test_losses | test_moe -k balanc",
     "training/optimizers": "test_optimizers | test_parametrization",
     "training/parametrization": "test_parametrization",
-    "training/preferences": "test_preferences",
+    "alignment/preferences": "test_preferences",
     "training/state": "test_train -k 'not mesh' | test_sharding -k rules",
     "training/step": "test_train "
     "-k 'not transformer and not rnn and not mlp and not mesh' "

@@ -16,7 +16,7 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
 ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf", "planning"]
-ROOMS += ["runs", "tasks", "evaluation"]
+ROOMS += ["runs", "tasks", "alignment", "evaluation"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
@@ -61,7 +61,7 @@ def test_all_imports_are_found(tmp_path: Path):
 def test_every_module_has_a_room():
     assert {room(name) for name in MODULES} == set(ROOMS)
     entries = [path.name for path in ZOO.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 20, sorted(entries)
+    assert len(entries) <= 21, sorted(entries)
 
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
@@ -75,14 +75,15 @@ CEILINGS = {
     "bert": 250,
     "wrappers": 660,
     "quantization": 690,
-    "data": 7660,
-    "training": 3150,
+    "data": 7270,
+    "training": 2650,
     "decoding": 1670,
     "publishing": 2090,
     "hf": 3300,
     "planning": 3270,
     "runs": 5260,
-    "tasks": 2300,
+    "tasks": 1650,
+    "alignment": 1390,
     "evaluation": 1100,
     "__main__": 165,
     "__init__": 150,
@@ -100,8 +101,8 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./](quantization|hf)\b")
-OUTSIDE = re.compile(r"(quantization|hf)/|__(init|main)__$")
+AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment)\b")
+OUTSIDE = re.compile(r"(quantization|hf|alignment)/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:

@@ -10,6 +10,7 @@ from zoo.common import interrupts, plugins
 
 interrupts.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
+plugins.register("zoo.row_forms", preferences="zoo.alignment.pairs:FORMS")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from zoo import rnn as rnn
     from zoo import sharding as sharding
     from zoo import transformer as transformer
+    from zoo.alignment import distillation as distillation
+    from zoo.alignment import distillation_loss as distillation_loss
+    from zoo.alignment import preferences as preferences
+    from zoo.alignment.pairs import PairPlan as PairPlan
     from zoo.common.configuration import may_differ as may_differ
     from zoo.data import tabular as tabular
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
     from zoo.data.plans import ArrayPlan as ArrayPlan
     from zoo.data.plans import Plan as Plan
-    from zoo.data.preferences import PairPlan as PairPlan
     from zoo.data.token_plans import BucketPlan as BucketPlan
     from zoo.data.token_plans import LabelledPlan as LabelledPlan
     from zoo.data.token_plans import PackedPlan as PackedPlan
@@ -53,12 +57,10 @@ if TYPE_CHECKING:
     from zoo.sharding import Layout as Layout
     from zoo.sharding import make_mesh as make_mesh
     from zoo.tasks import classification as classification
-    from zoo.tasks import distillation as distillation
     from zoo.tasks import finetuning as finetuning
     from zoo.tasks import language as language
     from zoo.training import losses as losses
     from zoo.training import optimizers as optimizers
-    from zoo.training import preferences as preferences
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
     from zoo.training.first_step import LossWarning as LossWarning
@@ -78,13 +80,16 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "rnn": "zoo.rnn",
     "sharding": "zoo.sharding",
     "transformer": "zoo.transformer",
+    "distillation": "zoo.alignment.distillation",
+    "distillation_loss": "zoo.alignment.distillation_loss",
+    "preferences": "zoo.alignment.preferences",
+    "PairPlan": "zoo.alignment.pairs",
     "may_differ": "zoo.common.configuration",
     "tabular": "zoo.data.tabular",
     "text": "zoo.data.text",
     "tokenizer": "zoo.data.tokenizer",
     "ArrayPlan": "zoo.data.plans",
     "Plan": "zoo.data.plans",
-    "PairPlan": "zoo.data.preferences",
     "BucketPlan": "zoo.data.token_plans",
     "LabelledPlan": "zoo.data.token_plans",
     "PackedPlan": "zoo.data.token_plans",
@@ -108,12 +113,10 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "Layout": "zoo.sharding",
     "make_mesh": "zoo.sharding",
     "classification": "zoo.tasks.classification",
-    "distillation": "zoo.tasks.distillation",
     "finetuning": "zoo.tasks.finetuning",
     "language": "zoo.tasks.language",
     "losses": "zoo.training.losses",
     "optimizers": "zoo.training.optimizers",
-    "preferences": "zoo.training.preferences",
     "RecompilationError": "zoo.training.compiled",
     "Training": "zoo.training.description",
     "LossWarning": "zoo.training.first_step",

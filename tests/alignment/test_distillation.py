@@ -21,11 +21,7 @@ from recipe_cases import Recipe, assert_same_result, finish, metrics, shared, wa
 
 import zoo
 from zoo import distillation, losses, optimizers, rnn, transformer
-from zoo.data.tokenizer import ByteTokenizer
-from zoo.data.top_k import REST, StoredTopK, TopKPlan
-from zoo.nn.precision import in_precision
-from zoo.runs.processes import RunError
-from zoo.training.distillation import (
+from zoo.alignment.distillation_loss import (
     TEACHER_ENTRIES,
     Distillation,
     Taught,
@@ -33,6 +29,10 @@ from zoo.training.distillation import (
     student_alone,
     top_k,
 )
+from zoo.alignment.top_k import REST, StoredTopK, TopKPlan
+from zoo.data.tokenizer import ByteTokenizer
+from zoo.nn.precision import in_precision
+from zoo.runs.processes import RunError
 
 __all__ = ["shared"]
 

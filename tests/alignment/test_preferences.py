@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 import zoo
 from zoo import lora, losses, preferences, transformer
+from zoo.alignment.pairs import SIDES, PairPlan
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.preferences import SIDES, PairPlan
 from zoo.data.rows import read_rows
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.nn.balancing import Balance

@@ -8,13 +8,13 @@ import pytest
 from helpers import write_tokenizer
 
 import zoo
+from zoo.alignment.tuning import Config, Data
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
 from zoo.data.documents import read_documents
 from zoo.data.rows import read_rows
 from zoo.data.tokenizer import load_tokenizer
-from zoo.tasks.finetuning.config import Config, Data
-from zoo.tasks.finetuning.data import read_text
+from zoo.tasks.finetuning import read_text
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -164,9 +164,10 @@ def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path
         assert found.form.name.startswith(name), (row, found.form)
         assert set(found.form.columns) <= row.keys()
         assert found.form.is_chat == ("<|im_end|>" in found.documents[0].text)
-    tried = {(format, form.name) for format, forms in rows.FORMS.items() for form in forms}
+    tried = {(format, form.name) for format, forms in rows.all_forms().items() for form in forms}
     found = {
-        (f, next(x.name for x in rows.FORMS[f] if x.name.startswith(n))) for f, _, n, _ in FORMS
+        (f, next(x.name for x in rows.all_forms()[f] if x.name.startswith(n)))
+        for f, _, n, _ in FORMS
     }
     assert tried == found
 
@@ -179,7 +180,7 @@ def test_a_table_of_texts_has_rows_too(tmp_path):
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("format", rows.FORMS)
+@pytest.mark.parametrize("format", rows.all_forms())
 def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, tmp_path):
     own = [row for name, row, _, _ in FORMS if name == format]
     first = own[0]

@@ -19,6 +19,7 @@ from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, language, rnn, transformer
+from zoo.alignment import tuning
 from zoo.common import checksums
 from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
@@ -497,7 +498,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
     other = [*CHAT[:1], {"role": "assistant", "content": "other text"}]
     text = chat_run(template, CHAT, other)
     assert f"{datetime.datetime.now():%A }" in text.tokenizer.decode(text.train.corpus[0])
-    monkeypatch.setattr("zoo.tasks.finetuning.data.datetime", Tomorrow)
+    monkeypatch.setattr("zoo.tasks.finetuning.training.datetime", Tomorrow)
     assert chat_run(template, CHAT, other).fingerprint == text.fingerprint
 
 
@@ -581,9 +582,9 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
 
 def test_packed_pairs_are_refused():
     with pytest.raises(ValueError, match=r"data.rows='packed': a pair of preferences has a row"):
-        finetuning.Data(format="preferences", rows="packed")
-    assert finetuning.Data(format="preferences").completed().rows == "bucketed"
-    assert finetuning.Data().completed().rows == "packed"
+        tuning.Data(format="preferences", rows="packed")
+    assert tuning.Data(format="preferences").completed().rows == "bucketed"
+    assert tuning.Data().completed().rows == "packed"
 
 
 def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 import zoo
 import zoo.runs.recorder
 from zoo import ensemble, losses, mlp, preferences
+from zoo.alignment.distillation_loss import Distillation, Taught
+from zoo.alignment.top_k import IDS, LOG_PROBS, REST
 from zoo.data import loader
-from zoo.data.top_k import IDS, LOG_PROBS, REST
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.training import first_step
-from zoo.training.distillation import Distillation, Taught
 from zoo.training.loss_values import accepted_by
 
 KEY = jax.random.key(0)

@@ -585,7 +585,6 @@ def test_biases_depend_on_neither_mesh_nor_microbatches(spec: str, accumulate: i
     np.testing.assert_allclose(other_norm, norm, rtol=1e-4)
 
 
-@jax.numpy_dtype_promotion("standard")  # as in a run
 def test_a_merged_model_keeps_biases_and_states_as_they_were():
     """Though all else is of one dtype, as sampling needs."""
     kept = 1 / jnp.arange(2.0, 2 + 2 * EXPERTS).reshape(2, EXPERTS)

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from zoo.data import completions, preferences
+from zoo.common import plugins
+from zoo.data import completions
 from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import Document, read_records
+from zoo.data.token_plans import TokenPlan
 
 Record = dict[str, Any]
-Format = Literal["completions", "chats", "preferences"]
 
 
 class Form(NamedTuple):
@@ -23,6 +24,8 @@ class Form(NamedTuple):
     """Whether a chat template writes the examples."""
     examples: Callable[[Record, Any], list[list[Part]]]
     """Makes the examples of a row, with the chat template or None."""
+    make_plan: Callable[..., TokenPlan] | None = None
+    """Makes the plan of their corpus, in place of a `BucketPlan`."""
 
     @property
     def described(self) -> str:
@@ -30,8 +33,7 @@ class Form(NamedTuple):
         return f"{self.name} ({', '.join(self.columns)})"
 
 
-_PAIR = ("chosen", "rejected")
-FORMS: dict[Format, tuple[Form, ...]] = {
+FORMS: dict[str, tuple[Form, ...]] = {
     "completions": (
         Form("texts", ("prompt", "completion"), False, False, completions.of_texts),
         Form("messages", ("prompt", "completion"), True, True, completions.of_messages),
@@ -42,14 +44,13 @@ FORMS: dict[Format, tuple[Form, ...]] = {
         Form("ShareGPT's", ("conversations",), True, True, completions.of_sharegpt),
         Form("Alpaca's", ("instruction", "output"), False, True, completions.of_alpaca_chat),
     ),
-    "preferences": (
-        Form("texts", ("prompt", *_PAIR), False, False, preferences.of_texts),
-        Form("messages", ("prompt", *_PAIR), True, True, preferences.of_messages),
-        Form("texts without a prompt", _PAIR, False, False, preferences.of_texts),
-        Form("messages without a prompt", _PAIR, True, True, preferences.of_messages),
-    ),
 }
-"""The forms that a format takes, the first that fits a row before the others."""
+
+
+def all_forms() -> dict[str, tuple[Form, ...]]:
+    """The forms of each format, of `zoo.row_forms` too; the first that fits a row is its own."""
+    group = "zoo.row_forms"
+    return {**FORMS, **{name: plugins.find(group, name) for name in plugins.names(group)}}
 
 
 class Rows(NamedTuple):
@@ -61,7 +62,7 @@ class Rows(NamedTuple):
 
 def read_rows(
     pattern: str,
-    format: Format,
+    format: str,
     make_template: Callable[[], ChatTemplate] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Rows:
@@ -73,6 +74,7 @@ def read_rows(
     Raises:
         ValueError: a row of no form, or of another than the first row; or as its form says.
     """
+    formats = all_forms()
     form, template, documents = None, None, []
     for name, where, record in read_records(pattern):
         try:
@@ -80,7 +82,7 @@ def read_rows(
             for column, given in (names or {}).items():
                 if given in row:
                     row[column] = row.pop(given)
-            found = _form(row, format)
+            found = _form(row, format, formats)
             form = form or found
             if found is not form:
                 raise ValueError(
@@ -98,18 +100,18 @@ def read_rows(
     return Rows(documents, form)
 
 
-def _form(row: Record, format: Format) -> Form:
+def _form(row: Record, format: str, formats: Mapping[str, tuple[Form, ...]]) -> Form:
     """The form of a row."""
-    if fitting := [form for form in FORMS[format] if _has_columns(row, form)]:
+    if fitting := [form for form in formats[format] if set(form.columns) <= row.keys()]:
         lists = any(isinstance(row[column], list) for column in fitting[0].columns)
         return next((form for form in fitting if form.lists == lists), fitting[0])
-    others = [o for o, forms in FORMS.items() if any(_has_columns(row, form) for form in forms)]
+    others = [
+        name
+        for name, forms in formats.items()
+        if any(set(form.columns) <= row.keys() for form in forms)
+    ]
     hint = f"; they are rows of --data.format {others[0]}" if others else ""
-    known = " or ".join(dict.fromkeys(" and ".join(form.columns) for form in FORMS[format]))
+    known = " or ".join(dict.fromkeys(" and ".join(form.columns) for form in formats[format]))
     raise ValueError(
         f"data.format={format!r} has the fields {known}, and the row has {sorted(row)}{hint}"
     )
-
-
-def _has_columns(row: Record, form: Form) -> bool:
-    return set(form.columns) <= row.keys()

@@ -297,11 +297,12 @@ def make_text(
     seed: int,
     label: str | None = None,
     tokenize_rows: Callable[..., Corpus] | None = None,
+    make_plan: Callable[..., TokenPlan] | None = None,
 ) -> Text:
     """The plans of the documents to train on and of the held-out ones.
 
     `tokenize_rows(documents, tokenizer)` makes the corpus of each part where the
-    documents are no plain text.
+    documents are no plain text, and `make_plan` the plan of it, in place of `BucketPlan`.
     """
     train, held_out = parts
     classes = sorted({document.label for document in train if document.label is not None})
@@ -311,7 +312,7 @@ def make_text(
     make_corpus = tokenize_rows or tokenize
     corpora = [make_corpus(documents, reader) for documents in parts]
     plans = [
-        _plan(config, documents, corpus, tokenizer, seed, classes)
+        _plan(config, documents, corpus, tokenizer, seed, classes, make_plan or BucketPlan)
         for documents, corpus in zip(parts, corpora, strict=True)
     ]
     data = Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
@@ -362,6 +363,7 @@ def _plan(
     tokenizer: Tokenizer,
     seed: int,
     classes: list[str],
+    make_plan: Callable[..., TokenPlan],
 ) -> TokenPlan:
     ends, batch_size = (begin_id(tokenizer), end_id(tokenizer)), config.batch_size
     if config.rows == "packed":
@@ -371,4 +373,4 @@ def _plan(
     if classes:
         labels = np.asarray([classes.index(str(d.label)) for d in documents], np.int32)
         return LabelledPlan(corpus, labels, *bucketed)
-    return BucketPlan(corpus, *bucketed)
+    return make_plan(corpus, *bucketed)

@@ -76,6 +76,17 @@ def check_sample_every(steps: int | None, *, label: str | None = None) -> None:
     )
 
 
+def check_row_lengths(data: text.Source, model: Any, what: str) -> None:
+    """Raise a ValueError for rows with more tokens than a model's configuration has positions."""
+    limit = getattr(model, "max_seq_len", None)
+    for flag, lengths in data.row_lengths.items():
+        require(
+            limit is None or max(lengths) <= limit,
+            f"{flag}={max(lengths)}: {what} has {limit} positions (its max_seq_len); give rows of "
+            f"at most {limit} tokens",
+        )
+
+
 def read_text(
     run: Run[Config], *, label: str | None = None, source: text.Config | None = None
 ) -> text.Text:

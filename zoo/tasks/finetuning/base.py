@@ -1,16 +1,19 @@
 """The model that a fine-tuning begins with, and its checks before anything is computed."""
 
+import fnmatch
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
 from zoo.common import configuration
+from zoo.common.configuration import require
 from zoo.data.chats import with_chat_template
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import FILE_NAME, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
@@ -19,11 +22,13 @@ from zoo.publishing.families import reconfigured
 from zoo.publishing.shelf import find
 from zoo.publishing.tensors import check_finite
 from zoo.runs.run import Run
+from zoo.sharding.axes import keystr
+from zoo.tasks import language
 from zoo.tasks.finetuning.config import Config
-from zoo.tasks.finetuning.trained import prepare, trainable
 from zoo.training.pretrained import Pretrained
-from zoo.training.state import frozen_leaves
+from zoo.training.state import Trainable, frozen_leaves, standard_promotion
 from zoo.wrappers import lora
+from zoo.wrappers.classifier import Classifier
 
 
 class Base:
@@ -47,25 +52,30 @@ class Base:
                 f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, a BERT, or an RNN with a vocab_size"
             )
-        _check_lengths(config, self.skeleton.config)
-        self._check_trained()  # before the text is read
-        self.tokenizer = _load_tokenizer(run, self)
-        if self.tokenizer.vocab_size > size:
-            raise ValueError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, and {config.model} a "
-                f"vocab_size of {size}: they do not go together; name the model's own by "
-                "--data.tokenizer"
-            )
-
-    def _check_trained(self) -> None:
-        """Refuse patterns that match nothing, and adapters that cannot be saved."""
-        config, num_classes = self._run.config, 2 if self._run.config.label else 0  # or more
+        language.check_row_lengths(config.data, self.skeleton.config, config.model)
+        # Patterns that match nothing, and adapters that cannot be saved, before the text is read.
+        num_classes = 2 if config.label else 0  # or more
         prepared = eqx.filter_eval_shape(
             lambda model: prepare(config, model, jax.random.key(0), num_classes), self.skeleton
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
             adapters.check(self.skeleton, lora.config_of(prepared))
+        given, folder = config.data.tokenizer, adapters.nearest(self.folder, FILE_NAME)
+        require(
+            bool(given) or (folder / FILE_NAME).is_file(),
+            f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'",
+        )
+        tokenizer = with_chat_template(
+            get_tokenizer(given or str(folder)), config.data.chat_template
+        )
+        self.tokenizer = load_tokenizer(run.once("tokenizer", tokenizer.save))
+        if self.tokenizer.vocab_size > size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, and {config.model} a "
+                f"vocab_size of {size}: they do not go together; name the model's own by "
+                "--data.tokenizer"
+            )
 
     def load(self) -> PyTree:
         """The model on the run's mesh, whole and in the dtypes that it is stored in.
@@ -76,7 +86,7 @@ class Base:
         quantize = self._run.config.quantize
         model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
         if lora.has_adapters(model):  # what else is quantised, or of another dtype, stays so
-            model = _without_adapters(self._run, model)
+            model = _placed(self._run, lora.merge, model)
         check_finite(model, self.folder)
         return reconfigured(model, self._overrides)
 
@@ -109,41 +119,6 @@ def _check_quantized(config: Config, stored: PyTree) -> None:
         )
 
 
-def _check_lengths(config: Config, model: Any) -> None:
-    """Refuse rows that are longer than any text that the model was made for."""
-    limit = getattr(model, "max_seq_len", None)
-    flag, longest = "data.seq_len", config.data.seq_len
-    if config.data.rows == "bucketed":
-        flag, longest = "data.buckets", max(config.data.buckets)
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"{flag}={longest}: {config.model} has {limit} positions (its max_seq_len); give rows "
-            f"of at most {limit} tokens"
-        )
-
-
-def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
-    """The model's own, in a copy that the run keeps."""
-    given = run.config.data.tokenizer
-    folder = adapters.nearest(base.folder, FILE_NAME)
-    if not given and not (folder / FILE_NAME).is_file():
-        raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
-    tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)
-    tokenizer = with_chat_template(tokenizer, run.config.data.chat_template)
-    return load_tokenizer(run.once("tokenizer", tokenizer.save))
-
-
-def _without_adapters(run: Run[Config], model: PyTree) -> PyTree:
-    """The model that `Base.skeleton` outlines, on the run's mesh."""
-
-    @eqx.filter_jit
-    def make(model: PyTree) -> PyTree:
-        model = lora.merge(model)
-        return eqx.filter_shard(model, sharding.shardings(model, run.layout))
-
-    return make(model)
-
-
 def merge(run: Run[Config], model: PyTree) -> PyTree:
     """The plain model that computes the same, on the run's mesh as the model was.
 
@@ -154,15 +129,72 @@ def merge(run: Run[Config], model: PyTree) -> PyTree:
     if not lora.has_adapters(model) and len(_dtypes(model)) == 1 and not quantized:
         return model
 
-    @eqx.filter_jit
-    def make_plain(model: PyTree) -> PyTree:
+    def plain(model: PyTree) -> PyTree:
         model = dequantize(lora.merge(model))
-        model = cast(model, jnp.result_type(*_dtypes(model)))
+        with standard_promotion():
+            return cast(model, jnp.result_type(*_dtypes(model)))
+
+    return _placed(run, plain, model)
+
+
+def _placed(run: Run[Config], make: Callable[[PyTree], PyTree], model: PyTree) -> PyTree:
+    """`make` of a model, on the run's mesh."""
+
+    @eqx.filter_jit
+    def placed(model: PyTree) -> PyTree:
+        model = make(model)
         return eqx.filter_shard(model, sharding.shardings(model, run.layout))
 
-    return make_plain(model)
+    return placed(model)
 
 
 def _dtypes(model: PyTree) -> set[Any]:
     """Those of a model's parameters, without what is kept in a dtype of its own."""
     return {x.dtype for x in jax.tree.leaves(model, is_leaf=is_kept) if eqx.is_inexact_array(x)}
+
+
+# --- The part of it that is trained -----------------------------------------------------------
+
+
+def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
+    """A model as training begins with it: with adapters and a head, if it trains those."""
+    adapters_key, head_key = jax.random.split(key)
+    if config.method == "lora":
+        model = lora.adapt(model, adapters.with_paths(config.lora, model), key=adapters_key)
+    if num_classes:
+        model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
+    return model
+
+
+def trainable(config: Config) -> Trainable | None:
+    """The part of it that is trained; a new head always is."""
+    if config.method == "lora":
+        return _adapters_and_head
+    return frozen(config.freeze) if config.freeze else None
+
+
+def frozen(patterns: Sequence[str]) -> Trainable:
+    """Train all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
+
+    Raises:
+        ValueError: at the call with a model, a pattern that matches none of its parameters.
+    """
+
+    def trainable(model: PyTree) -> PyTree:
+        paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+        for pattern in patterns:
+            if not fnmatch.filter(paths, pattern):
+                raise ValueError(
+                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
+                )
+        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(model), kept)
+
+    return trainable
+
+
+def _adapters_and_head(model: PyTree) -> PyTree:
+    chosen = lora.trainable(model)
+    if not isinstance(model, Classifier):
+        return chosen
+    return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))

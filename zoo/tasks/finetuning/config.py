@@ -16,7 +16,7 @@ from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
 from zoo.runs.config import Config as RunConfig
 from zoo.tasks import language
-from zoo.training import optimizers, preferences
+from zoo.training import optimizers
 from zoo.wrappers.classifier import Pooling
 from zoo.wrappers.lora import Config as LoraConfig
 
@@ -25,14 +25,13 @@ from zoo.wrappers.lora import Config as LoraConfig
 class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
-    format: Literal["text", "completions", "chats", "preferences"] = "text"
+    format: Literal["text", "completions", "chats"] = "text"
     """text; or rows (.jsonl, .json, .csv, .parquet) of prompts with completions, which alone count
     in the loss; or of chats, by the tokenizer's own template, in which the assistant's answers
-    count; or of preferences, each a prompt, chosen and rejected. The columns show the form: texts
-    or messages, ShareGPT's or Alpaca's."""
-    rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
+    count. The columns show the form: texts or messages, ShareGPT's or Alpaca's."""
+    rows: Literal["packed", "bucketed"] = "packed"
     """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
-    and padded to the next of the buckets. If not given, packed, and bucketed for preferences."""
+    and padded to the next of the buckets."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -47,22 +46,7 @@ class Data(text.Source):
     @property
     def reading(self) -> Reading:
         """The reading of special tokens' names in texts."""
-        parsed = self.format in ("completions", "preferences")
-        return self.special_tokens or ("parse" if parsed else "text")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.format != "preferences" or self.rows != "packed",
-            "data.rows='packed': a pair of preferences has a row of its own; give 'bucketed'",
-        )
-
-    def completed(self) -> "Data":
-        """The same with a kind of rows: if none is given, that of the format."""
-        if self.rows is not None:
-            return self
-        pairs = self.format == "preferences"
-        return dataclasses.replace(self, rows="bucketed" if pairs else "packed")
+        return self.special_tokens or ("text" if self.format in ("text", "chats") else "parse")
 
 
 # Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
@@ -112,13 +96,6 @@ class Config(RunConfig):
     pooling: Pooling = "auto"
     """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
-    objective: Literal["dpo", "orpo"] = "dpo"
-    """Loss of preferences: DPO, whose reference is the model to begin with, or ORPO, which has
-    none."""
-    beta: float = 0.1
-    """Of DPO, the strength of the pull to the reference; of ORPO, the weight of the odds ratio."""
-    label_smoothing: float = 0.0
-    """Share of the preferences that DPO takes to be the wrong way round."""
     sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
     sample_every: int | None = may_differ(None)
@@ -157,15 +134,12 @@ class Config(RunConfig):
             "trains adapters beside them, or base='stored'",
         )
 
-        _check_preferences(self)
-
     def completed(self, stored: Mapping[str, Any]) -> "Config":
-        """The configuration with the rows of its data and the numbers of its optimizer."""
-        config = dataclasses.replace(self, data=self.data.completed())
+        """The configuration with the numbers of its optimizer."""
         if not isinstance(self.optimizer, Optimizer):
-            return config
+            return self
         optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
-        return dataclasses.replace(config, optimizer=optimizer)
+        return dataclasses.replace(self, optimizer=optimizer)
 
     def overrides(self, model: Any) -> dict[str, Any]:
         """The given values of fields of the model's own configuration, by their names there."""
@@ -192,22 +166,3 @@ class Config(RunConfig):
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
         """The tokens that rows may have, by the field that says so."""
         return self.data.row_lengths
-
-
-def _check_preferences(config: Config) -> None:
-    """Refuse numbers out of range, and those of preferences where there are none."""
-    preferences.check(config.beta, config.label_smoothing)
-    require(
-        config.label_smoothing == 0 or config.objective == "dpo",
-        f"label_smoothing={config.label_smoothing}: objective={config.objective!r} has none; "
-        "leave it out",
-    )
-    given = [
-        f"{name}={getattr(config, name)!r}"
-        for name in ("objective", "beta", "label_smoothing")
-        if getattr(config, name) != getattr(Config, name)
-    ]
-    require(
-        config.data.format == "preferences" or not given,
-        f"{', '.join(given)}: only data.format='preferences' (now {config.data.format!r}) has that",
-    )

@@ -1,14 +1,22 @@
-"""Fine-tuning itself, and what it saves and shows."""
+"""Fine-tuning: its text, the training itself, and what it saves and shows."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from math import nan
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from jaxtyping import PyTree
 
-from zoo.data import text
+from zoo.data import completions, rows, text
 from zoo.data.chats import ChatTemplate
+from zoo.data.documents import held_out_split, help_topics
+from zoo.data.prepared.agreement import check_tokenizer
+from zoo.data.special_tokens import AS_TEXT
+from zoo.data.tokenizer import Reading, Tokenizer
 from zoo.publishing import adapters, models
 from zoo.publishing.families import choose_eos_ids, with_more_ends
 from zoo.runs import loop
@@ -17,26 +25,111 @@ from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
-from zoo.tasks.finetuning import preferences
-from zoo.tasks.finetuning.base import Base, merge
-from zoo.tasks.finetuning.config import Config
-from zoo.tasks.finetuning.data import sample_prompt
-from zoo.tasks.finetuning.trained import prepare, trainable
+from zoo.tasks.finetuning.base import Base, merge, prepare, trainable
+from zoo.tasks.finetuning.config import Config, Data
+from zoo.training import optimizers
 from zoo.training.description import Training
 from zoo.wrappers import lora
 
+# From a run, an optimizer, text, and how the model is made of its base, to the training of it.
+Describe = Callable[[Run[Config], optimizers.Config, text.Text, Callable[..., PyTree]], Training]
 
-def train(run: Run[Config], base: Base, data: text.Text) -> None:
-    """Fine-tune a language model; save it; show it and its held-out loss, before and after."""
+# --- Its text ---------------------------------------------------------------------------------
+
+
+def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
+    """The run's text; without files, Python's help texts, which are English and no code."""
+    config = run.config.data
+    text.check_label(config, label)
+    if config.format != "text":
+        data = _read_rows(run, tokenizer, label)
+    elif label is not None:
+        parts = text.split(config, label)
+        data = text.make_text(config, parts, tokenizer, seed=run.config.seed, label=label)
+    else:
+        prepared = text.open_text(config, Data(), tokenizer, built_in=help_topics)
+        remedy = "prepare the text again, with --tokenizer and the model's folder"
+        check_tokenizer(prepared, tokenizer, "the model to fine-tune", remedy)
+        data = text.prepared_text(config, prepared, seed=run.config.seed)
+    language.say_what_there_is(run, data)
+    return data
+
+
+def _read_rows(run: Run[Config], tokenizer: Tokenizer, label: str | None) -> text.Text:
+    """The text of rows, whose form is said."""
+    config, format = run.config.data, run.config.data.format
+    if label is not None or not config.files:
+        raise ValueError(
+            f"data.format={format!r} takes data.files (now {config.files!r}) and no label "
+            f"(now {label!r})"
+        )
+    template = functools.cache(lambda: _template(run, tokenizer))
+    if format == "chats":
+        template()  # a tokenizer without one is refused before any file is read
+    names = {name: getattr(config, name) for name in ("prompt", "completion", "messages")}
+    documents, form = rows.read_rows(config.files, format, template, names)
+    if len({document.text for document in documents}) < 2:
+        raise ValueError(
+            f"data.files={config.files!r} has one line of {format}, or copies of one: give two or "
+            "more that differ, one of which is held out"
+        )
+    run.say(f"{len(documents):,} rows of {format}: {form.described}")
+    reading: Reading
+    if form.is_chat:
+        tokenize, reading = completions.tokenize_chats, config.special_tokens or "text"
+    else:
+        tokenize, reading = completions.tokenize_parts, config.reading
+    data = text.make_text(
+        config,
+        held_out_split(documents, config.held_out),
+        tokenizer,
+        seed=run.config.seed,
+        tokenize_rows=tokenize,
+        make_plan=form.make_plan,
+    )
+    texts, behind = completions.texts_of(documents), AS_TEXT if form.is_chat else ""
+    return text.describe_special_tokens(data, reading, texts, behind)
+
+
+def _template(run: Run[Config], tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's template; a run that is resumed on another day reads the same."""
+    given = run.config.data.special_tokens or "text"
+    template = ChatTemplate(tokenizer, special_tokens=given)
+    if not template.writes_time:
+        return template
+
+    def write_time(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "time.txt").write_text(datetime.now().isoformat())
+
+    first_start = run.once("first_start", write_time) / "time.txt"
+    return ChatTemplate(tokenizer, datetime.fromisoformat(first_start.read_text()), given)
+
+
+def sample_prompt(data: text.Text) -> list[int]:
+    """The beginning of a sample: that of a document, or the first held-out prompt."""
+    corpus, begin = data.held_out.corpus, language.document_begin(data.tokenizer)
+    if corpus.counts is None:
+        return begin
+    first = corpus[0][: int(np.argmax(corpus.counts))].tolist()
+    return first if first and corpus.framed else [*begin, *first]
+
+
+# --- The training -----------------------------------------------------------------------------
+
+
+def train(
+    run: Run[Config], base: Base, data: text.Text, describe: Describe = language.training
+) -> None:
+    """Fine-tune a language model; save it; show it and its held-out loss, before and after.
+
+    What is trained on is `describe`'s: by default the next token.
+    """
     config, prompt = run.config, sample_prompt(data)
     chats = _are_chats(config, data)
     ends = answer_ends(config, base, chats=chats) if config.data.format != "text" else None
     make_model = lambda key, model: prepare(config, model, key)  # noqa: E731
-    if config.data.format == "preferences":
-        training = preferences.training(run, base, data, make_model)
-    else:
-        training = language.training(run, config.optimizer, data, make_model)
-    training = _from_base(training, config, base)
+    training = _from_base(describe(run, config.optimizer, data, make_model), config, base)
     language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
     sample_of = lambda model: language.sample(  # noqa: E731
         model,

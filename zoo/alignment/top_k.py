@@ -5,19 +5,30 @@ teacher and how they are. Numpy writes a checksum of each array and checks it as
 there as a whole or not at all, so that a pass over the data resumes with the first that is missing.
 """
 
+import contextlib
 import json
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, PyTree
 
+from zoo.alignment.distillation_loss import IDS, LOG_PROBS, REST, TEACHER_ENTRIES, top_k
 from zoo.common import checksums, files
-from zoo.data.plans import HostBatch, Plan, Row, fingerprint
+from zoo.common.progress import Transfer
+from zoo.data.loader import batches
+from zoo.data.plans import HostBatch, Plan, Row, batch_shapes, fingerprint
+from zoo.nn.precision import in_precision
+from zoo.runs import processes
+from zoo.runs.config import Config as RunConfig
+from zoo.runs.run import Run
+from zoo.sharding.placement import on_host
+from zoo.training.compiled import CompiledStep
 
 ABOUT = "about.json"
-IDS, LOG_PROBS, REST = "teacher_ids", "teacher_log_probs", "teacher_rest"
 _ROWS = "rows"  # a checksum of each row's tokens, by which other data is found out
 
 
@@ -91,7 +102,7 @@ class StoredTopK:
         path, batch = self._path(k), self._plan.batch(k, rows)
         try:
             with np.load(path) as file:
-                found = {name: file[name] for name in (_ROWS, IDS, LOG_PROBS, REST)}
+                found = {name: file[name] for name in (_ROWS, *TEACHER_ENTRIES)}
         except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, OSError, EOFError) as error:
             raise ValueError(
                 f"{path} is damaged or missing ({error}): remove it, and start again without a "
@@ -141,3 +152,43 @@ class TopKPlan:
     def batch(self, k: int, rows: slice | None = None) -> HostBatch:
         """Batch k as numpy arrays [batch, …], or only some of its rows."""
         return self._stored.read(k, rows)
+
+
+def write_top_k(
+    run: Run[RunConfig],
+    stored: StoredTopK,
+    plan: Plan,
+    load: Callable[[], PyTree],
+    temperature: float,
+) -> None:
+    """Write the entries of every batch of the run that is not there yet; one is in memory at once.
+
+    Process 0 writes, in a folder that all of them read.
+    """
+    start, stop = stored.num_batches, run.config.steps
+    processes.barrier("stored batches")
+    if start >= stop:
+        return run.say(f"the teacher's {stored.top_k} likeliest tokens are in {stored.folder}")
+    size = (stop - start) * stored.bytes_per_token * plan.batch_size * max(plan.buckets)
+    run.say(
+        f"writing the teacher's {stored.top_k} likeliest tokens of batches {start} to {stop - 1} "
+        f"to {stored.folder}: {size / 1e6:,.0f} MB at most"
+    )
+    model = load()
+
+    def teacher_step(batch: PyTree, model: PyTree) -> tuple[None, dict[str, Array]]:
+        with in_precision(model, run.precision) as given:
+            return None, top_k(given, batch, stored.top_k, temperature)
+
+    step = CompiledStep(teacher_step, mesh=run.layout)
+    step.compile(model, *batch_shapes(plan, run.mesh).values())
+    with (
+        Transfer("the teacher's tokens", size) as done,
+        contextlib.closing(batches(plan, run.mesh, start=start, stop=stop)) as stream,
+    ):
+        for k, batch in stream:
+            entries = {name: on_host(x) for name, x in step(model, batch)[1].items()}
+            if run.is_main:
+                stored.write(k, entries)
+                done.add(sum(x.nbytes for x in entries.values()))
+    processes.barrier("stored top k")

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from zoo.data import completions, text
+from zoo.data import completions
 from zoo.data.chats import ChatTemplate, Message, Part
 from zoo.data.corpus import Corpus
-from zoo.data.documents import Document, held_out_split
 from zoo.data.packing import Piece
 from zoo.data.plans import HostBatch, Row
-from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.rows import Form
 from zoo.data.token_plans import BucketPlan
-from zoo.data.tokenizer import Tokenizer, reading
 
 logger = logging.getLogger(__name__)
 
@@ -226,27 +224,10 @@ class PairPlan(BucketPlan):
         return batch
 
 
-def make_pairs(
-    config: text.Source,
-    documents: list[Document],
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    tokenize: Any,
-) -> text.Text:
-    """The plans of the pairs to train on and of the held-out ones, by `tokenize`."""
-    parts = held_out_split(documents, config.held_out)
-    reader = reading(tokenizer, config.reading)
-    ends = begin_id(tokenizer), end_id(tokenizer)
-    train, held_out = (
-        PairPlan(
-            tokenize(part, reader),
-            ends,
-            config.buckets,
-            config.batch_size,
-            seed,
-            config.too_long,
-        )
-        for part in parts
-    )
-    return text.Text(tokenizer, train, held_out, parts[1])
+FORMS = (
+    Form("texts", ("prompt", *SIDES), False, False, of_texts, PairPlan),
+    Form("messages", ("prompt", *SIDES), True, True, of_messages, PairPlan),
+    Form("texts without a prompt", SIDES, False, False, of_texts, PairPlan),
+    Form("messages without a prompt", SIDES, True, True, of_messages, PairPlan),
+)
+"""The forms of pairs, as `zoo.row_forms` has them."""

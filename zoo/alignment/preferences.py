@@ -1,6 +1,6 @@
 """Losses of preferences: DPO, and ORPO, which has no reference model.
 
-A batch is that of `zoo.data.preferences.PairPlan`: a pair per row, the chosen example as segment 1
+A batch is that of `zoo.alignment.pairs.PairPlan`: a pair per row, the chosen example as segment 1
 and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
 pairs, with their number as its weight.
 

@@ -1,0 +1,1 @@
+"""Around the core: training on pairs of answers, and beside a teacher."""
