@@ -12,7 +12,6 @@ from zoo.common import checksums
 from zoo.common.addresses import explained, is_remote
 from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
-from zoo.data.prepared import verifying
 from zoo.evaluation import command as evaluating
 from zoo.evaluation import standard_library
 from zoo.planning import command as planning
@@ -82,8 +81,8 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
 
 def verified(name: str) -> tuple[int, list[str]]:
     """(how many files a model or a prepared corpus has, a line per damaged one)."""
-    if not is_remote(name) and verifying.is_prepared(local_path(name, "models")):
-        return verifying.verify(local_path(name, "models"))
+    if not is_remote(name) and preparing.is_prepared(local_path(name, "models")):
+        return preparing.verify(local_path(name, "models"))
     folder = model_at(name) if is_remote(name) else find(name)
     if not is_remote(name) and checkpoint.is_checkpoint(folder):
         return len(checksums.listed(folder)), checkpoint.problems(folder)

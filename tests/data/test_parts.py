@@ -10,7 +10,7 @@ from prepared_parts import VOCAB, make_parts
 
 from zoo.data.corpus import Tokenized
 from zoo.data.packing import Piece
-from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared import format, parts
 from zoo.data.prepared.format import DamagedError
 
 
@@ -87,9 +87,9 @@ def test_damage_is_named(tmp_path, suffix, damage):
     with pytest.raises((DamagedError, FileNotFoundError)) as error:
         touched(part)
     size = len(content)
-    block = (size - 1) // shards.BLOCK
+    block = (size - 1) // format.BLOCK
     wanted = {
-        "flipped": f": block {block} (bytes {block * shards.BLOCK:,} to {size - 1:,}) is not what",
+        "flipped": f": block {block} (bytes {block * format.BLOCK:,} to {size - 1:,}) is not what",
         "truncated": f" has {size - 1:,} bytes instead of {size:,}",
         "missing": " is missing",
     }[damage]
@@ -103,33 +103,33 @@ def test_damage_is_named(tmp_path, suffix, damage):
 def test_what_is_not_read_is_not_verified_and_each_block_is_once(tmp_path, monkeypatch):
     """Reading a document reads its shard's sums, and the blocks that it is in."""
     hashed = []
-    of_block = shards.xxhash.xxh3_64_intdigest
+    of_block = format.xxhash.xxh3_64_intdigest
 
     def noted(content):
         hashed.append(len(content))
         return of_block(content)
 
     (part, _), (corpus, _) = make_parts(tmp_path, [200_000] * 12, num_shards=3)
-    monkeypatch.setattr(shards.xxhash, "xxh3_64_intdigest", noted)
+    monkeypatch.setattr(format.xxhash, "xxh3_64_intdigest", noted)
     np.testing.assert_array_equal(part.ids(4, 1000, 2000), corpus[4][1000:2000])
     records = hashed.pop(0)  # a block of them
     assert records < 1000
-    assert hashed == [shards.BLOCK]
+    assert hashed == [format.BLOCK]
     part.ids(4, 1500, 2500)
-    assert hashed == [shards.BLOCK]
+    assert hashed == [format.BLOCK]
     part.pieces(part.num_positions // 2, part.num_positions // 2 + 100)  # records alone
-    assert sum(hashed) < 2 * shards.BLOCK
+    assert sum(hashed) < 2 * format.BLOCK
 
 
 def test_a_bounded_number_of_shards_is_open_and_verified_blocks_stay_so(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "OPEN_SHARDS", 2)
     opened, hashed = [], []
-    mapped, of_block = np.memmap, shards.xxhash.xxh3_64_intdigest
+    mapped, of_block = np.memmap, format.xxhash.xxh3_64_intdigest
     monkeypatch.setattr(np, "memmap", lambda path, *a: opened.append(path) or mapped(path, *a))
     (part, _), (corpus, _) = make_parts(tmp_path, [30] * 40, num_shards=10)
     assert opened == []
     monkeypatch.setattr(
-        shards.xxhash, "xxh3_64_intdigest", lambda block: hashed.append(1) or of_block(block)
+        format.xxhash, "xxh3_64_intdigest", lambda block: hashed.append(1) or of_block(block)
     )
     for _ in range(3):
         for i in range(len(part)):

@@ -9,7 +9,7 @@ import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.data import token_plans
-from zoo.data.prepared import once, rows
+from zoo.data.prepared import copies, rows
 
 BUCKETS = (8, 16, 32)
 
@@ -207,7 +207,7 @@ def test_a_folder_is_made_once_while_others_wait(tmp_path):
     (tmp_path / "entry.partial").mkdir()  # of a kill
     (tmp_path / "entry.partial" / "file").write_text("half of")
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        futures = [threads.submit(once.made_once, tmp_path / "entry", make) for _ in range(4)]
+        futures = [threads.submit(copies.made_once, tmp_path / "entry", make) for _ in range(4)]
         folders = {future.result() for future in futures}
     assert folders == {tmp_path / "entry"}
     assert len(made) == 1
