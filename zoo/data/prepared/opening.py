@@ -45,6 +45,74 @@ from zoo.data.tokenizer import (
 BY_ITSELF = 4 * 2**30  # bytes of files
 
 
+_REMEDY = "leave the flag out, or prepare the text again with it"
+SAMPLE_BYTES = 2**20  # of held-out text, for compressors
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared corpus on disk."""
+
+    folder: Location
+    manifest: Manifest
+    tokenizer: Tokenizer
+    train: Part
+    held_out: Part
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of its content: equal ones mean equal batches."""
+        return self.manifest.fingerprint + self.train.limit
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """A hash that none to train on is below, and one that all held out are below.
+
+        Functions are held out with their files, whatever their hashes are. Else both are that of
+        the share held out, unless a part had to be given its only document.
+        """
+        if "documents" in self.manifest.options:
+            return 0, 1 << 128
+        limit = hash_limit(self.manifest.options["held_out"])
+        ends = [limit, limit]
+        for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):
+            if self.manifest.total(record).documents == 1:
+                [only] = part.hashes(0, 1 << 128)
+                ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
+        return ends[0], ends[1]
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names with which it was prepared."""
+        return self.manifest.options.get("special_tokens", "text")
+
+
+def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
+    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
+
+    Of a folder at an address, shards are copied into the folder `cache` when they are used.
+
+    Raises:
+        FileNotFoundError: a file of a shard is missing.
+        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
+            than the manifest says.
+    """
+    with explained(folder):
+        manifest = read_manifest(folder)
+    if is_remote(folder):
+        copies = Copies(folder, manifest.fingerprint, cache)
+        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
+    else:
+        tokenizer, stem_of = (
+            load_tokenizer(folder / TOKENIZER),
+            partial(shard_file, Path(folder), suffix=""),
+        )
+        for number, record in enumerate(manifest.shards):
+            for suffix, size in record.sizes.items():
+                check_size(Path(f"{stem_of(number)}{suffix}"), size, remedy(stem_of(number)))
+    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))
+
+
 def prepared_folder(files: str) -> Location | None:
     """The folder that `data.files` names, if it is one of `python -m zoo prepare`.
 
@@ -142,74 +210,6 @@ def files_of(
             f"all cores: {' '.join([*words, '--out FOLDER'])}, and then give --data FOLDER"
         )
     return [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared corpus on disk."""
-
-    folder: Location
-    manifest: Manifest
-    tokenizer: Tokenizer
-    train: Part
-    held_out: Part
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of its content: equal ones mean equal batches."""
-        return self.manifest.fingerprint + self.train.limit
-
-    @functools.cached_property
-    def bounds(self) -> tuple[int, int]:
-        """A hash that none to train on is below, and one that all held out are below.
-
-        Functions are held out with their files, whatever their hashes are. Else both are that of
-        the share held out, unless a part had to be given its only document.
-        """
-        if "documents" in self.manifest.options:
-            return 0, 1 << 128
-        limit = hash_limit(self.manifest.options["held_out"])
-        ends = [limit, limit]
-        for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):
-            if self.manifest.total(record).documents == 1:
-                [only] = part.hashes(0, 1 << 128)
-                ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
-        return ends[0], ends[1]
-
-    @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names with which it was prepared."""
-        return self.manifest.options.get("special_tokens", "text")
-
-
-def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
-    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
-
-    Of a folder at an address, shards are copied into the folder `cache` when they are used.
-
-    Raises:
-        FileNotFoundError: a file of a shard is missing.
-        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
-            than the manifest says.
-    """
-    with explained(folder):
-        manifest = read_manifest(folder)
-    if is_remote(folder):
-        copies = Copies(folder, manifest.fingerprint, cache)
-        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
-    else:
-        tokenizer, stem_of = (
-            load_tokenizer(folder / TOKENIZER),
-            partial(shard_file, Path(folder), suffix=""),
-        )
-        for number, record in enumerate(manifest.shards):
-            for suffix, size in record.sizes.items():
-                check_size(Path(f"{stem_of(number)}{suffix}"), size, remedy(stem_of(number)))
-    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))
-
-
-_REMEDY = "leave the flag out, or prepare the text again with it"
-SAMPLE_BYTES = 2**20  # of held-out text, for compressors
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
