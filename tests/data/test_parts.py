@@ -10,7 +10,7 @@ from prepared_parts import VOCAB, make_parts
 
 from zoo.data.corpus import Tokenized
 from zoo.data.packing import Piece
-from zoo.data.prepared import format, parts
+from zoo.data.prepared import format, opening, parts
 from zoo.data.prepared.format import DamagedError
 
 
@@ -178,7 +178,7 @@ def test_a_start_reads_the_manifest_and_the_tokenizer_alone(tmp_path, monkeypatc
         folder = tmp_path / f"{number}"
         make_parts(folder, [300] * 60, num_shards=number, vocab_size=257)
         read.clear()
-        prepared = parts.open_prepared(folder)
+        prepared = opening.open_prepared(folder)
         assert {str(Path(path).relative_to(folder)) for path in read} == {
             format.MANIFEST,
             "tokenizer/tokenizer.json",
@@ -198,12 +198,12 @@ def test_a_start_finds_files_of_another_size(tmp_path, suffix):
     content = path.read_bytes()
     path.write_bytes(content + b"x")
     with pytest.raises(DamagedError, match=f"00000002{suffix} has .* bytes instead of "):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"00000002{suffix} is missing: put 0000"):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
     path.write_bytes(content)
-    parts.open_prepared(tmp_path)
+    opening.open_prepared(tmp_path)
 
 
 def test_a_damaged_manifest(tmp_path):
@@ -211,7 +211,7 @@ def test_a_damaged_manifest(tmp_path):
     path = tmp_path / format.MANIFEST
     path.write_text(path.read_text().replace('"frame": 2', '"frame": 1'))
     with pytest.raises(DamagedError, match="is damaged: its content is not what was"):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
 
 
 def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
@@ -225,8 +225,8 @@ def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
             target = there / path.relative_to(tmp_path / "here").as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    here = parts.open_prepared(tmp_path / "here")
-    prepared = parts.open_prepared(there, tmp_path / "cache")
+    here = opening.open_prepared(tmp_path / "here")
+    prepared = opening.open_prepared(there, tmp_path / "cache")
     copied = lambda: {path.name for path in tmp_path.glob("cache/**/*.tokens")}
     assert prepared.fingerprint == here.fingerprint
     assert copied() == set()
@@ -235,8 +235,8 @@ def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
     for i in range(len(here.train)):
         np.testing.assert_array_equal(prepared.train[i], here.train[i])
     assert len(copied()) == 4
-    np.testing.assert_array_equal(parts.open_prepared(there).train[3], here.train[3])
+    np.testing.assert_array_equal(opening.open_prepared(there).train[3], here.train[3])
     [damaged] = tmp_path.glob("cache/**/00000002.tokens")
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
     with pytest.raises(DamagedError, match=f"block 0 .* remove {damaged.parent}, which is copied"):
-        touched(parts.open_prepared(there, tmp_path / "cache").train)
+        touched(opening.open_prepared(there, tmp_path / "cache").train)
