@@ -9,9 +9,9 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.common import interrupts, plugins
+from zoo.common import plugins, startup
 
-interrupts.leave_at_once()
+startup.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.wrappers.classifier import Classifier as Classifier
 
 
-importlib.import_module("zoo.common.tpus").quieten()  # before any module starts JAX
+startup.quieten_libtpu()  # before any module starts JAX
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from zoo.common import files
-from zoo.common.addresses import AddressError, Location, inside, is_remote, leaves
+from zoo.common.files import AddressError, Location, inside, is_remote, leaves
 
 NAME = "checksums.json"
 PART_BYTES = 2**23

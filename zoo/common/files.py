@@ -1,4 +1,4 @@
-"""Files and folders: local paths, and writes that survive a power cut."""
+"""Files and folders: their names, and local writes that survive a power cut."""
 
 import contextlib
 import fcntl
@@ -8,19 +8,37 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
+
+Location: TypeAlias = Any  # a Path, or a upath.UPath: see `zoo.common.addresses`
+
+
+class AddressError(ValueError):
+    """An address that cannot be read or written, with the reason and what to do about it."""
+
+
+def scheme_of(path: object) -> str | None:
+    """The scheme of an address, in lower case; None of a local path."""
+    match = re.match(r"([A-Za-z][\w+.-]+):/+", str(path))
+    return match[1].lower() if match else None
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path or location is an address."""
+    return scheme_of(path) not in (None, "file")
 
 
 def local_path(path: str | os.PathLike[str], name: str) -> Path:
     """The path, with `~` as the home folder.
 
     Raises:
-        ValueError: a path `scheme://…` of another machine; the message names the field `name`.
+        ValueError: an address `scheme://…`; the message names the field `name`.
     """
-    # `Path` makes one slash of the two.
-    if remote := re.match(r"([A-Za-z][\w+.-]*):/+(.*)", os.fspath(path), re.DOTALL):
+    if scheme := scheme_of(path):
+        rest = re.sub(r"^[^:]*:/+", "", os.fspath(path))  # `Path` makes one slash of the two
         raise ValueError(
-            f"{name}='{remote[1]}://{remote[2]}': only local files and folders can be read and "
-            "written; copy it here, or mount it, and give the local path"
+            f"{name}='{scheme}://{rest}': only local files and folders can be read and written; "
+            "copy it here, or mount it, and give the local path"
         )
     return Path(os.path.expanduser(path))
 
@@ -40,6 +58,44 @@ def make_folder(path: Path, name: str) -> None:
             f"{name}='{path}': {file} is a file, and has to be a folder; move it away, or give "
             "another path"
         ) from None
+
+
+def inside(folder: Location, name: Any, listing: object) -> Location:
+    """The place in `folder` of a name from outside, such as one of a listing or of a file.
+
+    A name is relative, and its parts are between single slashes: no ".", "..", backslash, NUL or
+    drive. In a local folder no link may lead to a folder elsewhere.
+
+    Raises:
+        AddressError: another name; the message says which, and that `listing` has it.
+    """
+    reason = (
+        "names are relative, with single slashes, and without '.', '..', backslashes, NUL, drives"
+    )
+    parts = name.split("/") if isinstance(name, str) else [""]
+    is_plain = not {"", ".", ".."} & {*parts} and not _TRICKS.match(name)
+    if is_plain and not is_remote(folder) and leaves(folder, (folder / name).parent):
+        is_plain, reason = False, f"a link leads to {os.path.realpath((folder / name).parent)}"
+    if not is_plain:
+        raise AddressError(
+            f"{listing} lists {name!r}, outside of the folder ({reason}): nothing is read or "
+            "written there; remove that entry, or get the files from a source that you trust"
+        )
+    return folder / name
+
+
+# Drives, and characters that separate or end a name, or that no file name can have.
+_TRICKS = re.compile(r"[A-Za-z]:|.*[\\\0\ud800-\udfff]", re.DOTALL)
+
+
+def leaves(folder: Path, path: Path) -> bool:
+    """Whether links lead from a path in a local folder to a place outside of it.
+
+    A snapshot in a Hub's cache consists of links to the blobs beside it, which are its own.
+    """
+    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    is_blob = root.parent.name == "snapshots" and found.parent == root.parents[1] / "blobs"
+    return not (found.is_relative_to(root) or is_blob)
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:

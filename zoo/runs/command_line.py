@@ -16,7 +16,7 @@ import jax
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zoo.common import configuration, interrupts
+from zoo.common import configuration, startup
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
@@ -141,7 +141,7 @@ def cli_errors(left: str = "stopped") -> Iterator[None]:
     ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
     of the output that has left, as `head` does, by silence.
     """
-    interrupts.as_usual()
+    startup.as_usual()
     try:
         try:
             yield
