@@ -30,6 +30,7 @@ import zoo
 from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.common import checksums
 from zoo.common.addresses import AddressError, location
+from zoo.common.store import Store
 from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
@@ -39,7 +40,6 @@ from zoo.publishing import downloads, uploads
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
-from zoo.runs.remote.store import Store
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zoo.common.files import AddressError, Location, inside, is_remote, scheme_of
+from zoo.common.files import AddressError, Location, is_remote, scheme_of
 
 # Scheme -> (the module that reads it, the extra with that), and what else the file system is told.
 SCHEMES = {
@@ -71,20 +71,6 @@ def _rest(address: str) -> str:
     return re.sub(r"^[A-Za-z][\w+.-]+:/+", "", address)
 
 
-def files_below(folder: Location) -> dict[str, dict[str, Any]]:
-    """The store's record of each file below a folder at an address, by name in the folder.
-
-    Raises:
-        AddressError: a name that leads out of the folder.
-    """
-    prefix = folder.path.strip("/") + "/"
-    infos = folder.fs.find(folder.path, detail=True).items()
-    found = {name.lstrip("/").removeprefix(prefix): x for name, x in infos if name[-1:] != "/"}
-    for name in found:
-        inside(folder, name, folder)
-    return found
-
-
 def files_matching(pattern: str, name: str) -> dict[Location, str]:
     """The files that a glob matches, sorted, with their names.
 
@@ -116,21 +102,6 @@ def files_matching(pattern: str, name: str) -> dict[Location, str]:
         folder = f"; {pattern!r} is a folder: add '/**/*.txt' or the like" if is_folder else ""
         raise FileNotFoundError(f"no file matches {pattern!r}{here}{folder}")
     return {path: str(path)[len(root) :].lstrip("/") for path in files}
-
-
-def read_if_there(file: Location) -> bytes | None:
-    """The content of a file; None if its bucket or folder has no such file.
-
-    Raises:
-        AddressError: the store cannot be read, or has no such bucket.
-    """
-    with explained(file):
-        try:
-            return file.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if reason_of(error) == _NO_BUCKET:
-                raise
-            return None
 
 
 @contextlib.contextmanager
@@ -178,7 +149,7 @@ def reason_of(error: BaseException) -> str | None:
     if re.search(r"NoSuchBucket|bucket does not exist|BucketNotFound", text, re.I) or any(
         _GS_BUCKET.search(str(e)) for e in chain if isinstance(e, FileNotFoundError)
     ):
-        return _NO_BUCKET
+        return NO_BUCKET
     if re.search(r"quota ?exceeded|InsufficientStorage", text, re.I) or 507 in codes:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
@@ -199,7 +170,7 @@ def reason_of(error: BaseException) -> str | None:
     return None
 
 
-_NO_BUCKET = "there is no such bucket: make it, or correct the address"
+NO_BUCKET = "there is no such bucket: make it, or correct the address"
 # What gcsfs did not find: the objects of a bucket, or a bucket to write to.
 _GS_BUCKET = re.compile(r"^b/[^/]+/o$|/upload/storage/(?!.*upload_id=)")
 _UNREACHED = {

@@ -2,10 +2,14 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,11 +38,11 @@ def local_path(path: str | os.PathLike[str], name: str) -> Path:
     Raises:
         ValueError: an address `scheme://…`; the message names the field `name`.
     """
-    if scheme := scheme_of(path):
-        rest = re.sub(r"^[^:]*:/+", "", os.fspath(path))  # `Path` makes one slash of the two
+    # `Path` makes one slash of the two.
+    if remote := re.match(r"([A-Za-z][\w+.-]*):/+(.*)", os.fspath(path), re.DOTALL):
         raise ValueError(
-            f"{name}='{scheme}://{rest}': only local files and folders can be read and written; "
-            "copy it here, or mount it, and give the local path"
+            f"{name}='{remote[1]}://{remote[2]}': only local files and folders can be read and "
+            "written; copy it here, or mount it, and give the local path"
         )
     return Path(os.path.expanduser(path))
 
@@ -209,3 +213,64 @@ def named(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
+    """A folder, which `make(partial)` fills unless it is there: one that a kill left partly, too.
+
+    It gets its name when it is whole. A process of this machine that comes while another one makes
+    it waits. Errors of the folders above it name the field `name`.
+    """
+    if folder.exists():
+        return folder
+    make_folder(folder.parent, name)
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its owner's end frees it
+        if not folder.exists():
+            partial = folder.with_name(f"{folder.name}.part")
+            partial.mkdir(exist_ok=True)
+            make(partial)
+            sync_all(partial)
+            partial.rename(folder)
+            sync(folder.parent)
+    return folder
+
+
+class Transfer:
+    """One line of what is transferred, how much of it, how fast; from any number of threads.
+
+    Nothing is shown without a title, or of a transfer of less than a second. On a terminal the line
+    is renewed; elsewhere there is one every 15 s, and one at the end.
+    """
+
+    def __init__(self, title: str, total: int):
+        self._title, self._total, self._done = title, total, 0
+        self._began = time.monotonic()
+        self._is_live = sys.stderr.isatty()
+        self._next = self._began + (1.0 if title else math.inf)
+        self._shown = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Transfer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._show(time.monotonic(), end="\n")
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are done."""
+        with self._lock:
+            self._done += num_bytes
+            if (now := time.monotonic()) >= self._next:
+                self._next = now + (0.2 if self._is_live else 15.0)
+                self._show(now, end="" if self._is_live else "\n")
+                self._shown = True
+
+    def _show(self, now: float, end: str) -> None:
+        seconds = now - self._began
+        line = (
+            f"{self._title}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB in "
+            f"{seconds:.0f} s ({self._done / 1e6 / seconds:,.0f} MB/s)"
+        )
+        print(f"\r{line}" if self._is_live else line, end=end, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
-from zoo.data.prepared import copying, engines, hashes
+from zoo.data.prepared import copies, engines, hashes
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import (
     MANIFEST,
@@ -86,7 +86,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: must be positive")
     out = location(folder, "out")
-    local = copying.working_folder(out) if is_remote(out) else out.absolute()
+    local = copies.working_folder(out) if is_remote(out) else out.absolute()
     splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
@@ -180,8 +180,8 @@ def _passes(
         records = dict(run(write_parts, parts))
         if address is not None:
             bar.say("copying")
-            copying.copy_tokenizer(out, address)
-            for _ in run(copying.copy_shard, [(i, out, address) for i in range(len(shards))]):
+            copies.copy_tokenizer(out, address)
+            for _ in run(copies.copy_shard, [(i, out, address) for i in range(len(shards))]):
                 pass
     manifest = Manifest(
         whole=None if only is None else hashes.hash_of(only.encode()).hex(),
