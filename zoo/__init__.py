@@ -15,6 +15,13 @@ plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
 )
+plugins.register("zoo.planners", zoo="zoo.planning.planner")
+plugins.register(
+    "zoo.commands",
+    plan="zoo.planning.command:main",
+    eval="zoo.evaluation.command:main",
+    task="zoo.evaluation.standard_library:main",
+)
 
 if TYPE_CHECKING:
     from zoo import bert as bert
