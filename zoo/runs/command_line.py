@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
+from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zoo.common import configuration, startup
@@ -132,6 +133,12 @@ def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: 
         left = "left at once; the same command resumes from the last checkpoint"
     with cli_errors(left):
         main(config)
+
+
+def console() -> Console:
+    """A terminal as wide as it is, or a file or a pipe whose lines do not wrap."""
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else 240)
 
 
 @contextlib.contextmanager
