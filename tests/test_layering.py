@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1110,
+    "common": 1360,
     "sharding": 1480,
     "nn": 3020,
     "transformer": 1200,
@@ -75,12 +75,12 @@ CEILINGS = {
     "bert": 250,
     "wrappers": 660,
     "quantization": 690,
-    "data": 7690,
+    "data": 7660,
     "training": 3150,
     "decoding": 1670,
-    "publishing": 2090,
+    "publishing": 2010,
     "hf": 3300,
-    "runs": 5200,
+    "runs": 5050,
     "tasks": 2300,
     "planning": 3340,
     "evaluation": 1120,
