@@ -76,7 +76,7 @@ TESTS = {
     "runs/remote/copies": "test_remote",
     "runs/remote/folder": "test_remote",
     "runs/remote/lease": "test_remote",
-    "runs/remote/store": "test_remote",
+    "common/store": "test_store test_remote",
     "sharding/axes": "test_sharding | test_optimizers",
     "sharding/constraints": "test_sharding",
     "sharding/kinds": "test_sharding | test_optimizers",

@@ -21,6 +21,7 @@ from stores import Store, s3, s3_port  # noqa: F401
 
 from zoo import text as zoo_text
 from zoo.__main__ import main
+from zoo.common import store
 from zoo.common.addresses import AddressError, location
 from zoo.data.prepared import command, copies, engines, hashes, prepare, tokenizing
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
@@ -420,15 +421,16 @@ def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
     data = str(tmp_path / "text" / "*.jsonl")
     monkeypatch.setattr(copies, "CACHE", tmp_path / "cache")
     address = location(f"memory://{tmp_path.name}/out", "out")
-    copied, written = copies._copy, []
+    put, calls, written = store.Store.put, [], []
 
-    def fail_once(folder: Path, address: str, name: str) -> None:
-        written.append(name)
-        if len(written) == 10:
+    def fail_once(self, folder: Path, names, prefix: str = "") -> list[str]:
+        calls.append(prefix)
+        if len(calls) == 3:
             raise ConnectionError("the line was cut")
-        copied(folder, address, name)
+        written.extend(prefix + name for name in names)
+        return put(self, folder, names, prefix)
 
-    monkeypatch.setattr(copies, "_copy", fail_once)
+    monkeypatch.setattr(store.Store, "put", fail_once)
     with pytest.raises(ConnectionError):
         prepare.prepare(data, str(address), **SMALL)
     assert not (address / "manifest.json").exists()
