@@ -15,8 +15,8 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
-ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf", "planning"]
-ROOMS += ["runs", "tasks", "alignment", "evaluation"]
+ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf"]
+ROOMS += ["runs", "tasks", "alignment", "planning", "evaluation"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1110,
+    "common": 1360,
     "sharding": 1480,
     "nn": 3020,
     "transformer": 1200,
@@ -75,18 +75,18 @@ CEILINGS = {
     "bert": 250,
     "wrappers": 660,
     "quantization": 690,
-    "data": 7270,
+    "data": 7250,
     "training": 2650,
     "decoding": 1670,
-    "publishing": 2090,
+    "publishing": 2010,
     "hf": 3300,
-    "planning": 3270,
-    "runs": 5260,
+    "runs": 5050,
     "tasks": 1650,
     "alignment": 1390,
-    "evaluation": 1100,
-    "__main__": 165,
-    "__init__": 150,
+    "planning": 3340,
+    "evaluation": 1120,
+    "__main__": 140,
+    "__init__": 160,
 }
 
 
@@ -101,8 +101,8 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment)\b")
-OUTSIDE = re.compile(r"(quantization|hf|alignment)/|__(init|main)__$")
+AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment|planning|evaluation)\b")
+OUTSIDE = re.compile(r"(quantization|hf|alignment|planning|evaluation)/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:
@@ -146,17 +146,6 @@ def test_imports_run_downwards(name: str):
     assert not {room(other) for other in zoo_imports(MODULES[name])} & IGNORANT.get(
         room(name), set()
     )
-
-
-def test_the_core_imports_no_planning():
-    """But for what a run's `--plan` is to bring along itself."""
-    core = {
-        name: path for name, path in MODULES.items() if room(name) not in ("planning", "__main__")
-    }
-    found = {
-        name for name, path in core.items() if any(room(x) == "planning" for x in zoo_imports(path))
-    }
-    assert found <= {"runs/planned", "runs/run"}
 
 
 def test_imports_are_acyclic():

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 
 from zoo.alignment.distillation_loss import IDS, LOG_PROBS, REST, TEACHER_ENTRIES, top_k
 from zoo.common import checksums, files
-from zoo.common.progress import Transfer
+from zoo.common.files import Transfer
 from zoo.data.loader import batches
 from zoo.data.plans import HostBatch, Plan, Row, batch_shapes, fingerprint
 from zoo.nn.precision import in_precision
