@@ -307,7 +307,7 @@ def test_a_step_without_memory_is_explained_by_the_planner(tmp_path, monkeypatch
     monkeypatch.setattr(zoo.Run, "planner", SimpleNamespace(explain=explain))
     monkeypatch.setattr("zoo.training.compiled.CompiledStep.__call__", fail)
     message = "RESOURCE_EXHAUSTED: allocating 2.00GiB"
-    with pytest.raises(zoo.types.RunError, match="--accumulate 2: RESOURCE_EXHAUSTED"):
+    with pytest.raises(RunError, match="--accumulate 2: RESOURCE_EXHAUSTED"):
         fit(config(tmp_path))
     message = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):

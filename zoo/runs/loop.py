@@ -21,15 +21,15 @@ from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
 from zoo.runs import evaluation, identity, monitor
-from zoo.runs.callbacks.average import Average
-from zoo.runs.callbacks.best import (
+from zoo.runs.callbacks.callback import Callback
+from zoo.runs.callbacks.evaluations import (
+    Average,
     BestCheckpoint,
     EarlyStopping,
     Save,
     check_metrics,
     save_somehow,
 )
-from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.hooks import Hooks, with_flags
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.runs.callbacks.average import Average
-from zoo.runs.callbacks.best import BestCheckpoint, EarlyStopping, Save
-from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.callbacks.callback import Callback, Loop, Numbers, Scalars
+from zoo.runs.callbacks.evaluations import Average, BestCheckpoint, EarlyStopping, Save
 from zoo.runs.callbacks.norms import Norms
 from zoo.runs.callbacks.trackers import TRACKERS
 from zoo.runs.config import Config
@@ -90,16 +89,12 @@ class Hooks:
             raise
         self._end(self._last[1], raises=True)
 
-    def on_step(
-        self, step: int, state: TrainState, metrics: Mapping[str, Array]
-    ) -> Mapping[str, Any]:
+    def on_step(self, step: int, state: TrainState, metrics: Scalars) -> Mapping[str, Any]:
         """The metrics, and the ones that the callbacks add."""
         self._last = (step, state)
         return self._joined("on_step", step, state, metrics)
 
-    def on_evaluation(
-        self, step: int, state: TrainState, values: Mapping[str, float]
-    ) -> dict[str, float]:
+    def on_evaluation(self, step: int, state: TrainState, values: Numbers) -> dict[str, float]:
         """The values, and the ones that the callbacks add."""
         return dict(self._joined("on_evaluation", step, state, values))
 
