@@ -280,8 +280,8 @@ def test_a_run_of_many_steps_is_not_laid_out(tmp_path):
     given = config(tmp_path)
     with zoo.Run(given) as run:
         object.__setattr__(run.config, "steps", 2**50)
-        hooks = Hooks(run, described := training(schedule=optax.constant_schedule(1.0)), [])
-        recorder.Recorder(run, described, hooks)
+        described = training(schedule=optax.constant_schedule(1.0))
+        recorder.Recorder(Hooks(run, described, []))
 
 
 def test_epochs_without_steps_are_refused(tmp_path):

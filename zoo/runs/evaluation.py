@@ -115,8 +115,7 @@ class Evaluator:
             return found[key]
         values = compute()
         if run.is_main:
-            text = json.dumps({**known, key: values}, indent=1) + "\n"
-            files.replace(path, lambda temporary: temporary.write_text(text))
+            files.replace(path, json.dumps({**known, key: values}, indent=1) + "\n")
         return values
 
     def _num_batches(self, whole: bool) -> int:

@@ -106,7 +106,7 @@ def record(run: Run[Config], data: MixedText) -> None:
                 changes = [*changes, {"step": step, "from": first, "stages_before": old["stages"]}]
         new["changes"] = changes
         text = json.dumps(new, indent=2) + "\n"
-        files.replace(path, lambda temporary: temporary.write_text(text))
+        files.replace(path, text)
     processes.barrier("mixture")
 
 

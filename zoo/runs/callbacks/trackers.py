@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zoo.common import files
+from zoo.common.configuration import flat
 from zoo.runs.callbacks.callback import Callback, Loop
-from zoo.runs.config import Config, as_json, flatten
+from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.run import TRACKED, Run
@@ -108,7 +109,7 @@ class Tracker(Callback):
         ids = json.loads(path.read_text()) if path.exists() else {}
         known = ids.get(self.name) or self.values.get("id")
         ids[self.name] = self.values["id"] = known or self.new_id(run)
-        files.replace(path, lambda temporary: temporary.write_text(json.dumps(ids) + "\n"))
+        files.replace(path, json.dumps(ids) + "\n")
         return ids[self.name], known is None
 
 
@@ -312,4 +313,4 @@ def _title(run: Run[Config]) -> str:
 
 def _configuration(run: Run[Config]) -> dict[str, Any]:
     """The run's configuration by dotted names."""
-    return flatten(as_json(run.config))
+    return flat(as_json(run.config))
