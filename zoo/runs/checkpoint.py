@@ -286,8 +286,11 @@ def problems(folder: Path) -> list[str]:
 
 def seal(folder: Path) -> None:
     """Write the list of a step's files, which completes it; large arrays' own sums are trusted."""
-    is_large = lambda name, size: name.startswith("arrays/") and size > _SMALL
-    checksums.write(folder, trusted=is_large)
+
+    def is_large_array(name: str, size: int) -> bool:
+        return name.startswith("arrays/") and size > _SMALL
+
+    checksums.write(folder, trusted=is_large_array)
 
 
 def is_checkpoint(folder: Path) -> bool:
