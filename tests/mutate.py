@@ -67,7 +67,7 @@ TESTS = {
     "nn/precision": "test_precision | test_train -k 'fp16 or bf16'",
     "nn/products": "test_precision | test_train -k 'fp16 or bf16'",
     "nn/remat": "test_remat",
-    "publishing/adapters": "test_lora",
+    "publishing/models": "test_lora",
     "rnn/cells": "test_rnn",
     "rnn/recurrence": "test_rnn",
     "rnn/time": "test_rnn",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.common import interrupts, plugins
 
 interrupts.leave_at_once()
-plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
+plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.folder:HUGGING_FACE")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
@@ -42,11 +42,11 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
     from zoo.nn.derivatives import forward_mode as forward_mode
-    from zoo.publishing.adapters import load_adapters as load_adapters
-    from zoo.publishing.adapters import save_adapters as save_adapters
     from zoo.publishing.families import register as register
     from zoo.publishing.models import load as load
+    from zoo.publishing.models import load_adapters as load_adapters
     from zoo.publishing.models import save as save
+    from zoo.publishing.models import save_adapters as save_adapters
     from zoo.publishing.shelf import published as published
     from zoo.runs import callbacks as callbacks
     from zoo.runs import types as types
@@ -88,7 +88,7 @@ def _homes() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("zoo.publishing.folder").version()
+        return importlib.import_module("zoo.publishing.formats").version()
     if (home := _homes().get(name)) is None:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     if home == "zoo":

@@ -21,9 +21,8 @@ from zoo.common.addresses import (
     read_if_there,
 )
 from zoo.common.progress import Transfer
-from zoo.publishing import formats
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import README
+from zoo.publishing import PublishError, formats
+from zoo.publishing.formats import README
 from zoo.publishing.uploads import CACHE, SAVING
 
 _FILES_AT_ONCE = 4

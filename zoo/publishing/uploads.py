@@ -24,7 +24,7 @@ from zoo.common.addresses import (
     scheme_of,
 )
 from zoo.common.progress import Transfer
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 
 CACHE = Path("~/.cache/zoo/models")
 SAVING = "saving.json"

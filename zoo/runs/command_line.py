@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zoo.common import configuration, interrupts
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
 from zoo.runs.processes import RunError
