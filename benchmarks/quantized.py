@@ -31,7 +31,7 @@ from zoo.sharding.axes import is_parameter
 
 KINDS: tuple[Kind | None, ...] = (None, *get_args(Kind))
 MOST_BITS: dict[Kind | None, float] = {"int8": 0.01, "int4": 0.05}  # more than as stored
-MOST_BYTES: dict[Kind | None, float] = {"int8": 0.53, "int4": 0.3}  # of those of bf16
+MOST_BYTES: dict[Kind | None, float] = {"int8": 0.53, "int4": 0.3}  # as shares of bf16's
 MB = 1e6
 
 
@@ -47,7 +47,7 @@ def quantized(
     Args:
         model: name on the shelf, whose loss is measured on the held-out part of Python's library.
         sizes: published sizes whose decoding is compiled for the target, without weights.
-        num_layers: layers of those, to compile less; all if not given.
+        num_layers: layers that are compiled, to take less time; all if not given.
         target: chip that these are compiled for.
         slots: tokens that the cache of a decoder has room for.
     """

@@ -3,23 +3,27 @@
 Each name is imported at its first use: `from zoo import transformer` loads JAX and Equinox alone.
 """
 
-import ast
-import functools
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.common import interrupts, plugins
+from zoo.common import plugins, startup
 
-interrupts.leave_at_once()
+startup.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.folder:HUGGING_FACE")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
 )
+plugins.register("zoo.planners", zoo="zoo.planning.planner")
+plugins.register(
+    "zoo.commands",
+    plan="zoo.planning.command:main",
+    eval="zoo.evaluation.command:main",
+    task="zoo.evaluation.standard_library:main",
+)
 
-if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
+if TYPE_CHECKING:
     from zoo import bert as bert
     from zoo import hf as hf
     from zoo import mlp as mlp
@@ -74,32 +78,74 @@ if TYPE_CHECKING:  # `__getattr__` reads where each name is from these lines too
     from zoo.wrappers import lora as lora
     from zoo.wrappers.classifier import Classifier as Classifier
 
+_NAMES = {  # where each name is from: the module itself, or one that has it
+    "bert": "zoo.bert",
+    "hf": "zoo.hf",
+    "mlp": "zoo.mlp",
+    "rnn": "zoo.rnn",
+    "sharding": "zoo.sharding",
+    "transformer": "zoo.transformer",
+    "may_differ": "zoo.common.configuration",
+    "tabular": "zoo.data.tabular",
+    "text": "zoo.data.text",
+    "tokenizer": "zoo.data.tokenizer",
+    "ArrayPlan": "zoo.data.plans",
+    "Plan": "zoo.data.plans",
+    "PairPlan": "zoo.data.preferences",
+    "BucketPlan": "zoo.data.token_plans",
+    "LabelledPlan": "zoo.data.token_plans",
+    "PackedPlan": "zoo.data.token_plans",
+    "Tokenizer": "zoo.data.tokenizer",
+    "beam_search": "zoo.decoding.beam_search",
+    "Sampling": "zoo.decoding.drawing",
+    "generate": "zoo.decoding.sampling",
+    "stream": "zoo.decoding.sampling",
+    "forward_mode": "zoo.nn.derivatives",
+    "load_adapters": "zoo.publishing.models",
+    "save_adapters": "zoo.publishing.models",
+    "register": "zoo.publishing.families",
+    "load": "zoo.publishing.models",
+    "save": "zoo.publishing.models",
+    "published": "zoo.publishing.shelf",
+    "callbacks": "zoo.runs.callbacks",
+    "types": "zoo.runs.types",
+    "evaluator": "zoo.runs.evaluation",
+    "fit": "zoo.runs.loop",
+    "Run": "zoo.runs.run",
+    "Layout": "zoo.sharding",
+    "make_mesh": "zoo.sharding",
+    "classification": "zoo.tasks.classification",
+    "distillation": "zoo.tasks.distillation",
+    "finetuning": "zoo.tasks.finetuning",
+    "language": "zoo.tasks.language",
+    "losses": "zoo.training.losses",
+    "optimizers": "zoo.training.optimizers",
+    "preferences": "zoo.training.preferences",
+    "RecompilationError": "zoo.training.compiled",
+    "Training": "zoo.training.description",
+    "LossWarning": "zoo.training.first_step",
+    "PrecisionWarning": "zoo.training.mixed_products",
+    "TrainState": "zoo.training.state",
+    "init_state": "zoo.training.state",
+    "make_eval_step": "zoo.training.step",
+    "make_train_step": "zoo.training.step",
+    "ensemble": "zoo.wrappers.ensemble",
+    "lora": "zoo.wrappers.lora",
+    "Classifier": "zoo.wrappers.classifier",
+}
 
-importlib.import_module("zoo.common.tpus").quieten()  # before any module starts JAX
-
-
-@functools.cache
-def _homes() -> dict[str, str]:
-    """The module that each name is imported from."""
-    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return {x.name: str(node.module) for node in imports for x in node.names if x.asname}
+startup.quieten_libtpu()  # before any module starts JAX
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("zoo.publishing.formats").version()
-    if (home := _homes().get(name)) is None:
+    if name not in _NAMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
-    if home == "zoo":
-        return importlib.import_module(f"zoo.{name}")
-    module = importlib.import_module(home)
-    # A name in a room is a module of it, unless the room itself has it.
-    found = getattr(module, name, None)
-    value = importlib.import_module(f"{home}.{name}") if found is None else found
-    globals()[name] = value
+    module = importlib.import_module(_NAMES[name])
+    value = globals()[name] = getattr(module, name, module)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(_homes())
+    return sorted(_NAMES)

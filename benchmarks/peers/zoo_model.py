@@ -92,7 +92,7 @@ def init_transformer(
 
 
 def transformer_sizes(shape: Transformer, remat: Remat, scan: bool) -> zoo.transformer.Config:
-    """The zoo's configuration of those sizes."""
+    """The zoo's configuration of these sizes."""
     return zoo.transformer.Config(
         vocab_size=shape.vocab_size,
         d_model=shape.d_model,
@@ -140,7 +140,7 @@ def rnn(shape: RNN, precision: Precision) -> Built:
 
 
 def rnn_sizes(shape: RNN) -> zoo.rnn.Config:
-    """The zoo's configuration of those sizes."""
+    """The zoo's configuration of these sizes."""
     return zoo.rnn.Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -149,7 +149,7 @@ def rnn_sizes(shape: RNN) -> zoo.rnn.Config:
 
 
 def mlp_sizes(shape: MLP) -> zoo.mlp.Config:
-    """The zoo's configuration of those sizes."""
+    """The zoo's configuration of these sizes."""
     return zoo.mlp.Config(
         in_size=shape.in_size,
         out_size=shape.out_size,

@@ -198,7 +198,7 @@ def _with_role(message: Record, field: str) -> Record:
 
 
 def tools_of(record: Record) -> Tools:
-    """The functions in a record's `tools`, a list or its JSON; None if there are none."""
+    """The functions in a record's `tools`, a list or its JSON; None without any."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -77,7 +77,7 @@ class _Beams(eqx.Module):
     """Some continuations of each row, best first; `tokens` has room for all the new ones."""
 
     tokens: Int[Array, "batch beams new"]
-    scores: Float[Array, "batch beams"]  # -inf where there is none
+    scores: Float[Array, "batch beams"]  # -inf without one
 
     @staticmethod
     def none(batch: int, num_beams: int, num_tokens: int) -> "_Beams":

@@ -64,7 +64,7 @@ class Draft(eqx.Module):
 
     @staticmethod
     def checked(model: PyTree, num_tokens: int, of: Decoder, mesh: Any) -> "Draft":
-        """The draft for another model, or a ValueError that says why it is none."""
+        """The draft for another model, or a ValueError that says why it cannot be one."""
         if num_tokens < 1:
             raise ValueError(f"draft_tokens={num_tokens} must be at least 1")
         decoder = decoder_of(model)

@@ -31,7 +31,7 @@ from zoo.publishing.models import check_finite
 from zoo.publishing.shelf import find, nearest
 
 try:
-    # First, as lm-eval registers its own models only where there is none yet.
+    # First, as lm-eval registers its own models only into an empty registry.
     import lm_eval.models  # noqa: F401
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model

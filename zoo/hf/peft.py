@@ -138,7 +138,7 @@ class _Adapters:
         if partly and self.options.use_dora:
             raise PublishError(
                 f"{self._where}: use_dora=True and adapters on some layers of {partly[0]} only; "
-                "the zoo has them on all layers, and those that are missing would be trained too"
+                "the zoo has them on all layers, and the missing ones would be trained too"
             )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

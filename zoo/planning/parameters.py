@@ -36,7 +36,7 @@ class Parameters:
     trained: Part
     frozen: Part
     adapters: Part
-    """Of the trained ones, those of adapters."""
+    """The share of the trained ones that adapters have."""
 
     @property
     def count(self) -> int:

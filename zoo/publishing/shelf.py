@@ -159,7 +159,7 @@ def weights_checksum(folder: Path) -> str:
 def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The file with a model's settings of sampling, and they by the names of `zoo.Sampling`.
 
-    For adapters without any they are those of the nearest base; without a file there are none.
+    Adapters without any take the nearest base's; without a file the result is empty.
     """
     for at in chain(folder):
         found = (x.sampling(at) for x in formats.formats().values())

@@ -31,7 +31,7 @@ ANNOTATION, GIVEN, DEFAULT = "annotation", "given", "default"
 
 
 def given(axes: Axes, path: str, leaf: Any) -> Named | None:
-    """The names given from outside for the array of a dotted path; None if there are none."""
+    """The names given from outside for the array of a dotted path; None without any."""
     if isinstance(axes, Mapping):
         names = next((axes[each] for each in axes if fnmatch.fnmatchcase(path, each)), None)
     else:

@@ -111,7 +111,7 @@ def have_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the special token of that name; None if there is none."""
+    """The id of the special token of that name; None without one."""
     ids = reading(tokenizer, "parse").encode(name).tolist()
     return ids[0] if len(ids) == 1 and ids[0] in getattr(tokenizer, "special_ids", ()) else None
 

@@ -158,7 +158,7 @@ def _blueprint(
     if has_arrays or not callable(make_model):
         raise TypeError(
             f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
-            "to train one that there is, lambda key, model: model with pretrained=model"
+            "to train an existing one, lambda key, model: model with pretrained=model"
         )
     weights, rest = eqx.partition(skeleton_of(pretrained), is_parameter)
     given = (key,) if pretrained is None else (key, weights)

@@ -3,7 +3,7 @@
 The lease with the highest number counts, `lease/00000007`. Another owner creates the next number:
 once the last one was given back, or once its owner has not renewed it for `seconds`, by the
 store's clock or by the time in which a starter watched it. Where a store can create an object
-only if there is none, one starter alone succeeds. Where it can't, the last writer reads itself
+only if it does not exist, one starter alone succeeds. Where it can't, the last writer reads itself
 back after a wait, and the one before finds another's name, there or when it renews.
 """
 
@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
+from zoo.common.store import Store
 from zoo.runs.processes import RunError
-from zoo.runs.remote.store import Store
 
 SECONDS = 60.0  # that a lease outlives its owner
 SETTLE = 3.0  # that a starter waits before it reads itself back, on stores that need it
