@@ -23,9 +23,9 @@ from zoo import text as zoo_text
 from zoo.__main__ import main
 from zoo.common import store
 from zoo.common.addresses import AddressError, location
-from zoo.data.prepared import copies, engines, hashes, prepare, tokenizing, verifying
+from zoo.data.prepared import command, copies, engines, hashes, prepare, tokenizing
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
-from zoo.data.prepared.parts import open_prepared
+from zoo.data.prepared.opening import open_prepared
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "é", "\u2028"]
@@ -318,15 +318,15 @@ def test_the_command_sums_up_and_verify_names_a_damaged_block(tmp_path: Path, ca
         path = shard(out, 0, suffix)
         good = path.read_bytes()
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        [line] = verifying.verify(out)[1]
+        [line] = command.verify(out)[1]
         assert line.startswith(path.name)
         assert message in line
         path.write_bytes(good[:-1])
-        assert any(line.startswith(path.name) for line in verifying.verify(out)[1])
+        assert any(line.startswith(path.name) for line in command.verify(out)[1])
         path.unlink()
-        assert f"{path.name} is missing" in verifying.verify(out)[1]
+        assert f"{path.name} is missing" in command.verify(out)[1]
         path.write_bytes(good)
-    assert verifying.verify(out) == (6, [])
+    assert command.verify(out) == (6, [])
     shard(out, 0, ".train").unlink()
     with pytest.raises(Exception, match="damaged"):
         main(["verify", str(out)])

@@ -28,7 +28,7 @@ from zoo.nn.parameters import cast
 from zoo.nn.products import is_quantized
 from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs import loop
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError

@@ -17,21 +17,19 @@ import numpy as np
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
 from zoo.data.prepared import copies, engines, hashes
-from zoo.data.prepared.engines import Engine
+from zoo.data.prepared.engines import Bar, Engine
 from zoo.data.prepared.format import (
     MANIFEST,
     SHARDS,
     TOKENIZER,
     WORK,
     Manifest,
-    check_tokenizer,
     dtype_of,
     read_manifest,
     tokenizer_digest,
     write_manifest,
 )
-from zoo.data.prepared.parting import PARTED, write_parts
-from zoo.data.prepared.progress import Bar
+from zoo.data.prepared.hashes import PARTED, write_parts
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.sources.reading import read_split
 from zoo.data.sources.sample import sample_texts
@@ -281,7 +279,6 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
     with explained(out):
         if (out / MANIFEST).exists():
             manifest = read_manifest(out)
-            check_tokenizer(out, manifest)
             known, begun = manifest.options, manifest.files
         elif (work / OPTIONS).exists():
             known = json.loads((work / OPTIONS).read_text(encoding="utf-8"))

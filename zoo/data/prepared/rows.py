@@ -10,8 +10,8 @@ from jaxtyping import Int64
 
 from zoo.common.files import made_once
 from zoo.data.packing import ROOM_IN_BUCKETS, Piece, cut_lengths, too_long_error
+from zoo.data.prepared.format import Shard, write_sums
 from zoo.data.prepared.parts import Part
-from zoo.data.prepared.shards import Shard, write_sums
 
 VERSION = 1
 _SLICE = 2**15  # documents at a time
