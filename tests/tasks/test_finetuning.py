@@ -29,7 +29,7 @@ from zoo.nn.parameters import cast
 from zoo.nn.products import is_quantized
 from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs import loop
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
@@ -263,8 +263,8 @@ def compiled(tune, monkeypatch):
     class Compiled(Exception):
         pass
 
-    def train(run, training, hooks, step_fn, state, *_):
-        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+    def train(running, step_fn, state, *_):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, running.training)
 
     monkeypatch.setattr(loop, "_train", train)
 

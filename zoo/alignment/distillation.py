@@ -23,9 +23,10 @@ from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
-from zoo.publishing import adapters, models
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite, num_parameters
+from zoo.publishing import models
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest
+from zoo.publishing.tensors import num_parameters
 from zoo.rnn.config import num_flops_per_token as rnn_flops
 from zoo.rnn.model import RNN
 from zoo.runs.run import Run
@@ -136,7 +137,7 @@ class Teacher:
             ) from error
         language.check_row_lengths(config.data, self.skeleton.config, f"teacher={config.teacher!r}")
         self.vocab_size = int(self.skeleton.config.vocab_size)
-        folder, given = adapters.nearest(self.folder, FILE_NAME), config.data.tokenizer
+        folder, given = nearest(self.folder, FILE_NAME), config.data.tokenizer
         self.tokenizer_spec = str(folder) if (folder / FILE_NAME).is_file() else given
         """What `get_tokenizer` makes its tokenizer of."""
         require(

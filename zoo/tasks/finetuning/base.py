@@ -17,10 +17,10 @@ from zoo.data.tokenizer import FILE_NAME, get_tokenizer, load_tokenizer
 from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
-from zoo.publishing import adapters, formats, models
+from zoo.publishing import formats, models
 from zoo.publishing.families import reconfigured
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest, whole
 from zoo.runs.run import Run
 from zoo.sharding.axes import keystr
 from zoo.tasks import language
@@ -38,7 +38,7 @@ class Base:
         config = run.config
         weights = not config.plan  # which fetches none
         self.folder = find(config.model, weights=weights)
-        self.format = formats.name_of(adapters.whole(self.folder))
+        self.format = formats.name_of(whole(self.folder))
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         _check_quantized(config, stored)
         merged = eqx.filter_eval_shape(lora.merge, stored)
@@ -60,8 +60,8 @@ class Base:
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            adapters.check(self.skeleton, lora.config_of(prepared))
-        given, folder = config.data.tokenizer, adapters.nearest(self.folder, FILE_NAME)
+            models.check_adapters(self.skeleton, lora.config_of(prepared))
+        given, folder = config.data.tokenizer, nearest(self.folder, FILE_NAME)
         require(
             bool(given) or (folder / FILE_NAME).is_file(),
             f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'",
@@ -160,7 +160,7 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     """A model as training begins with it: with adapters and a head, if it trains those."""
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
-        model = lora.adapt(model, adapters.with_paths(config.lora, model), key=adapters_key)
+        model = lora.adapt(model, models.with_paths(config.lora, model), key=adapters_key)
     if num_classes:
         model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
     return model
