@@ -174,14 +174,14 @@ def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
             table.notes.append(f"{run.model}: {step.memory.total / 2**30:.1f} GiB do not fit")
             continue
         bound = roof.by_op.seconds
-        reached = roof.utilization(bound) * bound / run.seconds
+        reached = step.utilization(bound) * bound / run.seconds
         row |= {
             "bound of full overlap": f"{roof.seconds:.2f} ({roof.bound})",
             "by instruction": f"{bound:.2f}",
             "products, memory, links": _parts(roof.by_op),
             "published": f"{run.seconds:.2f}",
             "ratio": f"{run.seconds / bound:.2f}",
-            "MFU: bound, published": f"{roof.utilization(bound):.0%}, {reached:.0%}",
+            "MFU: bound, published": f"{step.utilization(bound):.0%}, {reached:.0%}",
         }
         table.add(**row)
         table.notes.append(f"{run.model} on {run.target}: {run.remark}. {run.source}")
