@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from benchmarks.harness import Table, in_process, main
 from zoo import sharding
 from zoo.nn import grouped_products
-from zoo.nn.parameters import cast, gather
+from zoo.nn.parameters import gather
+from zoo.nn.stateful import cast
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
 from zoo.transformer.config import ExpertsConfig

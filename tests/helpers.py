@@ -18,7 +18,7 @@ from tokenizers import processors
 from zoo import losses, mlp, rnn, transformer
 from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
-from zoo.nn.parameters import cast
+from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zoo.decoding.drawing import Sampling as Sampling
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
-    from zoo.nn.derivatives import forward_mode as forward_mode
+    from zoo.nn.products import forward_mode as forward_mode
     from zoo.publishing.adapters import load_adapters as load_adapters
     from zoo.publishing.adapters import save_adapters as save_adapters
     from zoo.publishing.families import register as register

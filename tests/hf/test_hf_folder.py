@@ -27,9 +27,9 @@ from zoo import hf, sharding, transformer
 from zoo.common import configuration
 from zoo.data import tokenizer
 from zoo.hf import hub
-from zoo.nn.layers import RopeScaling
 from zoo.publishing import families, models
 from zoo.publishing.errors import PublishError
+from zoo.transformer.config import RopeScaling
 
 
 @pytest.fixture

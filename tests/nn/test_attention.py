@@ -14,8 +14,7 @@ from jaxtyping import Array
 
 from zoo import sharding
 from zoo.nn.attention import attend_to_slots, attention, chunked, masks, splash
-from zoo.nn.attention.context_parallel import WHOLE
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import WHOLE, Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
 
 

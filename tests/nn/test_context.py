@@ -18,8 +18,7 @@ import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
 from zoo.nn.attention import attention, splash
-from zoo.nn.attention.context_parallel import pad_pieces, without_padding
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import Mask, pad_pieces, without_padding
 from zoo.nn.attention.splash import Blocks
 from zoo.nn.attention.ulysses import Exchange, gathered_numbers
 from zoo.planning import collectives, hlo

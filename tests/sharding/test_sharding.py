@@ -23,7 +23,7 @@ from zoo import optimizers, sharding, transformer
 from zoo.nn.parameters import gather, gather_foreign
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 from zoo.sharding.specs import between
 
 CUBE = "data=2,fsdp=2,tensor=2"

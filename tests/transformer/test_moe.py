@@ -25,11 +25,12 @@ from helpers import (
 
 import zoo
 from zoo import lora, losses, optimizers, sharding
-from zoo.nn.parameters import cast, gather
+from zoo.nn.parameters import gather
 from zoo.nn.precision import in_precision
+from zoo.nn.stateful import cast
 from zoo.publishing import models
 from zoo.runs.checkpoint import Checkpointer
-from zoo.sharding.kinds import is_matrix
+from zoo.sharding.rules import is_matrix
 from zoo.tasks.finetuning.base import merge
 from zoo.training import state as state_module
 from zoo.transformer import ExpertsConfig, moe, routing

@@ -20,8 +20,8 @@ from zoo.decoding.cache import (
     StackedCache,
 )
 from zoo.nn.attention import attention
+from zoo.nn.layers import Readout
 from zoo.nn.parameters import gather
-from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
 from zoo.transformer.blocks import Rotary
 from zoo.transformer.config import Config, LayerKind

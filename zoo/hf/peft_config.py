@@ -23,7 +23,7 @@ from zoo.publishing.folder import read_json
 from zoo.publishing.formats import Base
 from zoo.publishing.slices import open_file
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 from zoo.wrappers import lora
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

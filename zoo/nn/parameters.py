@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Key
 
-from zoo.nn.balancing import is_load_bias
-from zoo.nn.derivatives import custom_vjp
-from zoo.nn.products import Operand, cast_array, is_derived, is_operand
+from zoo.nn.products import Operand, custom_vjp, is_derived, is_operand
+from zoo.nn.stateful import cast
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import annotation, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, Named
@@ -61,37 +60,6 @@ def takes_operands(tree: Any, path: tuple) -> bool:
 def _is_for_operands(hint: Any) -> bool:
     is_class = isinstance(hint, type) and issubclass(hint, Operand)
     return is_class or any(map(_is_for_operands, typing.get_args(hint)))
-
-
-def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
-
-    Nodes of which `is_kept` holds are left too.
-    """
-
-    def visit(x: Any) -> Any:
-        return x if is_kept(x) else cast_array(x, dtype)
-
-    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_kept(x))
-
-
-def is_kept(x: Any) -> bool:
-    """Whether a node of a model has dtypes of its own, whatever those of the parameters are.
-
-    So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
-    """
-    return is_load_bias(x) or isinstance(x, eqx.nn.State)
-
-
-def kept_dtypes(model: Any) -> dict[str, Any]:
-    """The dtype of each array of the nodes that are kept, by dotted path; None: as it is stored."""
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kept)
-    return {
-        keystr((*path, *inner)): jnp.dtype(jnp.float32) if is_load_bias(node) else None
-        for path, node in nodes
-        if is_kept(node)
-        for inner, _ in jax.tree_util.tree_leaves_with_path(node)
-    }
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)

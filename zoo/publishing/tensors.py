@@ -20,9 +20,9 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
-from zoo.nn.parameters import kept_dtypes
 from zoo.nn.precision import DTYPES
 from zoo.nn.products import Kind, Quantized, is_quantized
+from zoo.nn.stateful import kept_dtypes
 from zoo.publishing.errors import PublishError
 from zoo.publishing.slices import CODES, blocks, open_file, slice_reader
 from zoo.sharding.axes import is_parameter, keystr, named_alone

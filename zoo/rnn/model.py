@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common.configuration import require
-from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
+from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, normal
 from zoo.nn.parameters import CastsInputs, gather
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
 from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config
-from zoo.rnn.recurrence import Options, Weights, recur
-from zoo.rnn.time import Chunks, Marks, make_marks, over_time
+from zoo.rnn.recurrence import Chunks, Marks, Options, Weights, make_marks, over_time, recur
 from zoo.sharding import ShardingError, constrain, split_by
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]

@@ -1,12 +1,15 @@
-"""From logical axes to PartitionSpecs, by the rules."""
+"""From logical axes to PartitionSpecs, by the rules, and activations constrained to them."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array
 
 from zoo.sharding.foreign import Named
-from zoo.sharding.mesh import Layout, layout_of
+from zoo.sharding.mesh import Layout, layout_of, use
 from zoo.sharding.rules import (
     EXPERT_AXES,
     LOGICAL_AXES,
@@ -16,6 +19,7 @@ from zoo.sharding.rules import (
     rules_in_use,
     strict_in_use,
     unknown_axis,
+    without_axes,
 )
 
 # Of a dimension: a logical axis, several that were merged into one, or none.
@@ -169,3 +173,60 @@ def check_divides(
 def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Mesh | AbstractMesh) -> int:
     """Into how many parts a spec, or some entries of one, cuts an array."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(spec))
+
+
+def is_sharding() -> bool:
+    """Whether a mesh of several devices is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.size == 1)
+
+
+def num_parts(*names: str | None) -> int:
+    """Into how many parts the mesh that is set cuts an activation of these logical axes."""
+    if not is_sharding():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return num_shards(partition_spec(names, mesh), mesh)
+
+
+def split_by(name: str) -> str:
+    """The mesh axes that split a logical axis, such as "context=2"; "" if none does."""
+    if (parts := num_parts(name)) == 1:
+        return ""
+    axes = mesh_axes(partition_spec([name], jax.sharding.get_abstract_mesh()))
+    return f"{'*'.join(axes)}={parts}"
+
+
+def constrain(x: Array, *names: Name) -> Array:
+    """Shard an activation by logical axis names, one per dimension; without a mesh, the identity.
+
+    A dimension that merges several has a tuple of their names.
+
+    Raises:
+        ShardingError: a number of names that is not the rank, an unknown name, or a size that
+            the mesh axis does not divide.
+    """
+    if not is_sharding():
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(names) != x.ndim:
+        raise ShardingError(f"an activation of shape {x.shape} is named {names}")
+    spec = partition_spec(names, mesh)
+    check_divides(f"the activation {names}", x.shape, spec, mesh)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+@contextlib.contextmanager
+def mapped(*names: str) -> Iterator[tuple[str, ...] | None]:
+    """Within, `jax.vmap` over a logical axis, or some merged, has their mesh axes to itself.
+
+    Yields them for `spmd_axis_name`; None where nothing shards it.
+    """
+    if not is_sharding():
+        yield None
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    [entry] = partition_spec([names], mesh)
+    taken = mesh_axes([entry])
+    with use(Layout(rules=without_axes(taken))):
+        yield taken or None

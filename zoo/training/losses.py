@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 

@@ -13,16 +13,42 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.nn.attention import attention
-from zoo.nn.balancing import Balance
-from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
+from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
 from zoo.nn.products import Operand, matmul
+from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.config import AttentionConfig, Config
+from zoo.transformer.config import AttentionConfig, Config, RopeScaling
 from zoo.transformer.moe import MoE
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
+
+
+def rotary_tables(
+    positions: Int[Array, "batch seq"],
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequency = scaling.stretch(frequency)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def rotate(
+    x_BTNH: Float[Array, "batch seq heads head_dim"],
+    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    x32 = x_BTNH.astype(jnp.float32)
+    # A roll, not a split and a concatenation: one pass over x.
+    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)
 
 
 def residual_norm(config: Config) -> Norm:

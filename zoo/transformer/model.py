@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common.configuration import require
-from zoo.nn.balancing import Balance
-from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
+from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout
 from zoo.nn.parameters import CastsAtUse, gather
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
+from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.blocks import Block, Rotary, residual_norm
+from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables
 from zoo.transformer.config import Config, LayerKind
 
 

@@ -14,26 +14,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.context_parallel import (
-    WHOLE,
-    Places,
-    Segments,
-    is_split,
-    on_each_device,
-    pad_pieces,
-    without_padding,
-)
+from zoo.nn.attention.context_parallel import is_split, on_each_device
 from zoo.nn.attention.masks import (
     MASKED,
+    WHOLE,
     AxisOrder,
     Mask,
+    Places,
+    Segments,
     axis_order,
     logit_gradients,
     masked_logits,
+    pad_pieces,
     product,
+    without_padding,
 )
 from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import custom_vjp
 
 
 def chunked(

@@ -13,15 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.context_parallel import (
-    NO_SEGMENT,
-    Places,
-    Segments,
-    on_each_device,
-    pad_pieces,
-    without_padding,
-)
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.context_parallel import on_each_device
+from zoo.nn.attention.masks import NO_SEGMENT, Mask, Places, Segments, pad_pieces, without_padding
 from zoo.nn.attention.ulysses import Transfer
 from zoo.nn.products import device_kind
 from zoo.nn.remat import KEPT

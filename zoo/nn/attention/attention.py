@@ -15,8 +15,7 @@ from zoo.nn.attention.chunked import chunked
 from zoo.nn.attention.masks import MASKED, Mask, einsum32
 from zoo.nn.attention.splash import splash
 from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.derivatives import in_forward_mode
-from zoo.nn.products import low_on_cpu, platform
+from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
