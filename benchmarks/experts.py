@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks.harness import Table, in_process, main
 from zoo import sharding
 from zoo.nn import grouped_products
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import unshard
 from zoo.nn.stateful import cast
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
@@ -170,7 +170,7 @@ def step(static: Any) -> Any:
 
     def run(leaves: Any, x: Any, g: Any) -> Any:
         def forward(leaves: Any, x: Any) -> Any:
-            return gather(eqx.combine(leaves, static))(x, jnp.ones((1, SEQ), bool))[0]
+            return unshard(eqx.combine(leaves, static))(x, jnp.ones((1, SEQ), bool))[0]
 
         out, backward = jax.vjp(forward, leaves, x)
         return out, backward(g)

@@ -93,7 +93,7 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "Sampling": "zoo.decoding.drawing",
     "generate": "zoo.decoding.sampling",
     "stream": "zoo.decoding.sampling",
-    "forward_mode": "zoo.nn.derivatives",
+    "forward_mode": "zoo.nn.products",
     "load_adapters": "zoo.publishing.adapters",
     "save_adapters": "zoo.publishing.adapters",
     "register": "zoo.publishing.families",

@@ -25,7 +25,7 @@ from helpers import (
 
 import zoo
 from zoo import lora, losses, optimizers, sharding
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import unshard
 from zoo.nn.precision import in_precision
 from zoo.nn.stateful import cast
 from zoo.publishing import models
@@ -33,7 +33,7 @@ from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.rules import is_matrix
 from zoo.tasks.finetuning.base import merge
 from zoo.training import state as state_module
-from zoo.transformer import ExpertsConfig, moe, routing
+from zoo.transformer import ExpertsConfig, moe
 from zoo.transformer import dispatch as exchanges
 
 EXPERTS, CHOICES = 8, 3
@@ -153,7 +153,7 @@ def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
     def run(made: moe.MoE, x_BTE: Any) -> Any:
         def forward(made: moe.MoE, x_BTE: Any) -> Any:
             x_BTE = sharding.constrain(x_BTE, "batch", "inner_seq", "embed")
-            return gather(made)(x_BTE, counted)
+            return unshard(made)(x_BTE, counted)
 
         out, backward = eqx.filter_vjp(forward, made, x_BTE)
         return out, backward((g_BTE, jax.tree.map(jnp.ones_like, out[1])))
@@ -351,7 +351,7 @@ def with_prompts(batch: Batch) -> Batch:
 @pytest.mark.slow
 def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
     model, routes = drawn_transformer(**OPTIONS), []
-    batch, real = with_prompts(token_batch(8, 16)), routing.route
+    batch, real = with_prompts(token_batch(8, 16)), moe.route
     monkeypatch.setattr(routing, "route", lambda *given: routes.append(real(*given)) or routes[-1])
     with jax.disable_jit():
         loss = losses.balanced_next_token(0.5, 0.25)
@@ -453,7 +453,7 @@ def test_sigmoid_routers_match_independent_numpy_formula():
         for each in (layer(router="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
     )
     logits = np.random.default_rng(0).normal(size=(2, 7, EXPERTS)).astype(np.float32)
-    got = routing.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
+    got = moe.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
     scores = 1 / (1 + np.exp(-logits))
     chosen = np.argsort(-(scores + bias), -1)[..., :CHOICES]
     assert (chosen != np.argsort(-scores, -1)[..., :CHOICES]).any()
@@ -517,7 +517,7 @@ def test_a_bias_chooses_the_experts_that_transformers_does():
     logits = jnp.asarray(GOLDEN["x"]) @ routed.router
     wanted = np.sort(GOLDEN["chosen"].reshape(2, 7, CHOICES))
     found, unbiased = (
-        np.sort(routing.route(logits, bias, CHOICES, "sigmoid").chosen)
+        np.sort(moe.route(logits, bias, CHOICES, "sigmoid").chosen)
         for bias in (routed.bias.value, None)
     )
     np.testing.assert_array_equal(found, wanted)
@@ -565,7 +565,7 @@ def test_a_step_moves_biases_against_the_load():
         counts.append(np.asarray(taken.sum((0, 1))))
         return found
 
-    routing_route = routing.route
+    routing_route = moe.route
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
         patch.setattr(routing, "route", counted)
         model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})

@@ -19,9 +19,9 @@ from zoo.decoding.cache import (
     PendingCache,
     StackedCache,
 )
-from zoo.nn.attention import attention
+from zoo.nn.attention.attention import attention
 from zoo.nn.layers import Readout
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import unshard
 from zoo.nn.remat import scan_layers
 from zoo.transformer.blocks import Rotary
 from zoo.transformer.config import Config, LayerKind
@@ -154,7 +154,7 @@ class AttentionDecoder(eqx.Module):
                 layers.append(before.write(k, v, clock))  # noqa: B023
                 return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
 
-            x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
+            x_B1E, _ = unshard(block)(x_B1E, None, rotaries[kind], None, None, attend)
         logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
         return logits, Cache(tuple(layers), clock.tick())
 
@@ -237,7 +237,7 @@ class AttentionDecoder(eqx.Module):
                 pending.append(new)
                 return before.attend_ahead(q, new, clock, window=window, **options)  # noqa: B023
 
-            x_BTE, _ = gather(block)(x_BTE, None, rotaries[kind], None, None, attend)
+            x_BTE, _ = unshard(block)(x_BTE, None, rotaries[kind], None, None, attend)
         logits = self.model.readout()(self.model.finish(x_BTE))
         return logits, PendingCache(cache, tuple(pending))
 

@@ -1,6 +1,7 @@
 """Products of rows with the matrix of their group: experts of a mixture, each with its tokens.
 
-Legend of suffixes: R rows, in order of their groups, X groups, I and O inputs and outputs.
+A TPU's tiles have the sizes that take it the least time. Legend of suffixes: R rows, in order of
+their groups, X groups, I and O inputs and outputs.
 """
 
 import contextlib
@@ -19,6 +20,37 @@ from zoo.nn.products import custom_vjp, device_kind, in_forward_mode, platform
 
 # The name around a call of the kernel, by which a plan knows it.
 SCOPE = "grouped_product"
+
+_ROWS = (128, 256, 512)  # of a tile: multiples of a TPU's matrix unit
+_LANES = 128  # the other sizes are whole, or multiples of this
+_MOST_PARTS = 32  # of inputs, or of outputs
+
+Tile = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Products:
+    """Rows in groups, the inputs and outputs of a group's matrix, the bytes of a number, the chip.
+
+    `kind` is JAX's name of it.
+    """
+
+    rows: int
+    groups: int
+    inner: int
+    outer: int
+    itemsize: int
+    kind: str = ""
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Of the chip and its memory, at their peaks: 166 of v5p, 241 of v5e, 560 of v6e."""
+        return 560.0 if self.kind.startswith("TPU v6") else 241.0
+
+    @property
+    def memory(self) -> int:
+        """Bytes for tiles: three quarters of what a kernel has by default."""
+        return (24 if self.kind.startswith("TPU v6") else 12) * 2**20
 
 
 def grouped_product(
@@ -48,7 +80,7 @@ def megablox(
 ) -> Float[Array, "rows out"]:
     """`grouped_product` by the kernel; `interpret` runs it without a TPU."""
     num_rows = x_RI.shape[0]
-    x_RI = jnp.pad(x_RI, ((0, tiles.padded(num_rows) - num_rows), (0, 0)))
+    x_RI = jnp.pad(x_RI, ((0, padded(num_rows) - num_rows), (0, 0)))
     return _product(x_RI, w_XIO, sizes_X, interpret)[:num_rows]
 
 
@@ -92,7 +124,7 @@ def _gmm(
     @sequential_vmap
     def product(x_RI: Array, w_XIO: Array, sizes_X: Array) -> Array:
         outer = w_XIO.shape[1 if transposed else 2]
-        tiling = tiles.of_products(_products(x_RI, w_XIO.shape[0], outer))
+        tiling = tile_of_products(_products(x_RI, w_XIO.shape[0], outer))
         options = {"transpose_rhs": transposed, "interpret": interpret}
         with _kernel():
             return gmm(x_RI, w_XIO, sizes_X, x_RI.dtype, tiling, **options)
@@ -108,48 +140,16 @@ def _tgmm(
 
     @sequential_vmap
     def product(x_RI: Array, g_RO: Array, sizes_X: Array) -> Array:
-        tiling = tiles.of_sums(_products(x_RI, len(sizes_X), g_RO.shape[1]))
+        tiling = tile_of_sums(_products(x_RI, len(sizes_X), g_RO.shape[1]))
         with _kernel():
             return tgmm(x_RI.T, g_RO, sizes_X, x_RI.dtype, tiling, interpret=interpret)
 
     return product(x_RI, g_RO, sizes_X)
 
 
-def _products(x_RI: Array, groups: int, outer: int) -> tiles.Products:
+def _products(x_RI: Array, groups: int, outer: int) -> Products:
     size = x_RI.dtype.itemsize
-    return tiles.Products(len(x_RI), groups, x_RI.shape[1], outer, size, device_kind())
-
-
-_ROWS = (128, 256, 512)  # of a tile: multiples of a TPU's matrix unit
-_LANES = 128  # the other sizes are whole, or multiples of this
-_MOST_PARTS = 32  # of inputs, or of outputs
-
-Tile = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Products:
-    """Rows in groups, the inputs and outputs of a group's matrix, the bytes of a number, the chip.
-
-    `kind` is JAX's name of it.
-    """
-
-    rows: int
-    groups: int
-    inner: int
-    outer: int
-    itemsize: int
-    kind: str = ""
-
-    @property
-    def flops_per_byte(self) -> float:
-        """Of the chip and its memory, at their peaks: 166 of v5p, 241 of v5e, 560 of v6e."""
-        return 560.0 if self.kind.startswith("TPU v6") else 241.0
-
-    @property
-    def memory(self) -> int:
-        """Bytes for tiles: three quarters of what a kernel has by default."""
-        return (24 if self.kind.startswith("TPU v6") else 12) * 2**20
+    return Products(len(x_RI), groups, x_RI.shape[1], outer, size, device_kind())
 
 
 def padded(rows: int) -> int:
@@ -159,13 +159,13 @@ def padded(rows: int) -> int:
 
 
 @functools.cache
-def of_products(products: Products) -> Tile:
+def tile_of_products(products: Products) -> Tile:
     """Rows, inputs and outputs of a tile of each row's product with the matrix of its group."""
     return min(_tiles(products), key=lambda tile: _time_of_products(products, tile))
 
 
 @functools.cache
-def of_sums(products: Products) -> Tile:
+def tile_of_sums(products: Products) -> Tile:
     """The same, of each group's sum of the outer products of its inputs and outputs."""
     return min(_tiles(products), key=lambda tile: _time_of_sums(products, tile))
 

@@ -1,4 +1,4 @@
-"""The layers that families share: linear maps, embeddings, norms, activations, dropout, output heads.
+"""The layers that families share: linear maps, tables, output heads, norms, activations, dropout.
 
 Each works on the last axis of an input of any leading shape, in the input's dtype; norms and
 activations compute in fp32 inside. Legend of suffixes: B batch, T time, E embed.
@@ -129,7 +129,7 @@ class _Parts(NamedTuple):
 def _parts(axes: tuple[str | None, str | None]) -> _Parts:
     mesh = jax.sharding.get_abstract_mesh()
     stored = partition_spec(axes, mesh)
-    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `gather` takes first
+    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `unshard` takes first
     taken = frozenset(mesh_axes(table))
     tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
     batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))

@@ -7,7 +7,7 @@ may be an `Operand`, which products take as it is (`zoo.nn.products`).
 import contextlib
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -63,16 +63,25 @@ def _is_for_operands(hint: Any) -> bool:
 
 
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
+# A context of JAX's own, so that what was traced in one precision is not taken for another.
+_operands = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def computing_in(dtype: DTypeLike) -> Iterator[None]:
-    """Within, `cast_for_use` casts to `dtype`."""
+def computing_in(dtype: DTypeLike, operands: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    """Within, `cast_for_use` casts to `dtype`, and `with_operands` applies `operands`."""
     token = _compute_dtype.set(dtype)
     try:
-        yield
+        with _operands(operands):
+            yield
     finally:
         _compute_dtype.reset(token)
+
+
+def with_operands(layer: Tree) -> Tree:
+    """A layer of a model's blocks with the operands of the precision around, if any."""
+    operands = _operands.value
+    return layer if operands is None else operands(layer)
 
 
 _dropout_key: ContextVar[Any] = ContextVar("zoo_dropout_key", default=None)
@@ -121,7 +130,7 @@ def casts_inputs(model: Any) -> bool:
 
 
 class CastsAtUse(CastsInputs):
-    """A model that casts its parameters where it uses them, a layer at a time, by `gather`.
+    """A model that casts its parameters where it uses them, a layer at a time, by `unshard`.
 
     A step then hands it its parameters as they are, and no copy of the whole model in the compute
     dtype is ever made. A model around another one may say by `casts_at_use` that the other does.
@@ -138,14 +147,14 @@ def casts_at_use(model: Any) -> bool:
     return isinstance(model, CastsAtUse) and model.casts_at_use
 
 
-def gather(tree: Tree) -> Tree:
+def unshard(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
     Those are `sharding.STORAGE_AXES` and all that split the batch, whose devices need the
     parameters for rows of their own. Call it where they are used: inside the scan over layers, on
     the layer in use, so that one layer at a time is whole, and the network carries the compute
     dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
-    dtype. Parameters without names in an annotation are left to `gather_foreign`.
+    dtype. Parameters without names in an annotation are left to `unshard_foreign`.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
@@ -161,7 +170,7 @@ def gather(tree: Tree) -> Tree:
     return map_named(gather_leaf, tree)
 
 
-def gather_foreign(model: Tree) -> Tree:
+def unshard_foreign(model: Tree) -> Tree:
     """Cast and gather likewise the parameters of a whole model that have no annotation of names.
 
     Their modules do not gather them where they use them, and know no operands. It takes the whole

@@ -3,6 +3,9 @@
 An `Operand` says how it is multiplied: one with an adapter by way of other products, and one of
 codes by a product and a gradient of its own, for which `multiply` has the rule. Experts are the
 exception, `zoo.nn.grouped_products`.
+
+Products, and other functions by `custom_vjp`, have a gradient that is written out, for reverse mode
+alone. Within `forward_mode` each is differentiated by its own operations, for `jax.jvp`.
 """
 
 import abc
@@ -108,7 +111,7 @@ def _map(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
 class Derived(eqx.Module):
     """A node in the place of a parameter, which is computed from other arrays at its use.
 
-    The model's code does not change: `gather` and the cast put `value()` in the node's place.
+    The model's code does not change: `unshard` and the cast put `value()` in the node's place.
     """
 
     @abc.abstractmethod
@@ -120,7 +123,7 @@ class Operand(Derived):
     """A matrix that a product takes as it is, without making the whole of it.
 
     It stays in the place of a parameter whose annotation says so, as `weight: Float[Array, "embed
-    mlp"] | Operand`; elsewhere `gather` and the cast put its value. Its leading axes may stack it.
+    mlp"] | Operand`; elsewhere `unshard` and the cast put its value. Its leading axes may stack it.
     """
 
     @property

@@ -1,6 +1,7 @@
-"""An `eqx.nn.State` in a model, such as the statistics of a batch norm: not trained, but threaded.
+"""What a step moves in a model without an optimizer: States, and biases that even out experts.
 
-A State is spent by its `set`, and so those handed on here are copies.
+They keep their dtypes where a model is cast. An `eqx.nn.State`, such as the statistics of a batch
+norm, is spent by its `set`, and so those handed on here are copies.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ Tree = TypeVar("Tree")
 class LoadBias(eqx.Module):
     """A router's bias for each expert: added to its scores as it chooses, not to their weights.
 
+    It evens out their load (Wang et al. 2024, DeepSeek-V3).
     No optimizer moves it. Each step takes `rate` off those of experts with more than the mean load,
     and adds it to the others'. It stays in fp32, as small steps ask for.
     """

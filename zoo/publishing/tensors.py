@@ -174,7 +174,7 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
     """The dtype to store each array in, by its dotted path.
 
     It is the array's own; but for floating point the one `like` has for its path, or else `default`
-    if that is given. What is kept in a dtype by `zoo.nn.parameters.is_kept` is so stored.
+    if that is given. What is kept in a dtype by `zoo.nn.stateful.is_kept` is so stored.
     """
     found, kept = {}, kept_dtypes(model)
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):

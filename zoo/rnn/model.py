@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, normal
-from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.parameters import CastsInputs, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.rnn import cells, cudnn
@@ -194,7 +194,7 @@ class RNN(CastsInputs):
         )
         self._check_split()
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
-        model = gather(self)
+        model = unshard(self)
         chunks = config.chunks(inputs.shape[1])
         if config.bidirectional:
             # A direction needs all of the output of the layer below: each has chunks of its own.
@@ -302,8 +302,8 @@ class RNN(CastsInputs):
         """The output head: from `hidden` to outputs in fp32."""
         if self.head is None:
             assert self.embedding is not None
-            return Readout(transposed(gather(self.embedding).weight))
-        head = gather(self.head)
+            return Readout(transposed(unshard(self.embedding).weight))
+        head = unshard(self.head)
         return Readout(head.weight, head.bias, head.axes)
 
     def without_head(self) -> "RNN":

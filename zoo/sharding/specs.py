@@ -122,7 +122,7 @@ def _wanted(named: Named, mesh: Mesh | AbstractMesh) -> dict[str, list[int]]:
 
 
 def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The PartitionSpec of a parameter where it is used, which `gather` brings about."""
+    """The PartitionSpec of a parameter where it is used, which `unshard` brings about."""
     kept = EXPERT_AXES if "experts" in names else frozenset()
     kept &= frozenset(mesh_axes(partition_spec(["experts"], mesh))) if kept else kept
     return partition_spec(names, mesh, without=_gathered(mesh) - kept)

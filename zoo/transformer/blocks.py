@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.nn.attention import attention
+from zoo.nn.attention.attention import attention
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.stateful import Balance

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
-from zoo.nn import attention as attention_module
+from zoo.nn.attention.attention import Implementation
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind
 from zoo.nn.remat import Policy
 from zoo.transformer.dispatch import Dispatch
-from zoo.transformer.moe import Scores
 
 LayerKind = Literal["local", "global"]
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AttentionConfig:
     """Factor of the attention logits; head_dim^-0.5 if not given."""
     soft_cap: float | None = None
     """Bounds the attention logits by cap · tanh(logits / cap)."""
-    kernel: attention_module.Implementation = may_differ("auto")
+    kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
     or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
     exchange heads."""

@@ -65,7 +65,7 @@ def apply_experts(
     dispatch: Dispatch,
     buffer: float,
 ) -> Float[Array, "batch seq embed"]:
-    """The weighted sum of each token's experts, which lie on the devices as `gather` leaves them.
+    """The weighted sum of each token's experts, which lie on the devices as `unshard` leaves them.
 
     `experts(rows, *matrices, sizes)` multiplies rows in the order of a device's own experts, as
     many of each as `sizes` says. XLA does not split that by itself.

@@ -19,7 +19,7 @@ from zoo.nn.grouped_products import grouped_product
 from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.stateful import Balance, LoadBias
-from zoo.transformer.config import ExpertsConfig
+from zoo.transformer.config import ExpertsConfig, Scores
 from zoo.transformer.dispatch import Routed, apply_experts
 
 
@@ -65,20 +65,20 @@ class MoE(eqx.Module):
         logits_BTX = matmul(x_BTE, self.router, dtype=jnp.float32)
         bias_X = None if self.bias is None else self.bias.value
         config = self.config
-        route = routing.route(logits_BTX, bias_X, config.per_token, config.router)
-        weights_BTC = route.weights
+        chosen = route(logits_BTX, bias_X, config.per_token, config.router)
+        weights_BTC = chosen.weights
         if config.normalize:
             weights_BTC = weights_BTC / weights_BTC.sum(-1, keepdims=True)
         if config.scale != 1:
             weights_BTC = weights_BTC * config.scale
         y_BTE = apply_experts(
             partial(_gated_mlps, self.activation),
-            Routed(x_BTE, weights_BTC.astype(x_BTE.dtype), route.chosen),
+            Routed(x_BTE, weights_BTC.astype(x_BTE.dtype), chosen.chosen),
             (self.w_gate, self.w_up, self.w_down),
             dispatch=config.dispatch,
             buffer=config.buffer,
         )
-        return y_BTE, routing.balance(logits_BTX, bias_X, route, weights_BT)
+        return y_BTE, balance(logits_BTX, bias_X, chosen, weights_BT)
 
 
 def _gated_mlps(
