@@ -21,7 +21,7 @@ from zoo.nn.parameters import unshard
 from zoo.nn.stateful import cast
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
-from zoo.transformer.config import ExpertsConfig
+from zoo.transformer.config import Config, ExpertsConfig
 from zoo.transformer.dispatch import Dispatch
 from zoo.transformer.moe import MoE
 
@@ -128,15 +128,9 @@ def compiled(
     width, hidden, experts, choices = LAYERS[name]
 
     def make(key: Any) -> MoE:
-        made = MoE(
-            ExpertsConfig(num_experts=experts, per_token=choices, dispatch=dispatch),
-            width,
-            hidden,
-            activation=jax.nn.silu,
-            num_layers=1,
-            key=key,
-        )
-        return cast(made, jnp.bfloat16)
+        of_experts = ExpertsConfig(num_experts=experts, per_token=choices, dispatch=dispatch)
+        config = Config(1, d_model=width, num_layers=1, d_ff=hidden, experts=of_experts)
+        return cast(MoE(config, key=key), jnp.bfloat16)
 
     skeleton = eqx.filter_eval_shape(make, jax.random.key(0))
     mesh = sharding.make_mesh(spec, targets.parse(target).devices())

@@ -24,7 +24,7 @@ from helpers import (
 )
 
 import zoo
-from zoo import lora, losses, optimizers, sharding
+from zoo import lora, losses, optimizers, sharding, transformer
 from zoo.nn.parameters import unshard
 from zoo.nn.precision import in_precision
 from zoo.nn.stateful import cast
@@ -41,8 +41,9 @@ OPTIONS: dict[str, Any] = {"experts.num_experts": EXPERTS, "experts.per_token": 
 
 
 def layer(**changes: Any) -> moe.MoE:
-    config = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
-    return moe.MoE(config, 16, 12, activation=jax.nn.silu, num_layers=1, key=jax.random.key(1))
+    experts = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
+    config = transformer.Config(1, d_model=16, num_layers=1, d_ff=12, experts=experts)
+    return moe.MoE(config, key=jax.random.key(1))
 
 
 def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -684,10 +685,10 @@ def test_shared_experts_are_an_mlp_for_every_token():
     block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
     assert block.shared_mlp.w_up.shape == (32, 24)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
-    with_, _ = block._feed_forward(x, None, None)
-    without, _ = eqx.tree_at(lambda block: block.shared_mlp, block, None)._feed_forward(
-        x, None, None
-    )
+    block = eqx.tree_at(lambda block: block.attention.wo, block, replace_fn=jnp.zeros_like)
+    with_, _ = block(x, None, None, None, None)
+    alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
+    without, _ = alone(x, None, None, None, None)
     np.testing.assert_allclose(with_ - without, block.shared_mlp(block.mlp_norm(x)), atol=1e-4)
 
 

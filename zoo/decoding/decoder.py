@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.decoding.attention import AttentionDecoder
-from zoo.nn.layers import Readout
 from zoo.rnn.config import Config
 from zoo.rnn.model import RNN
 from zoo.transformer.model import Transformer
@@ -51,33 +50,10 @@ class Decoder(Protocol):
         """Read one more token per row: the logits behind it, and the cache."""
 
 
-@runtime_checkable
-class RecurrentModel(Protocol):
-    """The parts of a recurrent network that decoding calls in the place of its forward pass."""
-
-    @property
-    def config(self) -> Config:
-        """The configuration."""
-
-    def initial_state(self, batch_size: int) -> Any:
-        """The state before the first token of that many rows; its `take(rows)` chooses rows."""
-
-    def read(
-        self, inputs: Any, state: Any, *, mask: Bool[Array, "batch seq"] | None = None
-    ) -> tuple[Float[Array, "batch seq width"], Any]:
-        """The input of the output head at each token, and the state behind the last."""
-
-    def run(self, inputs: Any, state: Any = None) -> tuple[Float[Array, "batch seq vocab"], Any]:
-        """The logits at each token, and the state behind the last."""
-
-    def readout(self) -> Readout:
-        """The output head."""
-
-
 class RecurrentDecoder(eqx.Module):
     """A recurrent network as a `zoo.decoding.decoder.Decoder`."""
 
-    model: RecurrentModel
+    model: RNN
     bypassed: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "run")
 
     @property

@@ -116,16 +116,6 @@ def rules_in_use() -> Rules:
     return in_force.get().rules
 
 
-def axes_in_use() -> Axes:
-    """The names given from outside, of the innermost `use` that has any."""
-    return in_force.get().axes
-
-
-def strict_in_use() -> bool:
-    """Whether a `use` around refuses arrays that nothing names."""
-    return in_force.get().strict
-
-
 def without_axes(taken: Collection[str]) -> Rules:
     """The rules in use without some mesh axes."""
 

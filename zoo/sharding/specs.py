@@ -15,9 +15,9 @@ from zoo.sharding.rules import (
     LOGICAL_AXES,
     STORAGE_AXES,
     ShardingError,
+    in_force,
     mesh_axes,
     rules_in_use,
-    strict_in_use,
     unknown_axis,
     without_axes,
 )
@@ -88,7 +88,7 @@ def parameter_spec(
             largest = max(fits, key=lambda i: (shape[i], -i))
             entries[largest] += (axis,)
     spec = PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in entries))
-    if strict_in_use() and (whole := left_whole(named, shape, spec, mesh)):
+    if in_force.get().strict and (whole := left_whole(named, shape, spec, mesh)):
         raise ShardingError(
             f"{field} of shape {tuple(shape)}: {' and '.join(whole)} of the mesh, and strict=True "
             f"does not leave it whole; change the size or the mesh, or the names that it has by "

@@ -10,7 +10,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.attention.attention import attention
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
@@ -197,8 +197,13 @@ class Block(eqx.Module):
         self.attention = Attention(config, key=attention_key)
         self.attention_out_norm = residual_norm(config) if after else None
         self.mlp_norm = residual_norm(config) if before else None
-        self.mlp = _make_mlp(config, key=mlp_key)
-        self.shared_mlp = _make_shared(config, key=mlp_key)
+        experts = config.experts
+        part = MLP if experts.num_experts is None else MoE
+        self.mlp = part(config, key=mlp_key)
+        self.shared_mlp = None
+        if experts.num_shared > 0:  # as one MLP
+            wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
+            self.shared_mlp = MLP(wide, key=jax.random.fold_in(mlp_key, 1))
         self.mlp_out_norm = residual_norm(config) if after else None
         self.dropout = config.dropout
 
@@ -217,35 +222,15 @@ class Block(eqx.Module):
         `weights_BT` are those of positions in the balance; padding counts nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BTE = x_BTE + self._attend(x_BTE, segment_ids, rotary, window, attend, keys[0])
-        added_BTE, balance = self._feed_forward(x_BTE, segment_ids, keys[1], weights_BT)
-        return x_BTE + added_BTE, balance
-
-    def _attend(
-        self,
-        x_BTE: Float[Array, "batch seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
-        rotary: Rotary | None,
-        window: int | None,
-        attend: Attend,
-        key: Key[Array, ""] | None,
-    ) -> Float[Array, "batch seq embed"]:
-        """The residual update of attention."""
         normed_BTE = _enter(self.attention_norm, x_BTE)
         added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
-        return dropout(_leave(self.attention_out_norm, added_BTE), self.dropout, key)
-
-    def _feed_forward(
-        self,
-        x_BTE: Float[Array, "batch seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
-        key: Key[Array, ""] | None,
-        weights_BT: Float[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
-        """The residual update of the MLP or the experts, and the balance of these."""
+        added_BTE = _leave(self.attention_out_norm, added_BTE)
+        x_BTE = x_BTE + dropout(added_BTE, self.dropout, keys[0])
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
-            counted_BT = _is_token(segment_ids, x_BTE).astype(jnp.float32)
+            counted_BT = jnp.ones((1, x_BTE.shape[1]))
+            if segment_ids is not None:
+                counted_BT = (segment_ids > 0).astype(jnp.float32)
             if weights_BT is not None:
                 counted_BT = jnp.where(counted_BT > 0, weights_BT, 0.0)
             added_BTE, balance = self.mlp(normed_BTE, counted_BT)
@@ -253,7 +238,8 @@ class Block(eqx.Module):
                 added_BTE = added_BTE + self.shared_mlp(normed_BTE)
         else:
             added_BTE = self.mlp(normed_BTE)
-        return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance
+        added_BTE = _leave(self.mlp_out_norm, added_BTE)
+        return x_BTE + dropout(added_BTE, self.dropout, keys[1]), balance
 
 
 # Between these two a part has whole rows: with "seq" sharded, only the stream outside is split.
@@ -266,28 +252,3 @@ def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed
     """The residual update, from the output of a part; dropout is still to come."""
     added_BTE = constrain(added_BTE, "batch", "seq", "embed")
     return added_BTE if norm is None else norm(added_BTE)
-
-
-def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
-    if config.experts.num_experts is None:
-        return MLP(config, key=key)
-    return MoE(
-        config.experts,
-        config.d_model,
-        config.hidden_size,
-        activation=config.activation,
-        num_layers=config.num_layers,
-        key=key,
-    )
-
-
-def _make_shared(config: Config, *, key: Key[Array, ""]) -> MLP | None:
-    """The experts that every token goes to, as one MLP."""
-    if config.experts.num_experts is None or config.experts.num_shared == 0:
-        return None
-    width = config.experts.num_shared * config.hidden_size
-    return MLP(dataclasses.replace(config, d_ff=width), key=jax.random.fold_in(key, 1))
-
-
-def _is_token(segment_ids: Array | None, x_BTE: Array) -> Bool[Array, "#batch seq"]:
-    return jnp.ones((1, x_BTE.shape[1]), bool) if segment_ids is None else segment_ids > 0

@@ -19,7 +19,7 @@ from zoo.nn.grouped_products import grouped_product
 from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.stateful import Balance, LoadBias
-from zoo.transformer.config import ExpertsConfig, Scores
+from zoo.transformer.config import Config, ExpertsConfig, Scores
 from zoo.transformer.dispatch import Routed, apply_experts
 
 
@@ -34,26 +34,18 @@ class MoE(eqx.Module):
     activation: Callable[[Array], Array] = eqx.field(static=True)
     config: ExpertsConfig = eqx.field(static=True)
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        size: int,
-        hidden_size: int,
-        *,
-        activation: Callable[[Array], Array],
-        num_layers: int,
-        key: Key[Array, ""],
-    ):
-        num_experts, rate = config.num_experts, config.bias_rate
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        size, hidden_size = config.d_model, config.hidden_size
+        num_experts, rate = config.experts.num_experts, config.experts.bias_rate
         assert num_experts is not None
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = normal(router_key, (size, num_experts), size)
         self.w_gate = normal(gate_key, (num_experts, size, hidden_size), size)
         self.w_up = normal(up_key, (num_experts, size, hidden_size), size)
-        fan_in = hidden_size * 2 * num_layers
+        fan_in = hidden_size * 2 * config.num_layers
         self.w_down = normal(down_key, (num_experts, hidden_size, size), fan_in)
         self.bias = None if rate is None else LoadBias(jnp.zeros(num_experts), rate)
-        self.activation, self.config = activation, config
+        self.activation, self.config = config.activation, config.experts
 
     def __call__(
         self, x_BTE: Float[Array, "batch seq embed"], weights_BT: Float[Array, "#batch seq"]
