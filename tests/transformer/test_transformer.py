@@ -19,6 +19,7 @@ from helpers import (
 from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
+from zoo.transformer import blocks
 from zoo.transformer.config import RopeScaling
 
 KEY = jax.random.key(0)
