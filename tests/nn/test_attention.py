@@ -1,6 +1,7 @@
 """zoo.nn.attention against softmax attention as the textbook has it, forward and backward."""
 
 import contextlib
+import functools
 import itertools
 import sys
 import tracemalloc

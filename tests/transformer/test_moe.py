@@ -353,7 +353,7 @@ def with_prompts(batch: Batch) -> Batch:
 def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
     model, routes = drawn_transformer(**OPTIONS), []
     batch, real = with_prompts(token_batch(8, 16)), moe.route
-    monkeypatch.setattr(routing, "route", lambda *given: routes.append(real(*given)) or routes[-1])
+    monkeypatch.setattr(moe, "route", lambda *given: routes.append(real(*given)) or routes[-1])
     with jax.disable_jit():
         loss = losses.balanced_next_token(0.5, 0.25)
         total, weight, metrics = loss(model, jax.tree.map(jnp.asarray, batch), None)
@@ -568,7 +568,7 @@ def test_a_step_moves_biases_against_the_load():
 
     routing_route = moe.route
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(routing, "route", counted)
+        patch.setattr(moe, "route", counted)
         model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})
     load = np.stack(counts)
     np.testing.assert_array_equal(first, -0.5 * np.sign(load - load.mean(-1, keepdims=True)))
