@@ -174,15 +174,11 @@ def _tiles(products: Products) -> list[Tile]:
     """All that divide the rows; inputs and outputs in up to so many parts."""
     rows = [size for size in _ROWS if products.rows % size == 0]
     inner, outer = (
-        {size if parts == 1 else _up(math.ceil(size / parts), _LANES): None
+        {size if parts == 1 else math.ceil(size / parts / _LANES) * _LANES: None
          for parts in range(1, _MOST_PARTS + 1)}
         for size in (products.inner, products.outer)
     )  # fmt: skip
     return list(itertools.product(rows, inner, outer))
-
-
-def _up(size: int, multiple: int) -> int:
-    return size + -size % multiple
 
 
 def _time_of_products(products: Products, tile: Tile) -> tuple[float, float]:

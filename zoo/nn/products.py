@@ -313,20 +313,15 @@ def _backward(
         dx = w.input_gradient(g.reshape(b * m, n), contract, of_x).reshape(b, m, -1)
     elif w is not None:
         dx = product(low.reshape(b * m, n), w, ((1,), (1,)), of_x).reshape(b, m, -1)
-    return dx, None if x is None else weight_gradient(x, low, of_w), None
+    if x is None:
+        return dx, None, None
+    if x.dtype == jnp.float32:
+        return dx, product(x.reshape(b * m, -1), low.reshape(b * m, n), ((0,), (0,)), of_w), None
+    # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
+    return dx, product(x, low, ((0, 1), (0, 1)), of_w), None
 
 
 _multiply.defvjp(_forward, _backward, by_need=True)
-
-
-def weight_gradient(
-    x: Float[Array, "b m k"], g: Float[Array, "b m n"], dtype: DTypeLike
-) -> Float[Array, "k n"]:
-    """The gradient of a product's weight, from its input and the gradient of its result."""
-    if x.dtype == jnp.float32:
-        return product(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), ((0,), (0,)), dtype)
-    # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return product(x, g, ((0, 1), (0, 1)), dtype)
 
 
 def platform() -> str:

@@ -112,11 +112,8 @@ def with_states(model: Tree, new: list[eqx.nn.State]) -> Tree:
 
 def _copied(state: eqx.nn.State) -> eqx.nn.State:
     """The same arrays, none weakly typed: a restored one is not, and Equinox tells them apart."""
-    return jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, state)
-
-
-def _is_weak(x: Any) -> bool:
-    return eqx.is_array(x) and getattr(x, "weak_type", False)
+    is_weak = lambda x: eqx.is_array(x) and getattr(x, "weak_type", False)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, state)
 
 
 class _BatchNorm(eqx.nn.BatchNorm):

@@ -10,7 +10,7 @@ Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,8 @@ def on_each_device(
     def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
         if kv_heads != heads:
             group = total_heads // total_kv_heads
-            first = _index(heads, mesh) * q.shape[2]
+            axes = mesh_axes([heads])
+            first = jax.lax.axis_index(axes) * q.shape[2] if axes else 0
             k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
         exchange = Exchange(part.axes, part.number, q.shape[2], k.shape[2])
         if not part.exchanges(exchange, transfer):
@@ -68,12 +69,6 @@ def on_each_device(
         out_specs=of_queries,
         check_vma=False,
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids)
-
-
-def _index(entry: Any, mesh: AbstractMesh) -> Array | int:
-    """The number of this device's part, along the mesh axes of an entry of a spec."""
-    axes = mesh_axes([entry])
-    return jax.lax.axis_index(axes) if axes else 0
 
 
 def _heads_of(x_BSKH: Array, first: Array | int, num_heads: int, group: int) -> Array:
