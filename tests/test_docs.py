@@ -26,7 +26,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
-from zoo.__main__ import COMMANDS
+from zoo.__main__ import commands as commands_of_zoo
 from zoo.runs import processes
 
 ROOT = Path(__file__).parent.parent
@@ -240,7 +240,7 @@ def check_module(module: str, arguments: list[str]) -> None:
             if module == "zoo":
                 parsers = {
                     name: functools.wraps(function)(lambda *_, **__: None)
-                    for name, function in COMMANDS.items()
+                    for name, function in commands_of_zoo().items()
                 }
                 tyro.extras.subcommand_cli_from_dict(parsers, args=arguments or ["list"])
             elif module.removeprefix("zoo.").startswith("recipes."):  # a wheel has them in zoo

@@ -15,8 +15,8 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
-ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf", "planning"]
-ROOMS += ["runs", "tasks", "evaluation"]
+ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf"]
+ROOMS += ["runs", "tasks", "planning", "evaluation"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
@@ -66,26 +66,26 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1110,
-    "sharding": 1480,
-    "nn": 3020,
+    "common": 1360,
+    "sharding": 1460,
+    "nn": 2850,
     "transformer": 1200,
-    "rnn": 980,
+    "rnn": 960,
     "mlp": 220,
     "bert": 250,
-    "wrappers": 660,
+    "wrappers": 640,
     "quantization": 690,
-    "data": 7660,
-    "training": 3150,
-    "decoding": 1670,
-    "publishing": 2090,
+    "data": 7640,
+    "training": 3140,
+    "decoding": 1570,
+    "publishing": 2010,
     "hf": 3300,
-    "planning": 3270,
-    "runs": 5260,
+    "runs": 5050,
     "tasks": 2300,
-    "evaluation": 1100,
-    "__main__": 165,
-    "__init__": 150,
+    "planning": 3340,
+    "evaluation": 1120,
+    "__main__": 140,
+    "__init__": 155,
 }
 
 
@@ -100,8 +100,8 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./](quantization|hf)\b")
-OUTSIDE = re.compile(r"(quantization|hf)/|__(init|main)__$")
+AROUND = re.compile(r"\bzoo[./](quantization|hf|planning|evaluation)\b")
+OUTSIDE = re.compile(r"(quantization|hf|planning|evaluation)/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:
@@ -145,17 +145,6 @@ def test_imports_run_downwards(name: str):
     assert not {room(other) for other in zoo_imports(MODULES[name])} & IGNORANT.get(
         room(name), set()
     )
-
-
-def test_the_core_imports_no_planning():
-    """But for what a run's `--plan` is to bring along itself."""
-    core = {
-        name: path for name, path in MODULES.items() if room(name) not in ("planning", "__main__")
-    }
-    found = {
-        name for name, path in core.items() if any(room(x) == "planning" for x in zoo_imports(path))
-    }
-    assert found <= {"runs/planned", "runs/run"}
 
 
 def test_imports_are_acyclic():

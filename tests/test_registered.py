@@ -498,3 +498,29 @@ def test_a_package_brings_a_format_and_a_family(tmp_path, monkeypatch):
         file.write(b"more")
     with pytest.raises(PublishError, match=r"weights\.npz"):
         zoo.load(theirs)
+
+
+COMMAND = """
+import tyro
+
+def greet(name: tyro.conf.Positional[str], times: int = 1) -> None:
+    \"\"\"Greet somebody by a package beside the zoo.\"\"\"
+    print(f"Good day, {name}. " * times)
+"""
+
+
+def test_a_package_brings_a_command(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["greet", "Ada"])
+    assert "greet" in capsys.readouterr().err
+    write_package(
+        tmp_path, "their_command", COMMAND, "[zoo.commands]\ngreet = their_command:greet\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    main.main(["greet", "Ada", "--times", "2"])
+    assert capsys.readouterr().out == "Good day, Ada. Good day, Ada. \n"
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    for text in ("by a package beside the zoo", "Compile a train step", "List the published"):
+        assert text in output

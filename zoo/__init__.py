@@ -6,14 +6,21 @@ Each name is imported at its first use: `from zoo import transformer` loads JAX 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zoo.common import interrupts, plugins
+from zoo.common import plugins, startup
 
-interrupts.leave_at_once()
+startup.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
+)
+plugins.register("zoo.planners", zoo="zoo.planning.planner")
+plugins.register(
+    "zoo.commands",
+    plan="zoo.planning.command:main",
+    eval="zoo.evaluation.command:main",
+    task="zoo.evaluation.standard_library:main",
 )
 
 if TYPE_CHECKING:
@@ -127,7 +134,7 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "Classifier": "zoo.wrappers.classifier",
 }
 
-importlib.import_module("zoo.common.tpus").quieten()  # before any module starts JAX
+startup.quieten_libtpu()  # before any module starts JAX
 
 
 def __getattr__(name: str) -> Any:

@@ -2,21 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from rich.table import Table
 
 from zoo import sharding
-from zoo.common import checksums
+from zoo.common import checksums, plugins
 from zoo.common.addresses import explained, is_remote
 from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
-from zoo.data.prepared import verifying
-from zoo.evaluation import command as evaluating
-from zoo.evaluation import standard_library
-from zoo.planning import command as planning
-from zoo.planning.report import console
 from zoo.publishing import adapters
 from zoo.publishing.downloads import model_at
 from zoo.publishing.errors import PublishError
@@ -25,7 +20,7 @@ from zoo.publishing.folder import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
-from zoo.runs.command_line import cli_errors, parse
+from zoo.runs.command_line import cli_errors, console, parse
 from zoo.wrappers import lora
 
 
@@ -82,8 +77,8 @@ def verify(models: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
 
 def verified(name: str) -> tuple[int, list[str]]:
     """(how many files a model or a prepared corpus has, a line per damaged one)."""
-    if not is_remote(name) and verifying.is_prepared(local_path(name, "models")):
-        return verifying.verify(local_path(name, "models"))
+    if not is_remote(name) and preparing.is_prepared(local_path(name, "models")):
+        return preparing.verify(local_path(name, "models"))
     folder = model_at(name) if is_remote(name) else find(name)
     if not is_remote(name) and checkpoint.is_checkpoint(folder):
         return len(checksums.listed(folder)), checkpoint.problems(folder)
@@ -94,32 +89,6 @@ def verified(name: str) -> tuple[int, list[str]]:
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def plan(config: Annotated[planning.Config, tyro.conf.arg(name="")]) -> None:
-    """Compile a train step for devices you need not have: will it fit, and what bounds it?
-
-    For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192
-    """
-    planning.main(config)
-
-
-def evaluate(config: Annotated[evaluating.Config, tyro.conf.arg(name="")]) -> None:
-    """Evaluate a model on tasks: choices by their likelihood, generated answers, whole texts.
-
-    For example: python -m zoo eval lm-python --task python-bodies --out results
-    """
-    evaluating.main(config)
-
-
-def task(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:
-    """Write a task that comes with the zoo, as eval and lm-eval itself read it.
-
-    Args:
-        name: Name of the task: python-bodies, python-signatures or python-files.
-        folder: Folder for its examples, <name>.jsonl, and for the task file, <name>.yaml.
-    """
-    print(f"the task is in {standard_library.write(name, folder)}")
 
 
 def report(run: tyro.conf.Positional[str] = "") -> None:
@@ -135,22 +104,26 @@ COMMANDS: dict[str, Any] = {
     "list": list_models,
     "describe": describe,
     "verify": verify,
-    "plan": plan,
-    "eval": evaluate,
-    "task": task,
     "prepare": preparing.main,
     "report": report,
 }
 
 
+def commands() -> dict[str, Any]:
+    """All commands by their names, of rooms around the core and of other packages too."""
+    found = {name: plugins.find("zoo.commands", name) for name in plugins.names("zoo.commands")}
+    return found | COMMANDS
+
+
 def main(arguments: list[str]) -> None:
     """Run the command that the arguments begin with; without any, list the models."""
     name, *rest = arguments or ["list"]
-    if name in COMMANDS:  # parsed alone: of several commands tyro's hints name others, or none
-        parse(COMMANDS[name], f"python -m zoo {name}", rest)
+    if command := COMMANDS.get(name) or plugins.find("zoo.commands", name):
+        # Parsed alone: of several commands tyro's hints name others, or none.
+        parse(command, f"python -m zoo {name}", rest)
         return
     tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
+        commands(),
         prog="python -m zoo",
         description="List, describe and verify models, plan a training, prepare a corpus, …",
         args=arguments,

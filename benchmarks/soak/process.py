@@ -19,7 +19,7 @@ _context.set_forkserver_preload(
         "recipes.distill",
         "recipes.finetune",
         "recipes.lm",
-        "zoo.runs.planned",
+        "zoo.planning.planner",
         "zoo.decoding.sampling",
         "grain",
         "matplotlib.backends.backend_agg",

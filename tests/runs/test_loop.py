@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -21,7 +22,8 @@ from zoo import losses, sharding
 from zoo.data.corpus import Corpus
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage
-from zoo.runs import planned, recorder
+from zoo.planning import planner
+from zoo.runs import recorder
 from zoo.runs.callbacks.hooks import Hooks
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
@@ -291,16 +293,31 @@ def test_epochs_without_steps_are_refused(tmp_path):
 
 
 def test_checkpoints_follow_cadence_and_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(planned, "make_job", lambda *_: pytest.fail("a run needs no plan"))
+    monkeypatch.setattr(planner, "make_job", lambda *_: pytest.fail("a run needs no plan"))
     run = config(tmp_path, steps=10, keep_checkpoints=2)
     fit(run)
     assert checkpoints(run) == [8, 10]
 
 
+def test_a_step_without_memory_is_explained_by_the_planner(tmp_path, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    explain = lambda run, training, message, programs: f"take --accumulate 2: {message}"
+    monkeypatch.setattr(zoo.Run, "planner", SimpleNamespace(explain=explain))
+    monkeypatch.setattr("zoo.training.compiled.CompiledStep.__call__", fail)
+    message = "RESOURCE_EXHAUSTED: allocating 2.00GiB"
+    with pytest.raises(zoo.types.RunError, match="--accumulate 2: RESOURCE_EXHAUSTED"):
+        fit(config(tmp_path))
+    message = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        fit(config(tmp_path))
+
+
 def test_fit_plans_its_training_without_running(tmp_path, capsys):
     wanted = training(flops_per_token=4e9, remat="none")
     with zoo.Run(config(tmp_path, plan="cpu:8", mesh="fsdp=2", accumulate=2)) as run:
-        job = planned.make_job(run, wanted)
+        job = planner.make_job(run, wanted)
         assert job.training is wanted
         with pytest.raises(SystemExit) as end:
             zoo.fit(run, wanted)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from zoo.common import checksums, files
+from zoo.common.store import Store
 from zoo.runs import checkpoint
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
@@ -23,7 +24,6 @@ from zoo.runs.remote import copier, folder, lease
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.store import Store
 from zoo.runs.run import Run
 
 ADDRESS = "memory://bucket/run"
@@ -348,8 +348,10 @@ class Mortal:
                         if self.left <= 0:
                             raise KilledError
                         self.left -= 1
-                        results += plain(store, *where, [each], *arguments[2:], **more) or []
-                    return results
+                        one = {each: names[each]} if isinstance(names, dict) else [each]
+                        found = plain(store, *where, one, *arguments[2:], **more)
+                        results += found.items() if isinstance(found, dict) else found or []
+                    return dict(results) if plain.__name__ == "get" else results
                 self.left -= 1
                 return plain(store, *arguments, **more)
 

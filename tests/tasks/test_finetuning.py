@@ -25,10 +25,10 @@ from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.nn.products import is_quantized
 from zoo.nn.stateful import cast
-from zoo.planning import report, targets
+from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
 from zoo.publishing.errors import PublishError
-from zoo.runs import loop, planned
+from zoo.runs import loop
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.tasks.generation import Chat
@@ -296,7 +296,7 @@ def test_remat_of_a_loaded_model_saves_memory(compiled, tmp_path):
     )
     assert memory_with_remat.temp_size_in_bytes < 0.6 * memory.temp_size_in_bytes
     # Out of memory, a run advises the flag that there is.
-    assert planned._remat_flag(Job(training=training, mesh="")) == "--remat"
+    assert Job(training=training, mesh="").remat_flag == "--remat"
 
 
 def test_published_models_have_the_configuration_of_their_base(shared, tmp_path):
@@ -669,15 +669,16 @@ def test_plans_of_hub_models_say_what_there_is(tune, tmp_path, capsys, fake_hub)
 def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_hub):
     serve(tmp_path / "served")
     too_large = SimpleNamespace(memory=SimpleNamespace(fits=False))
-    advised = []
-    monkeypatch.setattr(planned, "make_estimate", lambda job, target: too_large)
-    monkeypatch.setattr(planned.report, "show", lambda estimate: None)
-    monkeypatch.setattr(planned, "show_suggestion", lambda estimate, flag: advised.append(flag))
+    advised, jobs = [], []
+    monkeypatch.setattr(planner, "make_estimate", lambda job, _: jobs.append(job) or too_large)
+    monkeypatch.setattr(planner.report, "show", lambda estimate: None)
+    monkeypatch.setattr(planner, "show_suggestion", advised.append)
     with pytest.raises(SystemExit):
         tune("--model=someone/model", "--plan=cpu:1")
     assert (fake_hub / "config.json").exists()
     assert not list(fake_hub.glob("*.safetensors*"))
-    assert advised == ["--remat"]  # the flag that this recipe has
+    assert advised == [too_large]
+    assert jobs[0].remat_flag == "--remat"  # which this recipe has
 
 
 def lora_of(model):
@@ -694,7 +695,7 @@ def lora_of(model):
 )
 def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
     jobs, live = [], []
-    explained, call = planned.explained, CompiledStep.__call__
+    fit, call = loop.fit, CompiledStep.__call__
 
     def step(self, state, batch):
         outputs = call(self, state, batch)
@@ -705,11 +706,11 @@ def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
             live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return outputs
 
-    monkeypatch.setattr(
-        planned,
-        "explained",
-        lambda mesh, make, of: jobs.append(make()) or explained(mesh, make, of),
-    )
+    def fit_as_planned(run, training, callbacks, **options):
+        jobs.append(planner.make_job(run, training))
+        return fit(run, training, callbacks, **options)
+
+    monkeypatch.setattr(loop, "fit", fit_as_planned)
     monkeypatch.setattr(CompiledStep, "__call__", step)
     monkeypatch.setattr("zoo.tasks.finetuning.training.save", lambda *_, **__: sys.exit())
     gc.collect()

@@ -86,8 +86,10 @@ class Config:
         )
 
 
-def main(config: Config) -> None:
-    """Find the tasks, load the model, let lm-eval ask it, print, and write.
+def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
+    """Evaluate a model on tasks: choices by their likelihood, generated answers, whole texts.
+
+    For example: python -m zoo eval lm-python --task python-bodies --out results
 
     Raises:
         ImportError: lm-eval is not installed.

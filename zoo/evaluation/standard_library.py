@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tyro
+
 from zoo.common import files
 from zoo.data.documents import Document, functions, held_out_split, standard_library, unit_hash
 
@@ -27,6 +29,16 @@ def dataset(name: str, **_: Any) -> Any:
     import datasets
 
     return datasets.DatasetDict(test=datasets.Dataset.from_list(TASKS[name]()))
+
+
+def main(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:
+    """Write a task that comes with the zoo, as eval and lm-eval itself read it.
+
+    Args:
+        name: Name of the task: python-bodies, python-signatures or python-files.
+        folder: Folder for its examples, <name>.jsonl, and for the task file, <name>.yaml.
+    """
+    print(f"the task is in {write(name, folder)}")
 
 
 def write(name: str, folder: Path) -> Path:

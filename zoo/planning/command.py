@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -93,8 +93,11 @@ class Config:
         )
 
 
-def main(config: Config) -> None:
-    """Compile, print, and look for what fits."""
+def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
+    """Compile a train step for devices you need not have: will it fit, and what bounds it?
+
+    For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192
+    """
     save = None if config.save is None else local_path(config.save, "save")
     folder = locate(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
@@ -111,7 +114,7 @@ def main(config: Config) -> None:
     found = None
     if config.suggest and not estimate.memory.fits:
         others = lighter(config, folder, target)
-        found = show_suggestion(estimate, "--remat", others, quick=config.quick)
+        found = show_suggestion(estimate, others, quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(_markdown(config, estimate, found) + f"\n{reason}.\n" * bool(reason))
@@ -185,6 +188,8 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
         data=TokenRows(rows, config.seq_len),
         evaluate=lambda model, whole: {},  # nothing is trained
         flops_per_token=flops.per_token(trained, config.seq_len),
+        remat=config.remat,
+        remat_flag="--remat",
     )
     return Job(
         training=training,

@@ -43,6 +43,11 @@ class Job:
         return batch_shapes(data)[max(data.buckets)]
 
     @property
+    def remat_flag(self) -> str | None:
+        """The flag that chooses `remat`; None where there is no such flag."""
+        return None if self.training.remat is None else self.training.remat_flag
+
+    @property
     def tokens(self) -> int:
         """Tokens (or examples) in that batch."""
         data = self.training.data

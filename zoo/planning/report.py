@@ -1,19 +1,15 @@
 """An estimate as a table, and as a paragraph of markdown."""
 
-import os
-import sys
-
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from zoo.planning import collectives, compiler
 from zoo.planning.job import Estimate, Memory
 from zoo.planning.parameters import Parameters
 from zoo.planning.roofline import Roofline, roofline
+from zoo.runs.command_line import console
 
 Rows = list[tuple[str, str, str]]
-_WIDE = 240
 
 CONVENTION = (
     "Bytes of a collective are what a device sends around a ring: (n-1)/n of the whole for "
@@ -224,12 +220,6 @@ def _compiled(estimate: Estimate) -> str:
     if estimate.target.chip.kind == "tpu":
         by = f" by {compiler.version() or 'libtpu'} with jax {jax.__version__}"
     return f"{estimate.compile_seconds:.0f} s{by}"
-
-
-def console() -> Console:
-    """A terminal as wide as it is; a file or a pipe without lines that wrap."""
-    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if fits else _WIDE)
 
 
 def show(estimate: Estimate) -> None:

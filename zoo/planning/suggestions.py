@@ -44,10 +44,10 @@ def attempt(
     return estimate
 
 
-def changes(job: Job, target: Target, rows: int, *, remat_flag: str | None) -> Iterator[Job]:
+def changes(job: Job, target: Target, rows: int) -> Iterator[Job]:
     """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
     best, num_devices, num_slices = job, target.num_devices, target.num_slices
-    if remat_flag is not None and job.remat != "full":
+    if job.remat_flag is not None and job.remat != "full":
         best = dataclasses.replace(best, remat="full")
         yield best
 
@@ -78,9 +78,8 @@ def changes(job: Job, target: Target, rows: int, *, remat_flag: str | None) -> I
 
 def suggest(
     estimate: Estimate,
-    *,
-    remat_flag: str | None = None,
     others: Iterable[tuple[str, Job]] = (),
+    *,
     quick: bool = False,
     say: Callable[[str], None] = _say,
     make: Callable[..., Estimate] = make_estimate,
@@ -95,14 +94,14 @@ def suggest(
 
     def changed_jobs() -> Iterator[tuple[str, Job]]:
         count = 0
-        for changed in changes(job, target, rows, remat_flag=remat_flag):
+        for changed in changes(job, target, rows):
             if _state_alone(changed, estimate, target) > estimate.memory.limit:
                 continue
             if count == _MOST:
                 say(f"no more than {_MOST} changes are tried")
                 return
             count += 1
-            yield describe(job, changed, remat_flag), changed
+            yield describe(job, changed), changed
 
     for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
@@ -115,11 +114,11 @@ def suggest(
     return None
 
 
-def describe(job: Job, changed: Job, remat_flag: str | None) -> str:
+def describe(job: Job, changed: Job) -> str:
     """The flags that make the one job the other."""
     flags = []
     if changed.remat != job.remat:
-        flags.append(f"{remat_flag} {changed.remat}")
+        flags.append(f"{job.remat_flag} {changed.remat}")
     if changed.mesh != job.mesh:
         flags.append(f"--mesh {changed.mesh}")
     if changed.sequence_parallel != job.sequence_parallel:
@@ -143,14 +142,13 @@ def _storage_parts(mesh: str, num_devices: int) -> int:
 
 def show_suggestion(
     estimate: Estimate,
-    remat_flag: str | None,
     others: Iterable[tuple[str, Job]] = (),
     *,
     quick: bool = False,
 ) -> Attempt | None:
     """Look for a change that fits; print each attempt, and the estimate of the one that fits."""
     print("\nlooking for a change that fits; each is compiled", flush=True)
-    found = suggest(estimate, remat_flag=remat_flag, others=others, quick=quick)
+    found = suggest(estimate, others, quick=quick)
     if found is None:
         print("Nothing that was tried fits: take more devices, or larger ones.")
     else:

@@ -27,7 +27,6 @@ from jaxtyping import PyTree
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
 from zoo.runs import stored_arrays
-from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
 _NOTHING = -1  # process 0 sends it instead of a step
@@ -334,7 +333,7 @@ def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 def _arrays(tree: PyTree) -> dict[str, Any]:
     """Name -> array; a flat dict, so that no container's class matters to what is stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = [(keystr(path), leaf) for path, leaf in leaves if is_parameter(leaf)]
+    named = [(_name(path), leaf) for path, leaf in leaves if _is_array(leaf)]
     arrays = dict(named)
     if len(arrays) < len(named):
         raise CheckpointError("Two arrays of the state have the same dotted name")
@@ -343,12 +342,20 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
 
 def _replace_arrays(like: PyTree, restored: dict[str, jax.Array]) -> PyTree:
     def replace(path: tuple, leaf: Any) -> Any:
-        if not is_parameter(leaf):
+        if not _is_array(leaf):
             return leaf
-        array = restored[keystr(path)]
+        array = restored[_name(path)]
         return jax.random.wrap_key_data(array, impl=_key_impl(leaf)) if _is_key(leaf) else array
 
     return jax.tree_util.tree_map_with_path(replace, like)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _data(leaf: jax.Array) -> jax.Array:
@@ -375,8 +382,8 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
     """Orbax casts another dtype in silence and reports another tree in its own terms."""
-    lines = differences(saved, wanted, "in the checkpoint", "in this run")
-    if lines:
+    if saved != wanted:
+        lines = differences(saved, wanted, "in the checkpoint", "in this run")
         raise CheckpointError(
             f"{folder} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(lines)
         )

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
+from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zoo.common import configuration, interrupts
+from zoo.common import configuration, startup
 from zoo.publishing.errors import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
@@ -134,6 +135,12 @@ def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: 
         main(config)
 
 
+def console() -> Console:
+    """A terminal as wide as it is, or a file or a pipe whose lines do not wrap."""
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else 240)
+
+
 @contextlib.contextmanager
 def cli_errors(left: str = "stopped") -> Iterator[None]:
     """Within, an error that the user can mend is shown as its message alone, and ends the program.
@@ -141,7 +148,7 @@ def cli_errors(left: str = "stopped") -> Iterator[None]:
     ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
     of the output that has left, as `head` does, by silence.
     """
-    interrupts.as_usual()
+    startup.as_usual()
     try:
         try:
             yield

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from zoo.common import addresses
+from zoo.common.store import Store
 from zoo.data.text import Config as TextConfig
 from zoo.publishing.folder import version
 from zoo.runs.checkpoint import local_steps
@@ -21,7 +22,6 @@ from zoo.runs.processes import RunError
 from zoo.runs.remote import lease
 from zoo.runs.remote.copies import stored_steps
 from zoo.runs.remote.folder import CACHE
-from zoo.runs.remote.store import Store
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Variables by their beginnings; none of these holds a password or a token.
@@ -128,7 +128,7 @@ def _run(run_dir: str) -> Iterator[str]:
     found: dict[str, Any] | None = None
     where = addresses.location(run_dir, "run_dir")
     if addresses.is_remote(where):
-        store = Store(run_dir)
+        store = Store(run_dir, "run_dir")
         steps, (_, found) = sorted(stored_steps(store)[0]), lease.newest(store)
     else:
         steps = local_steps(where / "checkpoints")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
-from zoo.runs import evaluation, identity, monitor, planned
+from zoo.runs import evaluation, identity, monitor
 from zoo.runs.callbacks.average import Average
 from zoo.runs.callbacks.best import (
     BestCheckpoint,
@@ -35,7 +34,7 @@ from zoo.runs.callbacks.hooks import Hooks, with_flags
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import kept_records
-from zoo.runs.processes import Stopped
+from zoo.runs.processes import RunError, Stopped
 from zoo.runs.recorder import Recorder
 from zoo.runs.run import Run, versions
 from zoo.training.compiled import CompiledStep
@@ -93,9 +92,8 @@ def fit(
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     hooks = Hooks(run, training, with_flags(config, callbacks, save))
-    make_job = functools.partial(planned.make_job, run, training)
     if config.plan:
-        planned.show(make_job(), config.plan)
+        run.planner.show(run, training)
     check_memory(training.data)
     origin = identity.of_training(training)
     state, start = _restore_or_init(run, training, hooks, origin)
@@ -112,11 +110,16 @@ def fit(
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
         )
-        with planned.explained(run.mesh, make_job, lambda: step_fn.programs):
+        try:
             _compile(run, step_fn, state, training.data)
             _check_evaluations(hooks, state, is_due=training.pretrained is not None)
             state, result = _train(run, training, hooks, step_fn, state, origin)
-            return _trained(hooks, state, result)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = run.planner.explain(run, training, str(error), step_fn.programs)
+            raise RunError(reason) from error
+        return _trained(hooks, state, result)
 
 
 def _trained(hooks: Hooks, state: TrainState, metrics: dict[str, float]) -> Trained:

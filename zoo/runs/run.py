@@ -23,10 +23,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import addresses, checksums, files
+from zoo.common import addresses, checksums, files, plugins, startup
 from zoo.data.plans import Plan, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
-from zoo.planning import targets
 from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
 from zoo.runs.config import Config as Config  # users' programs take it from here, too
@@ -65,12 +64,12 @@ class Run(Generic[ConfigT]):
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         logging.getLogger("absl").addFilter(_has_no_traceback)
-        if processes.is_on_cpu():
-            processes.keep_freed_memory()
+        if startup.is_on_cpu():
+            startup.keep_freed_memory()
         if config.distributed:
             processes.join_processes()
         # For a plan JAX computes on this machine's CPU alone from here on.
-        native = targets.prepare(config.plan).precision if config.plan else native_precision()
+        native = self.planner.prepare(config.plan) if config.plan else native_precision()
         if config.precision == "auto":
             # Written down, so that a run resumes in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
@@ -147,6 +146,11 @@ class Run(Generic[ConfigT]):
         if self.config.precision == "auto":
             raise RunError("a run decides what precision='auto' is when it opens: `with Run(…)`")
         return self.config.precision
+
+    @property
+    def planner(self) -> Any:
+        """What plans the run's step: the last of the group `zoo.planners`."""
+        return plugins.find("zoo.planners", plugins.names("zoo.planners")[-1])
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
         """The newest undamaged checkpoint, in the folder or at the address.

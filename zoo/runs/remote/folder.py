@@ -17,13 +17,13 @@ from jax.experimental import multihost_utils
 
 from zoo.common import addresses, files
 from zoo.common.configuration import require
+from zoo.common.store import Store
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError
 from zoo.runs.remote.copier import Copier
 from zoo.runs.remote.copies import METRICS, STEPS, Record, RemoteCopies
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
@@ -85,7 +85,7 @@ class RemoteFolder:
     ):
         self.address, self.folder = address.rstrip("/"), folder
         self._keep, self._every, self._say = keep, every, say
-        self._store = Store(self.address)
+        self._store = Store(self.address, "run_dir")
         self.lease = lease or Lease(self._store, say=say)
         self._wanted: int | None = None  # the checkpoint to copy next
         self._copied: int | None = None  # and the one that is being copied

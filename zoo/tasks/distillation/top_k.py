@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, PyTree
 
-from zoo.common.progress import Transfer
+from zoo.common.files import Transfer
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes
 from zoo.data.top_k import StoredTopK
