@@ -66,7 +66,7 @@ TESTS = {
     "nn/precision": "test_precision | test_train -k 'fp16 or bf16'",
     "nn/products": "test_precision | test_train -k 'fp16 or bf16'",
     "nn/remat": "test_remat",
-    "publishing/adapters": "test_lora",
+    "publishing/models": "test_lora",
     "rnn/cells": "test_rnn",
     "rnn/recurrence": "test_rnn",
     "runs/callbacks/average": "test_callbacks -k 'average or decay'",

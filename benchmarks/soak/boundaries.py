@@ -78,7 +78,7 @@ MOMENTS = {
     "handing over a checkpoint": ("zoo.runs.recorder:Recorder.save",),
     "writing a checkpoint": ("zoo.runs.checkpoint:Checkpointer._finish",),
     "keeping the best": ("zoo.runs.callbacks.best:BestCheckpoint.on_evaluation",),
-    "saving the adapters": ("zoo.publishing.adapters:save_adapters",),
+    "saving the adapters": ("zoo.publishing.models:save_adapters",),
     "saving the model": (
         "zoo.publishing.models:save",
         "zoo.tasks.language:save_model",

@@ -27,7 +27,7 @@ from zoo.nn.products import is_quantized
 from zoo.nn.stateful import cast
 from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs import loop
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError

@@ -30,7 +30,7 @@ from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.nn import parameters, products
 from zoo.nn.products import matmul
 from zoo.planning import flops
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
 from zoo.training.loss_values import call_loss

@@ -16,7 +16,7 @@ from pathlib import Path
 from zoo.common import checksums, files
 from zoo.common.addresses import AddressError, scheme_of
 from zoo.common.store import Store, sizes
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 
 CACHE = Path("~/.cache/zoo/models")
 SAVING = "saving.json"

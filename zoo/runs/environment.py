@@ -14,7 +14,7 @@ import jax
 from zoo.common import addresses
 from zoo.common.store import Store
 from zoo.data.text import Config as TextConfig
-from zoo.publishing.folder import version
+from zoo.publishing.formats import version
 from zoo.runs.checkpoint import local_steps
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.metrics import read_metrics

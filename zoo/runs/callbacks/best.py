@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from zoo.common import checksums
 from zoo.common.configuration import check_value, require
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import METRICS, README, WEIGHTS, replacing
+from zoo.publishing import PublishError
+from zoo.publishing.formats import METRICS, README, WEIGHTS, replacing
 from zoo.publishing.models import save as save_model
 from zoo.publishing.tensors import write_tensors
 from zoo.runs.callbacks.average import Average
