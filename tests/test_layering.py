@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1360,
+    "common": 1350,
     "sharding": 1460,
     "nn": 2850,
     "transformer": 1200,
@@ -78,10 +78,10 @@ CEILINGS = {
     "data": 7640,
     "training": 3140,
     "decoding": 1570,
-    "publishing": 1920,
+    "publishing": 1930,
     "hf": 3260,
-    "runs": 5050,
-    "tasks": 2300,
+    "runs": 4930,
+    "tasks": 2290,
     "planning": 3340,
     "evaluation": 1120,
     "__main__": 140,

@@ -262,8 +262,8 @@ def compiled(tune, monkeypatch):
     class Compiled(Exception):
         pass
 
-    def train(run, training, hooks, step_fn, state, *_):
-        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+    def train(running, step_fn, state, *_):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, running.training)
 
     monkeypatch.setattr(loop, "_train", train)
 
