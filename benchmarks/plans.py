@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from benchmarks.harness import Table, main
 from zoo import sharding
-from zoo.nn.parameters import cast
 from zoo.nn.remat import Policy
+from zoo.nn.stateful import cast
 from zoo.planning import collectives, command, flops, published, targets
 from zoo.planning.collectives import Collective
 from zoo.planning.job import Estimate, make_estimate

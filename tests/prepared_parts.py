@@ -4,7 +4,7 @@ import numpy as np
 
 from zoo import text
 from zoo.data.corpus import Corpus
-from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared import format, parts
 from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
 from zoo.data.tokenizer import ByteTokenizer
 
@@ -42,7 +42,7 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
             count = sum(lengths[i] for i in chosen)
             summary[part] = PartRecord(len(chosen), count, end, count)
         stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
-        digest = shards.write_sums(stem, [".tokens", ".train", ".held_out"])
+        digest = format.write_sums(stem, [".tokens", ".train", ".held_out"])
         records.append(ShardRecord(tokens.nbytes, **summary, sums=digest, sources=""))
     ByteTokenizer().save(folder / format.TOKENIZER)
     digest = format.tokenizer_digest(folder / format.TOKENIZER)

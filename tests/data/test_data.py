@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 
 import jax
 import numpy as np
@@ -413,8 +414,21 @@ def test_plan_errors_reach_the_caller():
     plan = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
     stream = loader.batches(plan)
     assert [next(stream)[0] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="the disk is gone"):
+    with pytest.raises(RuntimeError, match="the disk is gone") as raised:
         next(stream)
+    assert traceback.format_exception_only(raised.value) == ["RuntimeError: the disk is gone\n"]
+    assert "grain" not in "".join(traceback.format_exception(raised.value)).lower()
+
+
+def test_a_bad_value_is_reported_by_row_and_field_alone():
+    rows = np.ones((16, 4), np.float32)
+    rows[13, 2] = np.nan
+    plan = plans.ArrayPlan({"x": rows}, batch_size=8, seed=0, shuffle=False)
+    with pytest.raises(ValueError, match=r"batch 1: x\[5, 2\] is nan") as raised:
+        list(loader.batches(plan, stop=2))
+    (line,) = traceback.format_exception_only(raised.value)
+    assert line.startswith("ValueError: batch 1: x[5, 2] is nan")
+    assert line.count("\n") == 1
 
 
 def test_batches_are_prefetched_to_the_device(monkeypatch):
@@ -660,14 +674,59 @@ def test_rows_carry_their_document_label():
         shapes = {name: (s.shape, s.dtype) for name, s in plan.shapes()[plan.bucket(k)].items()}
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == shapes
         for tokens, mask, label, weight in zip(*batch.values(), strict=True):
-            assert weight == mask.any()
+            assert mask.any()
+            assert set(tokens[mask]) <= {label, 49}
+            assert not tokens[~mask].any()
             if weight:
-                assert set(tokens[mask]) <= {label, 49}
-                assert not tokens[~mask].any()
                 counts[int(label)] = counts.get(int(label), 0) + 1
     assert counts == {3: 1, 5: 1, 7: 1, 2: 1, 30: 4}  # 31 with the separator, in rows of 8
-    assert sum(not plan.batch(k)["mask"].any(1).all() for k in range(plan.batches_per_epoch)) == 1
+    weights = [plan.batch(k)["weights"].mean() for k in range(plan.batches_per_epoch)]
+    assert sorted(weights) == pytest.approx([2 / 3, 1, 1])
     assert plan.unit == "examples"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counted", "added"),
+    [
+        ((2, 3, 2, 3, 2), [[0, 1, 2, 3], [4]], [0, 1, 2]),
+        # A bucket without rows enough takes those of the smaller one.
+        ((2, 2, 2, 2, 6), [[0, 1, 2, 3], [4]], [0, 1, 2]),
+        # A row of the smaller bucket lies in the larger one's batch already.
+        ((6, 6, 6, 6, 6, 2), [[0, 1, 2, 3], [4, 5]], [0, 1]),
+        # Rows of the batch itself come again where there are no others.
+        ((2, 2, 2), [[0, 1, 2]], [0]),
+        ((6, 2), [[0, 1]], [0, 1]),
+    ],
+)
+def test_labelled_batches_are_filled_up_with_other_rows(lengths, counted, added):
+    corpus = Corpus.from_arrays([np.full(n, i) for i, n in enumerate(lengths)], 50, 47)
+    labels = np.arange(len(lengths), dtype=np.int32)
+    plan = token_plans.LabelledPlan(corpus, labels, 49, (4, 8), 4, shuffle=False)
+    assert plan.batches_per_epoch == len(counted)
+    for k, rows in enumerate(counted):
+        batch = plan.batch(k)
+        fill = added if k == len(counted) - 1 else []
+        assert batch["labels"].tolist() == [*rows, *fill]
+        assert batch["weights"].tolist() == [1.0] * len(rows) + [0.0] * len(fill)
+        for inputs, mask, document in zip(
+            batch["inputs"], batch["mask"], [*rows, *fill], strict=True
+        ):
+            count = lengths[document]
+            assert inputs[: count + 1].tolist() == [49] + [document] * count
+            assert mask.sum() == count + 1
+
+
+def test_rows_that_fill_up_a_batch_change_with_the_epoch():
+    corpus = Corpus.from_arrays([np.full(3, i) for i in range(20)], 50, 47)
+    plan = token_plans.LabelledPlan(corpus, np.arange(20, dtype=np.int32), 49, (4,), 8)
+    added = []
+    for epoch in range(4):
+        held = [plan.batch(3 * epoch + k) for k in range(3)]
+        assert sorted(x for b in held for x in b["labels"][b["weights"] > 0]) == [*range(20)]
+        (last,) = [b["labels"].tolist() for b in held if not b["weights"].all()]
+        assert len({*last}) == 8
+        added.append(tuple(last[4:]))
+    assert len({*added}) == 4
 
 
 def test_each_document_needs_a_label():

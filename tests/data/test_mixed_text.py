@@ -14,7 +14,7 @@ from zoo import text
 from zoo.common.addresses import AddressError, location
 from zoo.data.mixtures import text as mixed
 from zoo.data.mixtures.text import read_mixture
-from zoo.data.prepared import choice, format, hashes
+from zoo.data.prepared import format, hashes, opening
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
@@ -130,7 +130,7 @@ def test_tokenizers_have_to_agree(tmp_path, folder, pattern):
 def test_text_that_would_take_too_long_is_to_be_prepared_with_the_same_tokenizer(
     tmp_path, folder, pattern, monkeypatch
 ):
-    monkeypatch.setattr(choice, "BY_ITSELF", 100)
+    monkeypatch.setattr(opening, "BY_ITSELF", 100)
     with pytest.raises(ValueError, match=r"'help': .* a run does not tokenize by itself") as error:
         load(tmp_path, f"code={folder}:1,help={pattern}:1")
     assert f"--tokenizer {folder}/tokenizer" in str(error.value)
@@ -264,7 +264,7 @@ def parquet(web):
 
 
 def test_shards_of_a_web_server_are_a_source(tmp_path, parquet, folder, monkeypatch):
-    monkeypatch.setattr(choice, "prepare", functools.partial(prepare, workers=1))
+    monkeypatch.setattr(opening, "prepare", functools.partial(prepare, workers=1))
     address, local, expected = parquet
     listed = f"{address}/train-0.parquet,{address}/train-1.parquet"
     data = load(tmp_path, f"web={listed}:0.6,code={folder}:0.4")

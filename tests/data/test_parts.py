@@ -10,7 +10,7 @@ from prepared_parts import VOCAB, make_parts
 
 from zoo.data.corpus import Tokenized
 from zoo.data.packing import Piece
-from zoo.data.prepared import format, parts, shards
+from zoo.data.prepared import format, opening, parts
 from zoo.data.prepared.format import DamagedError
 
 
@@ -87,9 +87,9 @@ def test_damage_is_named(tmp_path, suffix, damage):
     with pytest.raises((DamagedError, FileNotFoundError)) as error:
         touched(part)
     size = len(content)
-    block = (size - 1) // shards.BLOCK
+    block = (size - 1) // format.BLOCK
     wanted = {
-        "flipped": f": block {block} (bytes {block * shards.BLOCK:,} to {size - 1:,}) is not what",
+        "flipped": f": block {block} (bytes {block * format.BLOCK:,} to {size - 1:,}) is not what",
         "truncated": f" has {size - 1:,} bytes instead of {size:,}",
         "missing": " is missing",
     }[damage]
@@ -103,33 +103,33 @@ def test_damage_is_named(tmp_path, suffix, damage):
 def test_what_is_not_read_is_not_verified_and_each_block_is_once(tmp_path, monkeypatch):
     """Reading a document reads its shard's sums, and the blocks that it is in."""
     hashed = []
-    of_block = shards.xxhash.xxh3_64_intdigest
+    of_block = format.xxhash.xxh3_64_intdigest
 
     def noted(content):
         hashed.append(len(content))
         return of_block(content)
 
     (part, _), (corpus, _) = make_parts(tmp_path, [200_000] * 12, num_shards=3)
-    monkeypatch.setattr(shards.xxhash, "xxh3_64_intdigest", noted)
+    monkeypatch.setattr(format.xxhash, "xxh3_64_intdigest", noted)
     np.testing.assert_array_equal(part.ids(4, 1000, 2000), corpus[4][1000:2000])
     records = hashed.pop(0)  # a block of them
     assert records < 1000
-    assert hashed == [shards.BLOCK]
+    assert hashed == [format.BLOCK]
     part.ids(4, 1500, 2500)
-    assert hashed == [shards.BLOCK]
+    assert hashed == [format.BLOCK]
     part.pieces(part.num_positions // 2, part.num_positions // 2 + 100)  # records alone
-    assert sum(hashed) < 2 * shards.BLOCK
+    assert sum(hashed) < 2 * format.BLOCK
 
 
 def test_a_bounded_number_of_shards_is_open_and_verified_blocks_stay_so(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "OPEN_SHARDS", 2)
     opened, hashed = [], []
-    mapped, of_block = np.memmap, shards.xxhash.xxh3_64_intdigest
+    mapped, of_block = np.memmap, format.xxhash.xxh3_64_intdigest
     monkeypatch.setattr(np, "memmap", lambda path, *a: opened.append(path) or mapped(path, *a))
     (part, _), (corpus, _) = make_parts(tmp_path, [30] * 40, num_shards=10)
     assert opened == []
     monkeypatch.setattr(
-        shards.xxhash, "xxh3_64_intdigest", lambda block: hashed.append(1) or of_block(block)
+        format.xxhash, "xxh3_64_intdigest", lambda block: hashed.append(1) or of_block(block)
     )
     for _ in range(3):
         for i in range(len(part)):
@@ -178,7 +178,7 @@ def test_a_start_reads_the_manifest_and_the_tokenizer_alone(tmp_path, monkeypatc
         folder = tmp_path / f"{number}"
         make_parts(folder, [300] * 60, num_shards=number, vocab_size=257)
         read.clear()
-        prepared = parts.open_prepared(folder)
+        prepared = opening.open_prepared(folder)
         assert {str(Path(path).relative_to(folder)) for path in read} == {
             format.MANIFEST,
             "tokenizer/tokenizer.json",
@@ -198,12 +198,12 @@ def test_a_start_finds_files_of_another_size(tmp_path, suffix):
     content = path.read_bytes()
     path.write_bytes(content + b"x")
     with pytest.raises(DamagedError, match=f"00000002{suffix} has .* bytes instead of "):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"00000002{suffix} is missing: put 0000"):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
     path.write_bytes(content)
-    parts.open_prepared(tmp_path)
+    opening.open_prepared(tmp_path)
 
 
 def test_a_damaged_manifest(tmp_path):
@@ -211,7 +211,7 @@ def test_a_damaged_manifest(tmp_path):
     path = tmp_path / format.MANIFEST
     path.write_text(path.read_text().replace('"frame": 2', '"frame": 1'))
     with pytest.raises(DamagedError, match="is damaged: its content is not what was"):
-        parts.open_prepared(tmp_path)
+        opening.open_prepared(tmp_path)
 
 
 def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
@@ -225,8 +225,8 @@ def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
             target = there / path.relative_to(tmp_path / "here").as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    here = parts.open_prepared(tmp_path / "here")
-    prepared = parts.open_prepared(there, tmp_path / "cache")
+    here = opening.open_prepared(tmp_path / "here")
+    prepared = opening.open_prepared(there, tmp_path / "cache")
     copied = lambda: {path.name for path in tmp_path.glob("cache/**/*.tokens")}
     assert prepared.fingerprint == here.fingerprint
     assert copied() == set()
@@ -235,8 +235,8 @@ def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
     for i in range(len(here.train)):
         np.testing.assert_array_equal(prepared.train[i], here.train[i])
     assert len(copied()) == 4
-    np.testing.assert_array_equal(parts.open_prepared(there).train[3], here.train[3])
+    np.testing.assert_array_equal(opening.open_prepared(there).train[3], here.train[3])
     [damaged] = tmp_path.glob("cache/**/00000002.tokens")
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
     with pytest.raises(DamagedError, match=f"block 0 .* remove {damaged.parent}, which is copied"):
-        touched(parts.open_prepared(there, tmp_path / "cache").train)
+        touched(opening.open_prepared(there, tmp_path / "cache").train)

@@ -21,10 +21,11 @@ from stores import Store, s3, s3_port  # noqa: F401
 
 from zoo import text as zoo_text
 from zoo.__main__ import main
+from zoo.common import store
 from zoo.common.addresses import AddressError, location
-from zoo.data.prepared import copying, engines, hashes, prepare, tokenizing, verifying
+from zoo.data.prepared import command, copies, engines, hashes, prepare, tokenizing
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
-from zoo.data.prepared.parts import open_prepared
+from zoo.data.prepared.opening import open_prepared
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "é", "\u2028"]
@@ -317,15 +318,15 @@ def test_the_command_sums_up_and_verify_names_a_damaged_block(tmp_path: Path, ca
         path = shard(out, 0, suffix)
         good = path.read_bytes()
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        [line] = verifying.verify(out)[1]
+        [line] = command.verify(out)[1]
         assert line.startswith(path.name)
         assert message in line
         path.write_bytes(good[:-1])
-        assert any(line.startswith(path.name) for line in verifying.verify(out)[1])
+        assert any(line.startswith(path.name) for line in command.verify(out)[1])
         path.unlink()
-        assert f"{path.name} is missing" in verifying.verify(out)[1]
+        assert f"{path.name} is missing" in command.verify(out)[1]
         path.write_bytes(good)
-    assert verifying.verify(out) == (6, [])
+    assert command.verify(out) == (6, [])
     shard(out, 0, ".train").unlink()
     with pytest.raises(Exception, match="damaged"):
         main(["verify", str(out)])
@@ -418,17 +419,18 @@ def test_ray_gives_the_same_bytes(tmp_path: Path):
 def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
     write_corpus(tmp_path / "text")
     data = str(tmp_path / "text" / "*.jsonl")
-    monkeypatch.setattr(copying, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(copies, "CACHE", tmp_path / "cache")
     address = location(f"memory://{tmp_path.name}/out", "out")
-    copied, written = copying._copy, []
+    put, calls, written = store.Store.put, [], []
 
-    def fail_once(folder: Path, address: str, name: str) -> None:
-        written.append(name)
-        if len(written) == 10:
+    def fail_once(self, folder: Path, names, prefix: str = "") -> list[str]:
+        calls.append(prefix)
+        if len(calls) == 3:
             raise ConnectionError("the line was cut")
-        copied(folder, address, name)
+        written.extend(prefix + name for name in names)
+        return put(self, folder, names, prefix)
 
-    monkeypatch.setattr(copying, "_copy", fail_once)
+    monkeypatch.setattr(store.Store, "put", fail_once)
     with pytest.raises(ConnectionError):
         prepare.prepare(data, str(address), **SMALL)
     assert not (address / "manifest.json").exists()
@@ -466,7 +468,7 @@ def test_the_path_of_a_tokenizer(tmp_path: Path):
 def test_workers_copy_to_a_store(tmp_path: Path, monkeypatch, s3: Store):  # noqa: F811
     write_corpus(tmp_path / "text")
     data = str(tmp_path / "text" / "*.jsonl")
-    monkeypatch.setattr(copying, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(copies, "CACHE", tmp_path / "cache")
     main(["prepare", data, "--out", f"{s3.address}/out", "--shard-megabytes", "0.0007"])
     manifest = prepare.prepare(data, tmp_path / "out", **SMALL)
     address = location(f"{s3.address}/out", "out")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
+from zoo.common import files
 from zoo.data import token_plans
-from zoo.data.prepared import once, rows
+from zoo.data.prepared import rows
 
 BUCKETS = (8, 16, 32)
 
@@ -204,12 +205,14 @@ def test_a_folder_is_made_once_while_others_wait(tmp_path):
         time.sleep(0.05)
         (folder / "file").write_text("whole")
 
-    (tmp_path / "entry.partial").mkdir()  # of a kill
-    (tmp_path / "entry.partial" / "file").write_text("half of")
+    (tmp_path / "entry.part").mkdir()  # of a kill
+    (tmp_path / "entry.part" / "file").write_text("half of")
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        futures = [threads.submit(once.made_once, tmp_path / "entry", make) for _ in range(4)]
+        futures = [
+            threads.submit(files.made_once, tmp_path / "entry", make, "cache") for _ in range(4)
+        ]
         folders = {future.result() for future in futures}
     assert folders == {tmp_path / "entry"}
     assert len(made) == 1
     assert (tmp_path / "entry" / "file").read_text() == "whole"
-    assert not (tmp_path / "entry.partial").exists()
+    assert not (tmp_path / "entry.part").exists()

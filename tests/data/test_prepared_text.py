@@ -12,7 +12,7 @@ from prepared_parts import make_parts, reading
 
 from zoo import text
 from zoo.data.documents import Document, compressed_size
-from zoo.data.prepared import agreement, choice, format
+from zoo.data.prepared import format, opening
 from zoo.data.prepared.parts import Part
 from zoo.data.prepared.prepare import prepare
 from zoo.data.token_plans import BucketPlan, PackedPlan
@@ -58,10 +58,10 @@ def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
 
 def test_compressors_read_a_bounded_sample(tmp_path, folder, monkeypatch):
     part = load(tmp_path, folder).held_out.corpus
-    sample = agreement.Sample(part, ByteTokenizer(), 100)
+    sample = opening.Sample(part, ByteTokenizer(), 100)
     assert 100 <= sum(len(document.text) for document in sample) < 160
     assert len(sample) < len(part) == 10
-    assert len(agreement.Sample(part, ByteTokenizer(), 10)[0].text) == 10  # of a long document
+    assert len(opening.Sample(part, ByteTokenizer(), 10)[0].text) == 10  # of a long document
 
 
 def test_flags_that_name_another_tokenizer(tmp_path, folder):
@@ -122,7 +122,7 @@ def pattern(tmp_path):
 
 
 def test_too_much_text_is_to_be_prepared(tmp_path, pattern, monkeypatch):
-    monkeypatch.setattr(choice, "BY_ITSELF", sum(map(len, DOCUMENTS)) - 1)
+    monkeypatch.setattr(opening, "BY_ITSELF", sum(map(len, DOCUMENTS)) - 1)
     with pytest.raises(ValueError, match=r"in 40 files: above 0 GiB a run does not") as error:
         load(tmp_path, pattern)
     assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
@@ -141,7 +141,7 @@ def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
     folders = lambda: sorted((tmp_path / "cache" / "prepared").iterdir())
     assert len(folders()) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "prepare", None)
+        patch.setattr(opening, "prepare", None)
         assert load_it().fingerprint == loaded.fingerprint
     assert load_it(held_out=0.3).fingerprint != loaded.fingerprint
     path = tmp_path / "texts" / "3.txt"

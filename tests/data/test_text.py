@@ -14,7 +14,7 @@ from zoo import text
 from zoo.data import completions
 from zoo.data import documents as documents_of
 from zoo.data.documents import held_out_split, read_documents
-from zoo.data.prepared import choice
+from zoo.data.prepared import opening
 from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import ByteTokenizer
@@ -196,13 +196,13 @@ def test_a_second_run_finds_the_text(corpus, tmp_path, monkeypatch):
     options = {"tokenizer": "bpe", "vocab_size": 280}
     folder = corpus.parent / "tokenizer"
     alone, plain = load(corpus, **options), (folder / "tokenizer.json").read_bytes()
-    calls, prepare = [], choice.prepare
+    calls, prepare = [], opening.prepare
 
     def counted(*args, **named):
         calls.append(args)
         return prepare(*args, **named)
 
-    monkeypatch.setattr(choice, "prepare", counted)
+    monkeypatch.setattr(opening, "prepare", counted)
     for _ in range(2):
         shutil.rmtree(folder)
         cached = load(corpus, cache=tmp_path / "cache", **options)

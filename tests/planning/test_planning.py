@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import make_transformer, small_config
+from helpers import flash, make_transformer, small_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import NamedSharding
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
-from zoo.nn.attention import chunked, masks, splash
+from zoo.nn.attention import attention, masks
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.planning import (
@@ -516,12 +516,13 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
     q = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.float32)
 
     def counted(attend):
-        total = lambda *qkv: attend(*qkv, None, mask, 1.0, None).sum()
+        total = lambda *qkv: attend(*qkv).sum()
         return flops.count(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))
 
-    own = counted(chunked.chunked)
+    options = {"causal": mask.causal, "window": mask.window, "scale": 1.0}
+    own = counted(functools.partial(attention, **options, implementation="chunked"))
     with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
-        kernel = counted(functools.partial(splash.splash, blocks=Blocks(512, 512, 512)))
+        kernel = counted(flash(mask, blocks=Blocks(512, 512, 512)))
     # Of the same chunks; its two kernels of the backward pass both compute the logits.
     output_times_gradient = 2 * math.prod(q.shape)
     assert kernel == own * 9 / 7 + output_times_gradient
@@ -531,7 +532,7 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
 @pytest.mark.parametrize("policy", ["dots", "full"])
 def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
     q = jax.ShapeDtypeStruct((2, 256, 8, 128), jnp.bfloat16)
-    attend = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None, blocks=BLOCKS)
+    attend = flash(Mask(True, None), blocks=BLOCKS)
 
     def counted(policy):
         call = remat.checkpoint(attend, policy)

@@ -21,10 +21,9 @@ from stores import Store, gs, gs_port, s3, s3_port, tree  # noqa: F401
 
 import zoo
 from zoo import __main__, mlp
-from zoo.common import checksums
+from zoo.common import checksums, files, store
 from zoo.common.addresses import AddressError, location
-from zoo.publishing import downloads, uploads
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, downloads, uploads
 from zoo.publishing.shelf import find
 from zoo.wrappers import lora
 
@@ -59,14 +58,13 @@ def files_of(root) -> set[str]:
 def noted_fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are fetched from now on, by name."""
     found: list[str] = []
-    fetch_file = downloads._fetch_file
+    get = store.Store.get
 
-    def noted(source, target, entry, transfer):
-        if not target.exists():
-            found.append(target.name)
-        fetch_file(source, target, entry, transfer)
+    def noted(self, folder, names, *others, **more):
+        found.extend(names)
+        return get(self, folder, names, *others, **more)
 
-    monkeypatch.setattr(downloads, "_fetch_file", noted)
+    monkeypatch.setattr(store.Store, "get", noted)
     return found
 
 
@@ -134,16 +132,16 @@ def test_names_that_leave_their_folder_are_refused(memory: str, cache: Path, nam
     message = rf"models/net/checksums\.json lists {re.escape(repr(name))}, outside of the folder"
     with pytest.raises(AddressError, match=message):
         zoo.load(f"{memory}/net")
-    store = location(memory, "x").fs
-    store.pipe_file("/models/other/config.json", b'{"model_type": "llama"}')
+    fs = location(memory, "x").fs
+    fs.pipe_file("/models/other/config.json", b'{"model_type": "llama"}')
     key = f"/models/other/{name}"
-    store.store[key] = MemoryFile(store, key, b"x")
+    fs.store[key] = MemoryFile(fs, key, b"x")
     message = rf"models/other lists {re.escape(repr(name))}, outside of the folder"
     with pytest.raises(AddressError, match=message):
         zoo.load(f"{memory}/other")
     with pytest.raises(AddressError, match=message):  # and what is deleted is inside, too
         zoo.save(f"{memory}/other", net(0))
-    assert store.cat_file(key) == b"x"
+    assert fs.cat_file(key) == b"x"
     assert not cache.exists()
 
 
@@ -172,13 +170,16 @@ def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
     """It dies in the midst of the weights, when all other files are whole."""
     address = f"{memory}/net"
     zoo.save(address, net(0))
-    add, names = downloads.Transfer.add, {"README.md", "config.json"}
-    fetch_file, current = downloads._fetch_file, threading.local()
+    add, names = files.Transfer.add, {"README.md", "config.json"}
+    at_once, current = store._at_once, threading.local()
     part = lambda: next(cache.rglob("*.part"))
 
-    def noted(source, target, *others):
-        current.name = target.name
-        return fetch_file(source, target, *others)
+    def noted(call, names):
+        def named(name):
+            current.name = name
+            return call(name)
+
+        return at_once(named, names)
 
     def dying(transfer, size):
         add(transfer, size)
@@ -189,9 +190,9 @@ def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(downloads, "_PART", 64)
-        patch.setattr(downloads, "_fetch_file", noted)
-        patch.setattr(downloads.Transfer, "add", dying)
+        patch.setattr(store, "_PART", 64)
+        patch.setattr(store, "_at_once", noted)
+        patch.setattr(files.Transfer, "add", dying)
         with pytest.raises(KeyboardInterrupt):
             zoo.load(address)
     weights = part() / "model.safetensors.tmp"

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import pytest
 
 from zoo.common import checksums, files
+from zoo.common.store import Store
 from zoo.runs import checkpoint
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
-from zoo.runs.remote import copier, folder, lease
+from zoo.runs.remote import folder, lease
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.store import Store
 from zoo.runs.run import Run
 
 ADDRESS = "memory://bucket/run"
@@ -348,8 +348,10 @@ class Mortal:
                         if self.left <= 0:
                             raise KilledError
                         self.left -= 1
-                        results += plain(store, *where, [each], *arguments[2:], **more) or []
-                    return results
+                        one = {each: names[each]} if isinstance(names, dict) else [each]
+                        found = plain(store, *where, one, *arguments[2:], **more)
+                        results += found.items() if isinstance(found, dict) else found or []
+                    return dict(results) if plain.__name__ == "get" else results
                 self.left -= 1
                 return plain(store, *arguments, **more)
 
@@ -688,7 +690,7 @@ def failing(monkeypatch, error, *names):
 
 
 def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
-    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    monkeypatch.setattr(folder, "_PAUSES", (0.01,))
     with Run(config(tmp_path)) as run:
         run.settle()
         mended = failing(monkeypatch, ConnectionError("refused"))
@@ -705,7 +707,7 @@ def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
 
 @pytest.mark.parametrize("error", [ConnectionError("refused"), PermissionError("denied")])
 def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, monkeypatch):
-    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    monkeypatch.setattr(folder, "_PAUSES", (0.01,))
     with Run(config(tmp_path)) as run:
         run.settle()
 
@@ -719,7 +721,7 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
                 pass
             if isinstance(error, ConnectionError):
                 run.check_address(copies=True)
-                run._remote.copier._failing_since -= 60 * copier.MINUTES
+                run._remote.copier._failing_since -= 60 * folder.MINUTES
             run.check_address(copies=True)
 
     with pytest.raises(CheckpointError) as raised:

@@ -21,8 +21,8 @@ from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
 
 import zoo
+from zoo.common.store import Store as Objects
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.store import Store as Objects
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow

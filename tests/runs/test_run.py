@@ -1,15 +1,12 @@
 import dataclasses
-import fnmatch
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +15,9 @@ import pytest
 
 import zoo
 from zoo import sharding
-from zoo.common import checksums, files, tpus
+from zoo.common import checksums, files
 from zoo.common.configuration import may_differ
 from zoo.nn.precision import native_precision
-from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config, as_json
@@ -253,59 +249,6 @@ def test_lock_ends_with_its_process(tmp_path):
     other.communicate()
     with Run(config(tmp_path)):
         pass
-
-
-BEGUN = """
-import sys
-from jax._src import xla_bridge
-from zoo.runs import processes
-from zoo.runs.config import Config
-from zoo.runs.run import Run
-
-processes.keep_freed_memory = lambda: print(xla_bridge.backends_are_initialized())
-with Run(Config(run_dir=sys.argv[1], steps=1)):
-    print(xla_bridge.backends_are_initialized())
-"""
-
-
-def test_freed_memory_is_kept_before_jax_starts_its_threads(tmp_path):
-    command = [sys.executable, "-c", BEGUN, tmp_path / "run"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.stdout.split() == ["False", "True"], run.stderr
-
-
-@pytest.mark.parametrize(
-    ("platforms", "found", "on_cpu"),
-    [("", (), True), ("cpu", ("libtpu",), True), ("cuda,cpu", (), False), ("", ("libtpu",), False)],
-)
-def test_cpu_is_known_before_jax_starts(platforms, found, on_cpu, monkeypatch):
-    monkeypatch.setattr(processes, "find_spec", lambda name: name if name in found else None)
-    monkeypatch.setattr(tpus, "may_have_tpus", lambda: "libtpu" in found)
-    monkeypatch.setattr(processes, "entry_points", lambda group: ())
-    monkeypatch.setattr(processes.jax, "config", SimpleNamespace(jax_platforms=platforms))
-    assert processes.is_on_cpu() is on_cpu
-
-
-@pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("device", ["", "/dev/accel0", "/dev/vfio/0"])
-def test_libtpu_is_told_that_there_is_no_tpu(device, installed, monkeypatch):
-    monkeypatch.setattr(tpus, "find_spec", lambda name: name if installed else None)
-    # `/dev/vfio/vfio` is there without any device.
-    there = [device or "/dev/vfio/vfio"]
-    monkeypatch.setattr(tpus.glob, "glob", lambda pattern: fnmatch.filter(there, pattern))
-    monkeypatch.setattr(tpus.os, "environ", environment := {"TPU_WORKER_HOSTNAMES": "mine"})
-    tpus.quieten()
-    assert environment["TPU_WORKER_HOSTNAMES"] == "mine"
-    assert ("TPU_ACCELERATOR_TYPE" in environment) == (installed and not device)
-    assert tpus.may_have_tpus() == (installed and bool(device))
-
-
-def test_a_start_with_libtpu_prints_nothing():
-    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
-    environment = {k: x for k, x in os.environ.items() if not k.startswith(("TPU", "JAX"))}
-    command = [sys.executable, "-c", "import zoo; print(zoo.make_mesh().size)"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.mark.parametrize("place", ["run", "", "run/checkpoints"])

@@ -16,9 +16,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-Location: TypeAlias = Any  # a Path, or a upath.UPath, which is imported with the first address
+from zoo.common.files import AddressError, Location, is_remote, scheme_of
 
 # Scheme -> (the module that reads it, the extra with that), and what else the file system is told.
 SCHEMES = {
@@ -35,10 +35,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gs": {"use_listings_cache": False, "cache_timeout": 0},
 }
 _WEB = ("http", "https")
-
-
-class AddressError(ValueError):
-    """An address that cannot be read or written, with the reason and what to do about it."""
 
 
 def location(path: str | os.PathLike[str], name: str) -> Location:
@@ -71,71 +67,8 @@ def location(path: str | os.PathLike[str], name: str) -> Location:
     return UPath(address.rstrip("/"), **_OPTIONS.get(scheme, {}))
 
 
-def scheme_of(path: object) -> str | None:
-    """The scheme of an address, in lower case; None of a local path."""
-    match = re.match(r"([A-Za-z][\w+.-]+):/+", str(path))
-    return match[1].lower() if match else None
-
-
-def is_remote(path: object) -> bool:
-    """Whether a path or location is an address."""
-    return scheme_of(path) not in (None, "file")
-
-
 def _rest(address: str) -> str:
     return re.sub(r"^[A-Za-z][\w+.-]+:/+", "", address)
-
-
-def inside(folder: Location, name: Any, listing: object) -> Location:
-    """The place in `folder` of a name from outside, such as one of a listing or of a file.
-
-    A name is relative, and its parts are between single slashes: no ".", "..", backslash, NUL or
-    drive. In a local folder no link may lead to a folder elsewhere.
-
-    Raises:
-        AddressError: another name; the message says which, and that `listing` has it.
-    """
-    reason = (
-        "names are relative, with single slashes, and without '.', '..', backslashes, NUL, drives"
-    )
-    parts = name.split("/") if isinstance(name, str) else [""]
-    is_plain = not {"", ".", ".."} & {*parts} and not _TRICKS.match(name)
-    if is_plain and not is_remote(folder) and leaves(folder, (folder / name).parent):
-        is_plain, reason = False, f"a link leads to {os.path.realpath((folder / name).parent)}"
-    if not is_plain:
-        raise AddressError(
-            f"{listing} lists {name!r}, outside of the folder ({reason}): nothing is read or "
-            "written there; remove that entry, or get the files from a source that you trust"
-        )
-    return folder / name
-
-
-# Drives, and characters that separate or end a name, or that no file name can have.
-_TRICKS = re.compile(r"[A-Za-z]:|.*[\\\0\ud800-\udfff]", re.DOTALL)
-
-
-def leaves(folder: Path, path: Path) -> bool:
-    """Whether links lead from a path in a local folder to a place outside of it.
-
-    A snapshot in a Hub's cache consists of links to the blobs beside it, which are its own.
-    """
-    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    is_blob = root.parent.name == "snapshots" and found.parent == root.parents[1] / "blobs"
-    return not (found.is_relative_to(root) or is_blob)
-
-
-def files_below(folder: Location) -> dict[str, dict[str, Any]]:
-    """The store's record of each file below a folder at an address, by name in the folder.
-
-    Raises:
-        AddressError: a name that leads out of the folder.
-    """
-    prefix = folder.path.strip("/") + "/"
-    infos = folder.fs.find(folder.path, detail=True).items()
-    found = {name.lstrip("/").removeprefix(prefix): x for name, x in infos if name[-1:] != "/"}
-    for name in found:
-        inside(folder, name, folder)
-    return found
 
 
 def files_matching(pattern: str, name: str) -> dict[Location, str]:
@@ -169,21 +102,6 @@ def files_matching(pattern: str, name: str) -> dict[Location, str]:
         folder = f"; {pattern!r} is a folder: add '/**/*.txt' or the like" if is_folder else ""
         raise FileNotFoundError(f"no file matches {pattern!r}{here}{folder}")
     return {path: str(path)[len(root) :].lstrip("/") for path in files}
-
-
-def read_if_there(file: Location) -> bytes | None:
-    """The content of a file; None if its bucket or folder has no such file.
-
-    Raises:
-        AddressError: the store cannot be read, or has no such bucket.
-    """
-    with explained(file):
-        try:
-            return file.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if reason_of(error) == _NO_BUCKET:
-                raise
-            return None
 
 
 @contextlib.contextmanager
@@ -231,7 +149,7 @@ def reason_of(error: BaseException) -> str | None:
     if re.search(r"NoSuchBucket|bucket does not exist|BucketNotFound", text, re.I) or any(
         _GS_BUCKET.search(str(e)) for e in chain if isinstance(e, FileNotFoundError)
     ):
-        return _NO_BUCKET
+        return NO_BUCKET
     if re.search(r"quota ?exceeded|InsufficientStorage", text, re.I) or 507 in codes:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
@@ -252,7 +170,7 @@ def reason_of(error: BaseException) -> str | None:
     return None
 
 
-_NO_BUCKET = "there is no such bucket: make it, or correct the address"
+NO_BUCKET = "there is no such bucket: make it, or correct the address"
 # What gcsfs did not find: the objects of a bucket, or a bucket to write to.
 _GS_BUCKET = re.compile(r"^b/[^/]+/o$|/upload/storage/(?!.*upload_id=)")
 _UNREACHED = {

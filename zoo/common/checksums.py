@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from zoo.common import files
-from zoo.common.addresses import AddressError, Location, inside, is_remote, leaves
+from zoo.common.files import AddressError, Location, inside, is_remote, leaves
 
 NAME = "checksums.json"
 PART_BYTES = 2**23
@@ -76,7 +76,7 @@ def write(
     """
     listed: dict[str, dict] = of(folder, skip=skip, trusted=trusted, known=known)
     listed |= {name: digest.entry() for name, digest in (known or {}).items()}
-    files.replace(folder / NAME, lambda temporary: temporary.write_text(as_text(listed)))
+    files.replace(folder / NAME, as_text(listed))
 
 
 def as_text(listed: dict[str, dict]) -> str:
@@ -239,14 +239,20 @@ def _problem(folder: Location, name: str, wanted: dict) -> str | None:
             return f"{name} is {kind}"
         if not is_remote(path) and leaves(folder, path):
             return f"{name} is a link that leads out of the folder: put a copy of the file there"
-        if (size := path.stat().st_size) != wanted["bytes"]:
-            return f"{name} has {size} bytes instead of {wanted['bytes']}"
-        if "sha256" in wanted and _sha256(path) != wanted["sha256"]:
-            return f"{name} is damaged: its SHA-256 is not the one written with it"
+        found = difference(wanted, path.stat().st_size, lambda: _sha256(path))
+        return None if found is None else f"{name} {found}"
     except (FileNotFoundError, NotADirectoryError):  # the latter: its folder is a file
         return f"{name} is missing"
     except AddressError as error:
         return str(error)
+
+
+def difference(wanted: Mapping[str, Any], size: int, sha256: Callable[[], str]) -> str | None:
+    """What a file has instead of its entry's size and SHA-256, where the entry has them."""
+    if size != wanted.get("bytes", size):
+        return f"has {size} bytes instead of {wanted['bytes']}"
+    if "sha256" in wanted and sha256() != wanted["sha256"]:
+        return "is damaged: its SHA-256 is not the one written with it"
     return None
 
 

@@ -1,20 +1,42 @@
-"""Files and folders: local paths, and writes that survive a power cut."""
+"""Files and folders: their names, and local writes that survive a power cut."""
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
+
+Location: TypeAlias = Any  # a Path, or a upath.UPath: see `zoo.common.addresses`
+
+
+class AddressError(ValueError):
+    """An address that cannot be read or written, with the reason and what to do about it."""
+
+
+def scheme_of(path: object) -> str | None:
+    """The scheme of an address, in lower case; None of a local path."""
+    match = re.match(r"([A-Za-z][\w+.-]+):/+", str(path))
+    return match[1].lower() if match else None
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path or location is an address."""
+    return scheme_of(path) not in (None, "file")
 
 
 def local_path(path: str | os.PathLike[str], name: str) -> Path:
     """The path, with `~` as the home folder.
 
     Raises:
-        ValueError: a path `scheme://…` of another machine; the message names the field `name`.
+        ValueError: an address `scheme://…`; the message names the field `name`.
     """
     # `Path` makes one slash of the two.
     if remote := re.match(r"([A-Za-z][\w+.-]*):/+(.*)", os.fspath(path), re.DOTALL):
@@ -42,14 +64,52 @@ def make_folder(path: Path, name: str) -> None:
         ) from None
 
 
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically by the one that `write(temporary)` writes.
+def inside(folder: Location, name: Any, listing: object) -> Location:
+    """The place in `folder` of a name from outside, such as one of a listing or of a file.
+
+    A name is relative, and its parts are between single slashes: no ".", "..", backslash, NUL or
+    drive. In a local folder no link may lead to a folder elsewhere.
+
+    Raises:
+        AddressError: another name; the message says which, and that `listing` has it.
+    """
+    reason = (
+        "names are relative, with single slashes, and without '.', '..', backslashes, NUL, drives"
+    )
+    parts = name.split("/") if isinstance(name, str) else [""]
+    is_plain = not {"", ".", ".."} & {*parts} and not _TRICKS.match(name)
+    if is_plain and not is_remote(folder) and leaves(folder, (folder / name).parent):
+        is_plain, reason = False, f"a link leads to {os.path.realpath((folder / name).parent)}"
+    if not is_plain:
+        raise AddressError(
+            f"{listing} lists {name!r}, outside of the folder ({reason}): nothing is read or "
+            "written there; remove that entry, or get the files from a source that you trust"
+        )
+    return folder / name
+
+
+# Drives, and characters that separate or end a name, or that no file name can have.
+_TRICKS = re.compile(r"[A-Za-z]:|.*[\\\0\ud800-\udfff]", re.DOTALL)
+
+
+def leaves(folder: Path, path: Path) -> bool:
+    """Whether links lead from a path in a local folder to a place outside of it.
+
+    A snapshot in a Hub's cache consists of links to the blobs beside it, which are its own.
+    """
+    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    is_blob = root.parent.name == "snapshots" and found.parent == root.parents[1] / "blobs"
+    return not (found.is_relative_to(root) or is_blob)
+
+
+def replace(path: Path, content: str | Callable[[Path], object]) -> None:
+    """Replace a file atomically by a text, or by the file that `content(temporary)` writes.
 
     Whenever this process dies or the power fails, `path` is the whole old or the whole new file.
     """
     temporary = path.with_name(path.name + ".tmp")
     with named(path):
-        write(temporary)
+        temporary.write_text(content) if isinstance(content, str) else content(temporary)
         sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -153,3 +213,64 @@ def named(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
+    """A folder, which `make(partial)` fills unless it is there: one that a kill left partly, too.
+
+    It gets its name when it is whole. A process of this machine that comes while another one makes
+    it waits. Errors of the folders above it name the field `name`.
+    """
+    if folder.exists():
+        return folder
+    make_folder(folder.parent, name)
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its owner's end frees it
+        if not folder.exists():
+            partial = folder.with_name(f"{folder.name}.part")
+            partial.mkdir(exist_ok=True)
+            make(partial)
+            sync_all(partial)
+            partial.rename(folder)
+            sync(folder.parent)
+    return folder
+
+
+class Transfer:
+    """One line of what is transferred, how much of it, how fast; from any number of threads.
+
+    Nothing is shown without a title, or of a transfer of less than a second. On a terminal the line
+    is renewed; elsewhere there is one every 15 s, and one at the end.
+    """
+
+    def __init__(self, title: str, total: int):
+        self._title, self._total, self._done = title, total, 0
+        self._began = time.monotonic()
+        self._is_live = sys.stderr.isatty()
+        self._next = self._began + (1.0 if title else math.inf)
+        self._shown = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Transfer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._show(time.monotonic(), end="\n")
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are done."""
+        with self._lock:
+            self._done += num_bytes
+            if (now := time.monotonic()) >= self._next:
+                self._next = now + (0.2 if self._is_live else 15.0)
+                self._show(now, end="" if self._is_live else "\n")
+                self._shown = True
+
+    def _show(self, now: float, end: str) -> None:
+        seconds = now - self._began
+        line = (
+            f"{self._title}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB in "
+            f"{seconds:.0f} s ({self._done / 1e6 / seconds:,.0f} MB/s)"
+        )
+        print(f"\r{line}" if self._is_live else line, end=end, file=sys.stderr, flush=True)

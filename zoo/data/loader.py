@@ -1,9 +1,11 @@
 """Batches of a plan on the devices: Grain's threads prefetch the rows of this process."""
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +44,11 @@ def batches(
     ahead = iter(_dataset(plan, mesh, range(start, stop), accepted))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
-        yield from ahead  # forwards close() too
+        with contextlib.closing(ahead):
+            for item in ahead:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
 
     iterator = iterate()
     reference = weakref.ref(iterator)
@@ -56,22 +62,29 @@ def batches(
     return iterator
 
 
-def _dataset(
-    plan: Plan, mesh: Mesh | Layout | None, indices: range, accepted: Accepted
-) -> Iterable[tuple[int, Batch]]:
+def _dataset(plan: Plan, mesh: Mesh | Layout | None, indices: range, accepted: Accepted) -> Any:
+    """Batches, or what was raised in their place: as values, so that Grain adds nothing to it."""
     check_plan(plan)
     check_batch_size(plan.batch_size, mesh)
     held = held_rows(plan.batch_size, mesh)
 
-    def read(k: int) -> tuple[int, dict[Rows, HostBatch]]:
-        parts = {rows: plan.batch(k, slice(*rows)) for rows in held}
-        for (first, _), part in parts.items():
-            check_values(part, accepted, where=f"batch {k}", first_row=first)
+    def read(k: int) -> tuple[int, dict[Rows, HostBatch]] | Exception:
+        try:
+            parts = {rows: plan.batch(k, slice(*rows)) for rows in held}
+            for (first, _), part in parts.items():
+                check_values(part, accepted, where=f"batch {k}", first_row=first)
+        except Exception as error:
+            return error
         return k, parts
 
-    def put(item: tuple[int, dict[Rows, HostBatch]]) -> tuple[int, Batch]:
+    def put(item: tuple[int, dict[Rows, HostBatch]] | Exception) -> tuple[int, Batch] | Exception:
+        if isinstance(item, Exception):
+            return item
         k, parts = item
-        return k, _place(parts, plan.batch_size, mesh)
+        try:
+            return k, _place(parts, plan.batch_size, mesh)
+        except Exception as error:
+            return error
 
     import grain  # here: it takes as long as JAX to import, and not all who import this load data
 

@@ -24,9 +24,17 @@ from zoo.data.documents import (
     standard_library,
 )
 from zoo.data.mixtures.spec import is_mixture
-from zoo.data.prepared.agreement import Sample, check_named, check_tokenizer, same_ids
-from zoo.data.prepared.choice import prepared_by_itself, prepared_folder
-from zoo.data.prepared.parts import Part, Prepared, open_prepared
+from zoo.data.prepared.opening import (
+    Prepared,
+    Sample,
+    check_named,
+    check_tokenizer,
+    open_prepared,
+    prepared_by_itself,
+    prepared_folder,
+    same_ids,
+)
+from zoo.data.prepared.parts import Part
 from zoo.data.sources.splits import Given
 from zoo.data.special_tokens import begin_id, described, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan

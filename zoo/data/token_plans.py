@@ -363,7 +363,10 @@ class LabelledPlan(BucketPlan):
 
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
-    or 0 for empty rows. All parts of a document that was split have its label.
+    or 0 for the rows that fill up a bucket's last batch. Those are the first rows of the epoch's
+    order, each with its label: the bucket's, then those of smaller buckets, and none of the batch's
+    own as long as there are others. A loss does not count them, and statistics of a batch, as a
+    batch norm's, are of different rows. All parts of a document that was split have its label.
     """
 
     unit = "examples"
@@ -375,6 +378,14 @@ class LabelledPlan(BucketPlan):
             raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
+        self._fill = {bucket: self._others(bucket, batch) for bucket, batch in self._last.items()}
+
+    def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
+        """Rows that may stand in the places of a batch, in the order of the choice."""
+        counts = self._rows.counts
+        fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
+        first = list(itertools.islice(fitting, 2 * self.batch_size))
+        return sorted(first, key=lambda row: row in batch)
 
     def _content(self) -> Iterator[Any]:
         yield from super()._content()
@@ -389,14 +400,25 @@ class LabelledPlan(BucketPlan):
             "weights": ((), np.float32),
         }
 
+    def row_pieces(self, epoch: int, row: int) -> list[Piece]:
+        """The piece in a row of an epoch; in a row that fills up a batch too."""
+        if pieces := super().row_pieces(epoch, row):
+            return pieces
+        batch, place = divmod(row, self.batch_size)
+        bucket, _ = self._batch(epoch, batch)
+        others = self._fill[bucket]
+        number = self._last[bucket][:place].count(None)
+        return [self._row(epoch, *others[number % len(others)])]
+
     def _build(self, k: int, rows: range) -> HostBatch:
         batch = super()._build(k, rows)
-        mask = batch["segment_ids"] > 0
-        pieces = [self._pieces(k, row) for row in rows]
-        labels = [self.labels[row[0].document] if row else 0 for row in pieces]
+        epoch, number = divmod(k, self.batches_per_epoch)
+        places = [number * self.batch_size + row for row in rows]
+        labels = [self.labels[self.row_pieces(epoch, place)[0].document] for place in places]
+        weights = [bool(super(LabelledPlan, self).row_pieces(epoch, place)) for place in places]
         return {
             "inputs": batch["tokens"],
-            "mask": mask,
+            "mask": batch["segment_ids"] > 0,
             "labels": np.asarray(labels, np.int32),
-            "weights": np.asarray(mask.any(1), np.float32),
+            "weights": np.asarray(weights, np.float32),
         }

@@ -14,17 +14,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from zoo.common import checksums, files
-from zoo.common.addresses import (
-    AddressError,
-    Location,
-    explained,
-    files_below,
-    location,
-    read_if_there,
-    scheme_of,
-)
-from zoo.common.progress import Transfer
-from zoo.publishing.errors import PublishError
+from zoo.common.addresses import AddressError, scheme_of
+from zoo.common.store import Store, sizes
+from zoo.publishing import PublishError
 
 CACHE = Path("~/.cache/zoo/models")
 SAVING = "saving.json"
@@ -39,18 +31,17 @@ def uploading(address: object, *, last: str) -> Iterator[Path]:
     Raises:
         PublishError: it could not be copied; the local folder, which the message names, is kept.
     """
-    where = location(str(address), "folder")
+    store = Store(address, "folder")
     staging = files.local_path(CACHE, "cache") / "saving"
     files.make_folder(staging, "cache")
-    with files.unfinished(staging / where.name) as temporary:
+    with files.unfinished(staging / store.place.name) as temporary:
         new = temporary / "new"
         new.mkdir()
         yield new
         try:
-            with explained(where):
-                _copy(new, where, last)
+            _copy(new, store, last)
         except (AddressError, OSError) as error:
-            kept = new.rename(Path(tempfile.mkdtemp(dir=staging)) / where.name)
+            kept = new.rename(Path(tempfile.mkdtemp(dir=staging)) / store.place.name)
             raise PublishError(
                 f"{error}\nThe model could not be copied there. Nothing is lost: all of it is in "
                 f"{kept}"
@@ -65,42 +56,31 @@ def check_replaceable(address: object, unlisted: Collection[str]) -> None:
     Raises:
         AddressError: the store cannot be reached, or refuses.
     """
-    where = location(str(address), "folder")
-    if scheme_of(where) in ("http", "https"):
-        raise PublishError(f"folder='{where}': a web server is only read; save to s3:// or gs://")
-    with explained(where):
-        found = _names(where)
-        begun = json.loads(read_if_there(where / SAVING) or "[]")
-        known = checksums.listed(where) | {*begun, *unlisted, SAVING, checksums.NAME}
-    if others := sorted(found - known):
+    store = Store(address, "folder")
+    if scheme_of(store.address) in ("http", "https"):
         raise PublishError(
-            f"{where} has files that are not part of a model: {', '.join(others)}. Move them "
-            "away, or save elsewhere"
+            f"folder='{store.address}': a web server is only read; save to s3:// or gs://"
+        )
+    known = {*json.loads(store.read(SAVING) or "[]"), *unlisted, SAVING, checksums.NAME}
+    content = store.read(checksums.NAME) or b""
+    with contextlib.suppress(ValueError):  # a damaged list
+        known |= checksums.parse(content).keys()
+    if others := sorted({*store.names()} - known):
+        raise PublishError(
+            f"{store.address} has files that are not part of a model: {', '.join(others)}. Move "
+            "them away, or save elsewhere"
         )
 
 
-def _copy(folder: Path, where: Location, last: str) -> None:
+def _copy(folder: Path, store: Store, last: str) -> None:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    old = _names(where)
-    (where / SAVING).write_text(json.dumps(sorted(names | old)))
+    old = {*store.names()}
+    store.write(SAVING, json.dumps(sorted(names | old)).encode())
     for name in (checksums.NAME, last):
-        if name in old:
-            (where / name).unlink()
-    at_end = [name for name in (last, checksums.NAME) if name in names]
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    with Transfer(f"copying to {where}", sum(sizes.values())) as transfer:
-        for name in (*sorted(names - {*at_end}), *at_end):
-            if name == at_end[0]:
-                for other in old - names - {SAVING, checksums.NAME, last}:
-                    (where / other).unlink()
-            target = where / name
-            target.fs.put_file(str(folder / name), target.path)
-            if (found := target.stat().st_size) != sizes[name]:
-                raise PublishError(f"{target} has {found} bytes instead of {sizes[name]}")
-            transfer.add(sizes[name])
-    (where / SAVING).unlink()
-
-
-def _names(where: Location) -> set[str]:
-    """The names of all files below a folder; none if there is no such folder."""
-    return {*files_below(where)}
+        store.remove([name])
+    title = f"copying to {store.address}"
+    store.put(folder, sizes(folder, sorted(names - {checksums.NAME, last})), title=title)
+    store.remove(old - names - {SAVING, checksums.NAME, last})
+    for name in (last, checksums.NAME):
+        store.put(folder, sizes(folder, names & {name}))
+    store.remove([SAVING])

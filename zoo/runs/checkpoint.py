@@ -27,7 +27,6 @@ from jaxtyping import PyTree
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
 from zoo.runs import stored_arrays
-from zoo.sharding.axes import is_parameter, keystr
 
 _log = logging.getLogger(__name__)
 _NOTHING = -1  # process 0 sends it instead of a step
@@ -110,7 +109,10 @@ class Checkpointer:
                 files.remove(partial)
                 partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
-        stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
+        stored = {
+            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            for name, leaf in {**arrays, **more}.items()
+        }
         with self._explained(step):
             self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
         self._newest = step
@@ -254,11 +256,6 @@ def _anywhere(value: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
-def _has_checksums(name: str, size: int) -> bool:
-    """Whether the arrays' own checksums are trusted for a file."""
-    return name.startswith("arrays/") and size > _SMALL
-
-
 def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
     """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
 
@@ -288,8 +285,12 @@ def problems(folder: Path) -> list[str]:
 
 
 def seal(folder: Path) -> None:
-    """Write the list of a step's files, which completes it."""
-    checksums.write(folder, trusted=_has_checksums)
+    """Write the list of a step's files, which completes it; large arrays' own sums are trusted."""
+
+    def is_large_array(name: str, size: int) -> bool:
+        return name.startswith("arrays/") and size > _SMALL
+
+    checksums.write(folder, trusted=is_large_array)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -334,7 +335,7 @@ def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 def _arrays(tree: PyTree) -> dict[str, Any]:
     """Name -> array; a flat dict, so that no container's class matters to what is stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = [(keystr(path), leaf) for path, leaf in leaves if is_parameter(leaf)]
+    named = [(_name(path), leaf) for path, leaf in leaves if _is_array(leaf)]
     arrays = dict(named)
     if len(arrays) < len(named):
         raise CheckpointError("Two arrays of the state have the same dotted name")
@@ -343,16 +344,20 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
 
 def _replace_arrays(like: PyTree, restored: dict[str, jax.Array]) -> PyTree:
     def replace(path: tuple, leaf: Any) -> Any:
-        if not is_parameter(leaf):
+        if not _is_array(leaf):
             return leaf
-        array = restored[keystr(path)]
+        array = restored[_name(path)]
         return jax.random.wrap_key_data(array, impl=_key_impl(leaf)) if _is_key(leaf) else array
 
     return jax.tree_util.tree_map_with_path(replace, like)
 
 
-def _data(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _struct(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -375,8 +380,8 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
     """Orbax casts another dtype in silence and reports another tree in its own terms."""
-    lines = differences(saved, wanted, "in the checkpoint", "in this run")
-    if lines:
+    if saved != wanted:
+        lines = differences(saved, wanted, "in the checkpoint", "in this run")
         raise CheckpointError(
             f"{folder} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(lines)
         )

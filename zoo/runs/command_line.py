@@ -17,8 +17,8 @@ import tyro
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zoo.common import configuration, interrupts
-from zoo.publishing.errors import PublishError
+from zoo.common import configuration, startup
+from zoo.publishing import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
 from zoo.runs.processes import RunError
@@ -148,7 +148,7 @@ def cli_errors(left: str = "stopped") -> Iterator[None]:
     ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
     of the output that has left, as `head` does, by silence.
     """
-    interrupts.as_usual()
+    startup.as_usual()
     try:
         try:
             yield

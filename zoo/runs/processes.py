@@ -4,15 +4,12 @@ SIGTERM and SIGINT ask a run to save and leave: all its processes at the same st
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zoo.common import files, tpus
+from zoo.common import files
 
 # Seconds between two times that the processes ask each other for signals.
 SECONDS = 2.0
@@ -28,27 +25,6 @@ SECONDS = 2.0
 
 class RunError(RuntimeError):
     """A run that cannot start, or cannot continue, with what to do about it."""
-
-
-def keep_freed_memory() -> None:
-    """Keep freed memory in this process, as XLA for CPU allocates all temporaries in each step.
-
-    Given back and faulted in again, they cost a small step over a quarter of its time. To be
-    called before JAX starts its threads: a thread that has an arena of its own by then maps what
-    does not fit into one, 64 MiB, again at each step, whatever is set later.
-    """
-    # mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX; other C libraries have none.
-    with contextlib.suppress(AttributeError, OSError):
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):
-            ctypes.CDLL(None).mallopt(option, value)
-
-
-def is_on_cpu() -> bool:
-    """Whether JAX computes on this machine's CPU, as far as that is known before it starts."""
-    if given := getattr(jax.config, "jax_platforms", None):
-        return str(given).split(",")[0] == "cpu"
-    has_plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
-    return not has_plugins and not tpus.may_have_tpus()
 
 
 def join_processes() -> None:

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import addresses, checksums, files, plugins
+from zoo.common import addresses, checksums, files, plugins, startup
 from zoo.data.plans import Plan, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.runs import processes
@@ -64,8 +64,8 @@ class Run(Generic[ConfigT]):
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         logging.getLogger("absl").addFilter(_has_no_traceback)
-        if processes.is_on_cpu():
-            processes.keep_freed_memory()
+        if startup.is_on_cpu():
+            startup.keep_freed_memory()
         if config.distributed:
             processes.join_processes()
         # For a plan JAX computes on this machine's CPU alone from here on.
@@ -269,8 +269,7 @@ class Run(Generic[ConfigT]):
 
     def _write_config(self) -> None:
         text = json.dumps(as_json(self.config), indent=2) + "\n"
-        path = self.folder / "config.json"
-        files.replace(path, lambda temporary: temporary.write_text(text))
+        files.replace(self.folder / "config.json", text)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

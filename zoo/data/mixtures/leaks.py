@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from zoo.data.prepared import hashes
-from zoo.data.prepared.parts import Prepared
+from zoo.data.prepared.opening import Prepared
 
 
 def find_leaks(sources: Mapping[str, Prepared]) -> dict[str, set[bytes]]:

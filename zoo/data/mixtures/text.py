@@ -16,10 +16,15 @@ from zoo.data.mixtures.leaks import find_leaks
 from zoo.data.mixtures.plan import MixturePlan
 from zoo.data.mixtures.schedule import Stage, rounded
 from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
-from zoo.data.prepared.agreement import check_named, check_tokenizer
-from zoo.data.prepared.choice import files_of, prepared_folder
 from zoo.data.prepared.format import TOKENIZER
-from zoo.data.prepared.parts import Prepared, open_prepared
+from zoo.data.prepared.opening import (
+    Prepared,
+    check_named,
+    check_tokenizer,
+    files_of,
+    open_prepared,
+    prepared_folder,
+)
 from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
 from zoo.data.sources.splits import plan_splits
 from zoo.data.tokenizer import BPETokenizer, get_tokenizer, load_tokenizer

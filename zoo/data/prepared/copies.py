@@ -1,19 +1,49 @@
-"""Local copies of the shards of a prepared corpus that lies at an address."""
+"""Prepared corpora at addresses: copied up by shards as they are prepared, and down as needed."""
 
+import hashlib
 import tempfile
 from pathlib import Path
 
 from zoo.common import files
-from zoo.common.addresses import Location, explained, inside
-from zoo.data.prepared.format import SHARDS
-from zoo.data.prepared.once import made_once
+from zoo.common.addresses import Location
+from zoo.common.store import Store, sizes
+from zoo.data.prepared.format import SHARDS, SOURCES, SUMMED, SUMS, TOKENIZER, work_file
+
+CACHE = Path("~/.cache/zoo/prepare")
+
+
+def working_folder(address: Location) -> Path:
+    """The local folder in which the corpus of an address is prepared."""
+    return CACHE.expanduser() / hashlib.sha256(str(address).encode()).hexdigest()[:16]
+
+
+def copy_shard(number: int, folder: Path, address: str) -> int:
+    """Copy the files of a shard up, and return its number; what is there is not copied again."""
+    copied = work_file(folder, number, ".copied")
+    if not copied.exists():
+        shards = folder / SHARDS
+        Store(address, "out").put(shards, sizes(shards, _names(number)), f"{SHARDS}/")
+        copied.touch()
+    return number
+
+
+def copy_tokenizer(folder: Path, address: str) -> None:
+    """Copy the tokenizer's files up."""
+    found = sorted(path for path in (folder / TOKENIZER).rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in found]
+    Store(address, "out").put(folder, sizes(folder, names))
+
+
+def _names(number: int) -> list[str]:
+    """The files of a shard."""
+    return [f"{number:08}{suffix}" for suffix in (*SUMMED, SUMS, SOURCES)]
 
 
 class Copies:
     """Copies of a corpus' folders and shards in `cache`, or in a temporary folder, when needed."""
 
     def __init__(self, source: Location, fingerprint: str, cache: Path | None):
-        self._source = source
+        self._store = Store(source, "data")
         if cache is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="zoo-shards-")
             cache = Path(self._temporary.name)
@@ -21,22 +51,16 @@ class Copies:
 
     def folder(self, name: str) -> Path:
         """A copy of a folder."""
-        return self._copied(name, f"{name}/*")
+
+        def copy(folder: Path) -> None:
+            self._store.get(folder, self._store.names(name), f"{name}/")
+
+        return files.made_once(self._cache / name, copy, "data.cache")
 
     def stem(self, number: int) -> Path:
         """The path of the copies of a shard's files without their suffixes."""
-        name = f"{number:08}"
-        return self._copied(name, f"{SHARDS}/{name}.*") / name
 
-    def _copied(self, name: str, pattern: str) -> Path:
         def copy(folder: Path) -> None:
-            with explained(self._source):
-                for file in self._source.glob(pattern):
-                    self._copy(file, inside(folder, file.name, self._source))
+            self._store.get(folder, _names(number), f"{SHARDS}/")
 
-        return made_once(self._cache / name, copy)
-
-    def _copy(self, source: Location, target: Path) -> None:
-        with source.open("rb") as remote, open(target, "wb") as local:
-            while part := remote.read(2**22):
-                local.write(part)
+        return files.made_once(self._cache / f"{number:08}", copy, "data.cache") / f"{number:08}"

@@ -6,31 +6,22 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from zoo.common.addresses import Location, explained, is_remote
 from zoo.data.packing import Piece
-from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import (
     RECORD,
     SHARDS,
     SOURCES,
-    TOKENIZER,
     TOKENS,
     Manifest,
-    check_tokenizer,
-    read_manifest,
-    shard_file,
+    Shard,
 )
-from zoo.data.prepared.hashes import HASH, hash_limit, number_of
-from zoo.data.prepared.shards import Shard, check_size
-from zoo.data.tokenizer import Reading, Tokenizer, load_tokenizer
+from zoo.data.prepared.hashes import HASH
 
 OPEN_SHARDS = 32
 _AHEAD = 128  # records read at a time: a fraction of a block
@@ -214,7 +205,7 @@ def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Part, 
     @functools.lru_cache(maxsize=OPEN_SHARDS)
     def opened(number: int) -> Shard:
         record, stem = manifest.shards[number], stem_of(number)
-        shard = Shard(stem, record.sizes, record.sums, _remedy(stem), verified.get(number))
+        shard = Shard(stem, record.sizes, record.sums, remedy(stem), verified.get(number))
         verified[number] = shard.verified
         return shard
 
@@ -225,76 +216,11 @@ def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def _stem(folder: Path, number: int) -> Path:
-    return Path(shard_file(folder, number, ""))
-
-
-def _remedy(stem: Path) -> str:
+def remedy(stem: Path) -> str:
+    """How to get the files of a shard back."""
     if stem.parent.name != SHARDS:
         return f"remove {stem.parent}, which is copied again"
     return (
         f"put {stem.name}.* back from a copy, or remove {stem.parent.parent} and run `python -m "
         "zoo prepare` again"
     )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared corpus on disk."""
-
-    folder: Location
-    manifest: Manifest
-    tokenizer: Tokenizer
-    train: Part
-    held_out: Part
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of its content: equal ones mean equal batches."""
-        return self.manifest.fingerprint + self.train.limit
-
-    @functools.cached_property
-    def bounds(self) -> tuple[int, int]:
-        """A hash that none to train on is below, and one that all held out are below.
-
-        Functions are held out with their files, whatever their hashes are. Else both are that of
-        the share held out, unless a part had to be given its only document.
-        """
-        if "documents" in self.manifest.options:
-            return 0, 1 << 128
-        limit = hash_limit(self.manifest.options["held_out"])
-        ends = [limit, limit]
-        for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):
-            if self.manifest.total(record).documents == 1:
-                [only] = part.hashes(0, 1 << 128)
-                ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
-        return ends[0], ends[1]
-
-    @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names with which it was prepared."""
-        return self.manifest.options.get("special_tokens", "text")
-
-
-def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
-    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
-
-    Of a folder at an address, shards are copied into the folder `cache` when they are used.
-
-    Raises:
-        FileNotFoundError: a file of a shard is missing.
-        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
-            than the manifest says.
-    """
-    with explained(folder):
-        manifest = read_manifest(folder)
-        check_tokenizer(folder, manifest)
-    if is_remote(folder):
-        copies = Copies(folder, manifest.fingerprint, cache)
-        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
-    else:
-        tokenizer, stem_of = load_tokenizer(folder / TOKENIZER), partial(_stem, Path(folder))
-        for number, record in enumerate(manifest.shards):
-            for suffix, size in record.sizes.items():
-                check_size(Path(f"{stem_of(number)}{suffix}"), size, _remedy(stem_of(number)))
-    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))

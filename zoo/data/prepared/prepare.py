@@ -16,22 +16,20 @@ import numpy as np
 
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
-from zoo.data.prepared import copying, engines, hashes
-from zoo.data.prepared.engines import Engine
+from zoo.data.prepared import copies, engines, hashes
+from zoo.data.prepared.engines import Bar, Engine
 from zoo.data.prepared.format import (
     MANIFEST,
     SHARDS,
     TOKENIZER,
     WORK,
     Manifest,
-    check_tokenizer,
     dtype_of,
     read_manifest,
     tokenizer_digest,
     write_manifest,
 )
-from zoo.data.prepared.parting import PARTED, write_parts
-from zoo.data.prepared.progress import Bar
+from zoo.data.prepared.hashes import PARTED, write_parts
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.sources.reading import read_split
 from zoo.data.sources.sample import sample_texts
@@ -86,7 +84,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: must be positive")
     out = location(folder, "out")
-    local = copying.working_folder(out) if is_remote(out) else out.absolute()
+    local = copies.working_folder(out) if is_remote(out) else out.absolute()
     splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
@@ -180,8 +178,8 @@ def _passes(
         records = dict(run(write_parts, parts))
         if address is not None:
             bar.say("copying")
-            copying.copy_tokenizer(out, address)
-            for _ in run(copying.copy_shard, [(i, out, address) for i in range(len(shards))]):
+            copies.copy_tokenizer(out, address)
+            for _ in run(copies.copy_shard, [(i, out, address) for i in range(len(shards))]):
                 pass
     manifest = Manifest(
         whole=None if only is None else hashes.hash_of(only.encode()).hex(),
@@ -281,7 +279,6 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
     with explained(out):
         if (out / MANIFEST).exists():
             manifest = read_manifest(out)
-            check_tokenizer(out, manifest)
             known, begun = manifest.options, manifest.files
         elif (work / OPTIONS).exists():
             known = json.loads((work / OPTIONS).read_text(encoding="utf-8"))

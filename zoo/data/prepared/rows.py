@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64
 
+from zoo.common.files import made_once
 from zoo.data.packing import ROOM_IN_BUCKETS, Piece, cut_lengths, too_long_error
-from zoo.data.prepared.once import made_once
+from zoo.data.prepared.format import Shard, write_sums
 from zoo.data.prepared.parts import Part
-from zoo.data.prepared.shards import Shard, write_sums
 
 VERSION = 1
 _SLICE = 2**15  # documents at a time
@@ -49,7 +49,9 @@ def row_index(
         raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
     key = json.dumps([VERSION, part.fingerprint, lengths.tolist(), too_long])
     entry = cache / "rows" / hashlib.sha256(key.encode()).hexdigest()
-    return RowIndex(made_once(entry, lambda folder: _write(folder, part, lengths, too_long)))
+    return RowIndex(
+        made_once(entry, lambda folder: _write(folder, part, lengths, too_long), "data.cache")
+    )
 
 
 def _write(folder: Path, part: Part, lengths: Int64[np.ndarray, "_"], too_long: str) -> None:

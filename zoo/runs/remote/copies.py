@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.common import checksums, files
-from zoo.common.addresses import AddressError, inside
+from zoo.common.store import Store, places
 from zoo.runs.checkpoint import seal, set_aside
-from zoo.runs.remote.store import Store
 
 _log = logging.getLogger(__name__)
 RECORD = ".remote.json"  # of the working folder
@@ -53,8 +52,7 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record, atomically."""
-        text = json.dumps(vars(self))
-        files.replace(folder / RECORD, lambda temporary: temporary.write_text(text))
+        files.replace(folder / RECORD, json.dumps(vars(self)))
 
 
 class RemoteCopies:
@@ -69,8 +67,7 @@ class RemoteCopies:
         content: dict[str, Any] = json.loads(index) if index else {"id": "", "files": []}
         self.id: str = content["id"]
         """The id of the run at the address; empty if no run is there."""
-        for name in content["files"]:
-            inside(folder, name, f"{store.address}/{INDEX}")
+        places(folder, content["files"], f"{store.address}/{INDEX}")
         self._listed = set(content["files"])
         self.complete, self._begun = stored_steps(store)
         self._fetched: set[int] = set()
@@ -168,10 +165,10 @@ class RemoteCopies:
             partial.mkdir(parents=True)
             try:
                 prefix = f"{STEPS}/{step}/"
-                self._store.get(partial, [checksums.NAME], prefix)
-                self._store.get(partial, sorted(checksums.listed(partial)), prefix)
-                problems = checksums.problems(partial)
-            except AddressError as error:
+                listed = checksums.parse(self._store.read(prefix + checksums.NAME) or b"")
+                found = self._store.get(partial, listed, prefix)
+                problems = [f"{name} {problem}" for name, problem in found.items()]
+            except ValueError as error:
                 if error.__cause__ is not None:  # the store's
                     raise
                 problems = [str(error)]

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
+from zoo.common.store import Store
 from zoo.runs.processes import RunError
-from zoo.runs.remote.store import Store
 
 SECONDS = 60.0  # that a lease outlives its owner
 SETTLE = 3.0  # that a starter waits before it reads itself back, on stores that need it

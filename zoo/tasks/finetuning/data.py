@@ -10,7 +10,7 @@ from zoo.data import completions, rows, text
 from zoo.data.chats import ChatTemplate
 from zoo.data.documents import held_out_split, help_topics
 from zoo.data.preferences import make_pairs
-from zoo.data.prepared.agreement import check_tokenizer
+from zoo.data.prepared.opening import check_tokenizer
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.tokenizer import Reading, Tokenizer
 from zoo.runs.run import Run

@@ -1,0 +1,232 @@
+"""The objects under an address: read, written, listed, and copied from and to local folders.
+
+All that the zoo has at addresses, runs, models and corpora, is copied here. A file that is fetched
+appears whole, and one whose size or SHA-256 is known is compared with it. Stores rename nothing:
+whoever writes a folder writes the file last that says that the others are there, such as its
+`checksums.json`. The libraries of the stores try a request again by themselves; what lasts longer
+is an error in one sentence (`zoo.common.addresses.explained`).
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from zoo.common import checksums, files
+from zoo.common.addresses import NO_BUCKET, explained, location, reason_of
+from zoo.common.files import AddressError, Transfer, inside
+
+_AT_ONCE = 4  # transfers of files; each holds a part of its file in memory
+_PART = 2**22  # bytes
+
+
+class Store:
+    """The objects under an address, by their names below it."""
+
+    def __init__(self, address: object, field: str = "address"):
+        """`field` is the field that has the address, for errors."""
+        self.place = location(str(address), field)
+        self.address = str(self.place)
+        self._fs, self._root = self.place.fs, self.place.path.rstrip("/")
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of an object; None if its bucket has no such object.
+
+        Raises:
+            AddressError: the store cannot be read, or has no such bucket.
+        """
+        with explained(self.place):
+            try:
+                return self._fs.cat_file(self._path(name))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if reason_of(error) == NO_BUCKET:
+                    raise
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object whole, over the one that is there."""
+        with self._in_bucket():
+            self._fs.pipe_file(self._path(name), content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object unless there is one; False if there is.
+
+        A store that does not know such a write replaces the object, and it is True.
+        """
+        with self._in_bucket():
+            try:
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+    def put(
+        self, folder: Path, names: Iterable[str], prefix: str = "", *, title: str = ""
+    ) -> list[str]:
+        """Copy files of a local folder to the objects of their names after `prefix`.
+
+        Where `names` has the entries of checksums, the objects have to have their sizes. With a
+        title the progress is shown. Returns the names of files that are gone.
+
+        Raises:
+            AddressError: an object has another size than its file.
+        """
+        entries = _entries(names)
+        total = sum(entry.get("bytes", 0) for entry in entries.values())
+
+        def copy(name: str) -> bool:
+            path = self._path(prefix + name)
+            try:
+                self._fs.put_file(str(folder / name), path)
+            except FileNotFoundError:
+                if (folder / name).exists():  # it is the bucket that is missing
+                    raise
+                return False
+            if (size := entries[name].get("bytes")) is not None:
+                if (found := self._fs.info(path)["size"]) != size:
+                    where = f"{self.address}/{prefix}{name}"
+                    raise AddressError(f"{where} has {found} bytes instead of {size}")
+                transfer.add(size)
+            return True
+
+        with self._in_bucket(), Transfer(title, total) as transfer:
+            return [name for name, done in _at_once(copy, entries).items() if not done]
+
+    def get(
+        self, folder: Path, names: Iterable[str], prefix: str = "", *, title: str = ""
+    ) -> dict[str, str]:
+        """Copy objects to files of a local folder, each of which appears whole.
+
+        With a title the progress is shown. Returns a text for each file that was not fetched: it is
+        missing or, where `names` has the entries of checksums, has other bytes.
+
+        Raises:
+            AddressError: a name leads out of the folder, or is that of a file and of a folder.
+        """
+        entries = _entries(names)
+        targets = places(folder, entries, self.address)
+        total = sum(entry.get("bytes", 0) for entry in entries.values())
+
+        def copy(name: str) -> str | None:
+            target = targets[name]
+            files.make_folder(target.parent, "folder")
+
+            def fetch(temporary: Path) -> None:
+                digest, size = hashlib.sha256(), 0
+                with (
+                    self._fs.open(self._path(prefix + name), "rb") as there,
+                    open(temporary, "wb") as here,
+                ):
+                    while part := there.read(_PART):
+                        here.write(part)
+                        digest.update(part)
+                        size += len(part)
+                        transfer.add(len(part))
+                if line := checksums.difference(entries[name], size, digest.hexdigest):
+                    raise _OtherBytesError(line)
+
+            try:
+                files.replace(target, fetch)
+            except (FileNotFoundError, _OtherBytesError) as error:
+                target.with_name(f"{target.name}.tmp").unlink(missing_ok=True)
+                return str(error) if isinstance(error, _OtherBytesError) else "is missing"
+            return None
+
+        with explained(self.place), Transfer(title, total) as transfer:
+            return {name: x for name, x in _at_once(copy, entries).items() if x is not None}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; a missing one is no error."""
+
+        def remove(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+        with explained(self.place):
+            _at_once(remove, names)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The sorted names below a folder `prefix`, without it."""
+        return sorted(self.listing(prefix))
+
+    def listing(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+        """The store's record of each object below a folder `prefix`, by name in the folder.
+
+        Raises:
+            AddressError: a name that leads out of the folder.
+        """
+        with self._in_bucket():
+            self._fs.invalidate_cache()
+            folder = self._path(prefix).rstrip("/")
+            infos = self._fs.find(folder, detail=True).items()
+        start = folder.strip("/") + "/"
+        found = {name.lstrip("/").removeprefix(start): x for name, x in infos if name[-1:] != "/"}
+        where = f"{self.address}/{prefix}".rstrip("/")
+        for name in found:
+            inside(self.place, name, where)
+        return found
+
+    def modified(self, name: str) -> datetime | None:
+        """The time of an object's writing, by the store's clock; None if there is no object."""
+        with explained(self.place):
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.modified(self._path(name))
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _in_bucket(self) -> Iterator[None]:
+        """A context of requests that need nothing but the bucket to be there."""
+        with explained(self.place):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise AddressError(f"{self.address}: {NO_BUCKET}") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+class _OtherBytesError(Exception):
+    """A file is not the one that a list of checksums names."""
+
+
+def places(folder: Path, names: Iterable[str], listing: object) -> dict[str, Path]:
+    """The place in a local folder of each name of a listing; see `zoo.common.files.inside`.
+
+    Raises:
+        AddressError: a name leads out of the folder, or is that of a file and of a folder.
+    """
+    found = {name: inside(folder, name, listing) for name in names}
+    for name in found:
+        for above in (parent.as_posix() for parent in Path(name).parents):
+            if above in found:
+                raise AddressError(
+                    f"{listing} lists {above!r} and {name!r}: a file here cannot be a folder too; "
+                    "remove one of the two there"
+                )
+    return found
+
+
+def sizes(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """The entries, for `Store.put`, of files that are all there."""
+    return {name: {"bytes": (folder / name).stat().st_size} for name in names}
+
+
+def _entries(names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+    return names if isinstance(names, Mapping) else {name: {} for name in names}
+
+
+def _at_once(call: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
+    """The result of a call for each name, some at once; after an error no other one is begun."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        begun = {name: pool.submit(call, name) for name in names}
+        try:
+            return {name: one.result() for name, one in begun.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,300 @@
+"""Text on disk, opened: prepared by a command or now, and what a configuration says of it."""
+
+import functools
+import hashlib
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zoo.common import files
+from zoo.common.addresses import Location, explained, files_matching, is_remote, location
+from zoo.common.files import local_path
+from zoo.data.documents import Document
+from zoo.data.prepared.copies import Copies
+from zoo.data.prepared.format import (
+    MANIFEST,
+    SHARDS,
+    TOKENIZER,
+    DamagedError,
+    Manifest,
+    check_size,
+    read_manifest,
+    shard_file,
+    tokenizer_digest,
+)
+from zoo.data.prepared.hashes import hash_limit, number_of
+from zoo.data.prepared.parts import Part, parts_of, remedy
+from zoo.data.prepared.prepare import prepare
+from zoo.data.sources.splits import Given
+from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.tokenizer import (
+    FILE_NAME,
+    ByteTokenizer,
+    Reading,
+    Tokenizer,
+    get_tokenizer,
+    load_tokenizer,
+)
+
+BY_ITSELF = 4 * 2**30  # bytes of files
+
+
+_REMEDY = "leave the flag out, or prepare the text again with it"
+SAMPLE_BYTES = 2**20  # of held-out text, for compressors
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared corpus on disk."""
+
+    folder: Location
+    manifest: Manifest
+    tokenizer: Tokenizer
+    train: Part
+    held_out: Part
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of its content: equal ones mean equal batches."""
+        return self.manifest.fingerprint + self.train.limit
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """A hash that none to train on is below, and one that all held out are below.
+
+        Functions are held out with their files, whatever their hashes are. Else both are that of
+        the share held out, unless a part had to be given its only document.
+        """
+        if "documents" in self.manifest.options:
+            return 0, 1 << 128
+        limit = hash_limit(self.manifest.options["held_out"])
+        ends = [limit, limit]
+        for i, (part, record) in enumerate(((self.train, "train"), (self.held_out, "held_out"))):
+            if self.manifest.total(record).documents == 1:
+                [only] = part.hashes(0, 1 << 128)
+                ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
+        return ends[0], ends[1]
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names with which it was prepared."""
+        return self.manifest.options.get("special_tokens", "text")
+
+
+def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
+    """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
+
+    Of a folder at an address, shards are copied into the folder `cache` when they are used.
+
+    Raises:
+        FileNotFoundError: a file of a shard is missing.
+        ValueError: the manifest or the tokenizer is damaged or missing, or a file has another size
+            than the manifest says.
+    """
+    with explained(folder):
+        manifest = read_manifest(folder)
+    if is_remote(folder):
+        copies = Copies(folder, manifest.fingerprint, cache)
+        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
+    else:
+        tokenizer, stem_of = (
+            load_tokenizer(folder / TOKENIZER),
+            partial(shard_file, Path(folder), suffix=""),
+        )
+        for number, record in enumerate(manifest.shards):
+            for suffix, size in record.sizes.items():
+                check_size(Path(f"{stem_of(number)}{suffix}"), size, remedy(stem_of(number)))
+    return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))
+
+
+def prepared_folder(files: str) -> Location | None:
+    """The folder that `data.files` names, if it is one of `python -m zoo prepare`.
+
+    Raises:
+        DamagedError: preparing it was not finished.
+    """
+    if not files or "," in files:
+        return None
+    folder = location(files, "data.files")
+    if (folder / MANIFEST).is_file():
+        return folder
+    if (folder / SHARDS).is_dir():
+        raise DamagedError(
+            f"data.files={files!r} has shards and no {MANIFEST}: `python -m zoo prepare` has not "
+            "finished it; run the same command again, which resumes it"
+        )
+    return None
+
+
+def prepared_by_itself(
+    config: Any,
+    tokenizer: str | Tokenizer,
+    vocab_size: int,
+    given: Given | None = None,
+    without: Set[bytes] = frozenset(),
+) -> Prepared:
+    """The text of a `text.Source`, or what is `given`, prepared in its cache by one process.
+
+    Others wait, and find it. Without a cache it is prepared in a temporary folder, which goes.
+
+    Raises:
+        FileNotFoundError: a pattern matches no file.
+        ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
+    """
+    patterns = [pattern.strip() for pattern in config.files.split(",")]
+    content: Any = given.version if given is not None else files_of(config)
+    with tempfile.TemporaryDirectory() as temporary:
+        spec = tokenizer
+        if tokenizer != "bpe":
+            one = get_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            one.save(Path(temporary))
+            spec = temporary
+        options: dict[str, Any] = {
+            "vocab_size": vocab_size if spec == "bpe" else 0,
+            "field": config.field,
+            "held_out": config.held_out,
+            "special_tokens": config.reading,
+            "documents": config.documents,
+        }
+        known = "bpe" if spec == "bpe" else tokenizer_digest(Path(temporary))
+        hidden = sorted(hashed.hex() for hashed in without)
+        key = hashlib.sha256(json.dumps([content, known, options, hidden]).encode()).hexdigest()
+        if config.cache is None:
+            cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
+        else:
+            cache = local_path(config.cache, "data.cache")
+            files.make_folder(cache, "data.cache")
+        folder = cache / "prepared" / key[:32]
+        if not (folder / MANIFEST).exists():
+            show = given is None and sum(size for _, size, _ in content) > 2**25
+            data = patterns if given is None else given
+            prepare(data, folder, tokenizer=str(spec), without=without, show=show, **options)
+    prepared = open_prepared(folder)
+    if config.cache is None:
+        weakref.finalize(prepared.train.opened, shutil.rmtree, cache, ignore_errors=True)
+    return prepared
+
+
+def files_of(
+    config: Any, tokenizer: str | None = None
+) -> list[tuple[str, int, float | int | None]]:
+    """The files of a `text.Source`: paths, sizes, and times where they are known.
+
+    Raises:
+        ValueError: they are too much to be prepared at the start of a run; it names the command
+            that prepares them, with its own `tokenizer` if none is given.
+    """
+    patterns = [pattern.strip() for pattern in config.files.split(",")]
+    found: dict[Location, str] = {}
+    for pattern in patterns:
+        found |= files_matching(pattern, "data.files")
+    stats = {str(path): path.stat() for path in found}
+    size = sum(stat.st_size for stat in stats.values())
+    if size > BY_ITSELF:
+        words = ["python -m zoo prepare", *map(repr, patterns)]
+        tokenizer = tokenizer or getattr(config, "tokenizer", "MODEL/tokenizer.json")
+        words.append(f"--tokenizer {tokenizer}")
+        if tokenizer == "bpe":
+            words.append(f"--vocab-size {config.vocab_size}")
+        if config.reading != "text":
+            words.append(f"--special-tokens {config.reading}")
+        raise ValueError(
+            f"data.files={config.files!r} has {size / 2**30:,.1f} GiB in {len(found):,} files: "
+            f"above {BY_ITSELF / 2**30:.0f} GiB a run does not tokenize by itself. Do it once, on "
+            f"all cores: {' '.join([*words, '--out FOLDER'])}, and then give --data FOLDER"
+        )
+    return [(path, stat.st_size, stat.st_mtime) for path, stat in sorted(stats.items())]
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether all texts get equal ids from both tokenizers."""
+    return one is other or _identity(one) == _identity(other)
+
+
+def check_tokenizer(
+    prepared: Prepared, tokenizer: Tokenizer, whose: str, remedy: str = "prepare the text again"
+) -> None:
+    """Raise a ValueError unless a tokenizer gives the ids of the prepared one."""
+    if not same_ids(tokenizer, prepared.tokenizer):
+        raise ValueError(
+            f"{whose} has another tokenizer ({_described(tokenizer)}) than {prepared.folder} was "
+            f"prepared with ({_described(prepared.tokenizer)}): {remedy}"
+        )
+
+
+def check_named(prepared: Prepared, config: Any, default: Any) -> None:
+    """Raise a ValueError unless the fields of a configuration name what was prepared.
+
+    They are the tokenizer, vocab_size, field, held_out and special_tokens, where it has them with
+    another value than `default`.
+    """
+    named = {
+        name: value
+        for name in ("tokenizer", "vocab_size", "field", "held_out", "special_tokens")
+        if (value := getattr(config, name, None)) != getattr(default, name, None)
+    }
+    if (spec := named.get("tokenizer")) is not None:
+        _check_spec(prepared, spec)
+    given = {**prepared.manifest.options, "vocab_size": prepared.tokenizer.vocab_size}
+    given["special_tokens"] = prepared.reading
+    for name in ("vocab_size", "field", "held_out", "special_tokens"):
+        if named.get(name) not in (None, given.get(name), prepared.manifest.options.get(name)):
+            raise ValueError(
+                f"data.{name}={named[name]!r}: {prepared.folder} was prepared with {given[name]!r}"
+                f"; {_REMEDY}"
+            )
+
+
+def _check_spec(prepared: Prepared, spec: str) -> None:
+    if spec not in ("bytes", "bpe"):
+        check_tokenizer(prepared, get_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
+    elif (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
+        raise ValueError(
+            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "
+            f"({_described(prepared.tokenizer)}); {_REMEDY}"
+        )
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    ids = f"{tokenizer.vocab_size:,} ids"
+    return f"bytes, {ids}" if isinstance(tokenizer, ByteTokenizer) else ids
+
+
+def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """The tokenizer's file, begin and end: equal where all texts get equal ids."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        content = Path(folder, FILE_NAME).read_bytes()
+    return content, begin_id(tokenizer), end_id(tokenizer)
+
+
+class Sample(Sequence[Document]):
+    """The first documents of a part, in about `num_bytes` of text, decoded when it is used."""
+
+    def __init__(self, part: Part, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
+        self._part, self._tokenizer, self._num_bytes = part, tokenizer, num_bytes
+
+    @functools.cached_property
+    def _documents(self) -> list[Document]:
+        documents: list[Document] = []
+        left = self._num_bytes
+        for i in range(len(self._part)):
+            # An id is a byte at least.
+            text = self._tokenizer.decode(self._part.ids(i, 0, left))
+            documents.append(Document(self._part.name(i), text))
+            left -= len(text.encode())
+            if left <= 0:
+                break
+        return documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, i):
+        return self._documents[i]
