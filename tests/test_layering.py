@@ -82,7 +82,7 @@ CEILINGS = {
     "hf": 3260,
     "runs": 4930,
     "tasks": 2290,
-    "planning": 3340,
+    "planning": 3230,
     "evaluation": 1120,
     "__main__": 140,
     "__init__": 155,
