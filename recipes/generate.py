@@ -30,10 +30,9 @@ import tyro
 from zoo.common import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer
-from zoo.publishing import adapters, formats
-from zoo.publishing.adapters import nearest
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite
+from zoo.publishing import formats
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest, sampling, whole
 from zoo.runs.command_line import cli
 from zoo.runs.config import check_seed
 from zoo.tasks import generation
@@ -107,7 +106,7 @@ class Config:
         Raises:
             ValueError: one of the folder's is no number.
         """
-        source, found = adapters.sampling(folder)
+        source, found = sampling(folder)
         new = {name: x for name, x in found.items() if getattr(self.sampling, name) is None}
         if new:
             listed = ", ".join(f"{name}={x}" for name, x in new.items())
@@ -128,7 +127,7 @@ def main(config: Config) -> None:
     """Load, generate and print."""
     folder = find(config.model)
     config = config.completed(folder)
-    is_hugging_face = formats.name_of(adapters.whole(folder)) != "zoo"
+    is_hugging_face = formats.name_of(whole(folder)) != "zoo"
     tokenizer = load_tokenizer(nearest(folder, FILE_NAME))
     tokenizer = with_chat_template(tokenizer, config.chat_template)
     chat = None

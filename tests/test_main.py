@@ -11,9 +11,9 @@ import zoo
 from zoo import __main__ as main
 from zoo import mlp
 from zoo.planning import command as planning
+from zoo.publishing import PublishError
 from zoo.publishing import shelf as the_shelf
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import WEIGHTS
+from zoo.publishing.formats import WEIGHTS
 from zoo.runs.command_line import _ELSEWHERE, _flags, parse
 
 

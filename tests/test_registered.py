@@ -19,8 +19,7 @@ from zoo import __main__ as main
 from zoo import lora, mlp, sharding, transformer
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.products import matmul
-from zoo.publishing import adapters, families, formats, models, slices, tensors
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, families, formats, models, shelf, tensors
 from zoo.sharding import parts as parts_of_arrays
 from zoo.transformer import blocks
 from zoo.wrappers.classifier import Classifier
@@ -247,7 +246,7 @@ def test_what_stacks_layers_is_gathered_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "gathered", seen_gathered)
     _, state = eqx.nn.make_with_state(Net)(key=KEY)
     blocks = drawn_transformer().blocks
-    monkeypatch.setattr(slices, "BLOCK_BYTES", blocks.mlp.w_up[0].nbytes)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", blocks.mlp.w_up[0].nbytes)
     model = {"lost": Unresolved({"a": jnp.ones((8, 4))}), "mlp": blocks.mlp, "state": state}
     tensors.write_tensors(tmp_path / "x.safetensors", model)
     stored = load_file(tmp_path / "x.safetensors")
@@ -255,7 +254,7 @@ def test_what_stacks_layers_is_gathered_in_parts(tmp_path, monkeypatch):
     layers = len(blocks.mlp.w_up)
     assert layers > 1
     assert sum(part.shape[1:] == blocks.mlp.w_up.shape[1:] for part in seen) >= layers
-    assert max(part.nbytes for part in seen) == slices.BLOCK_BYTES
+    assert max(part.nbytes for part in seen) == tensors.BLOCK_BYTES
     assert (8, 4) in [part.shape for part in seen]
     assert (4,) in [part.shape for part in seen]  # the running mean of four channels
 
@@ -422,7 +421,7 @@ THEIRS = """
 import dataclasses, json, pathlib
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np
 from jaxtyping import Array, Float
-from zoo.publishing.formats import Format
+from zoo.publishing.formats import Format, Opened
 from zoo import mlp
 
 @dataclasses.dataclass(frozen=True)
@@ -438,15 +437,14 @@ class Scale(eqx.Module):
 class Npz(Format):
     config = "theirs.json"
     def describes(self, content): return b"their_sizes" in content
-    def skeleton(self, folder, options, *, weights):
+    def open(self, folder, options):
         config = mlp.Config(**json.loads((folder / self.config).read_text())["their_sizes"])
-        return eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
-    def load(self, folder, options):
-        stored = [*np.load(folder / "weights.npz").values()]
-        made = self.skeleton(folder, options, weights=True)
-        dtype = options.dtype or np.float32
-        arrays = [jnp.asarray(x, dtype) for x in stored]
-        return jax.tree.unflatten(jax.tree.structure(made), arrays)
+        made = eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
+        def load(skeleton):
+            dtype = options.dtype or np.float32
+            arrays = [jnp.asarray(x, dtype) for x in np.load(folder / "weights.npz").values()]
+            return jax.tree.unflatten(jax.tree.structure(skeleton), arrays)
+        return Opened(made, load)
     def dtypes(self, folder): return {}, jnp.dtype(jnp.bfloat16)
     def write(self, folder, model, dtypes, *, tokenizer, like):
         config = dataclasses.asdict(model.config)
@@ -487,8 +485,9 @@ def test_a_package_brings_a_format_and_a_family(tmp_path, monkeypatch):
     assert_same(zoo.load("their-net"), small())
     assert zoo.load(theirs, dtype="bf16").head.bias.dtype == jnp.bfloat16
     assert models.skeleton(theirs).config == small().config
+    assert zoo.load(theirs, overrides={"dropout": 0.5}).config.dropout == 0.5
     assert models.weights_checksum(theirs) != models.weights_checksum(hub)
-    assert adapters.sampling(theirs) == (theirs / "theirs.json", {"top_k": 3})
+    assert shelf.sampling(theirs) == (theirs / "theirs.json", {"top_k": 3})
     zoo.save(tmp_path / "like", small(), like=theirs)
     assert zoo.load(tmp_path / "like").head.bias.dtype == jnp.bfloat16
     assert type(zoo.load(ours)) is Scale

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.common import plugins, startup
 
 startup.leave_at_once()
-plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.format:HUGGING_FACE")
+plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.folder:HUGGING_FACE")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from zoo.decoding.drawing import Sampling as Sampling
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
-    from zoo.nn.derivatives import forward_mode as forward_mode
-    from zoo.publishing.adapters import load_adapters as load_adapters
-    from zoo.publishing.adapters import save_adapters as save_adapters
+    from zoo.nn.products import forward_mode as forward_mode
     from zoo.publishing.families import register as register
     from zoo.publishing.models import load as load
+    from zoo.publishing.models import load_adapters as load_adapters
     from zoo.publishing.models import save as save
+    from zoo.publishing.models import save_adapters as save_adapters
     from zoo.publishing.shelf import published as published
     from zoo.runs import callbacks as callbacks
     from zoo.runs import types as types
@@ -100,9 +100,9 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "Sampling": "zoo.decoding.drawing",
     "generate": "zoo.decoding.sampling",
     "stream": "zoo.decoding.sampling",
-    "forward_mode": "zoo.nn.derivatives",
-    "load_adapters": "zoo.publishing.adapters",
-    "save_adapters": "zoo.publishing.adapters",
+    "forward_mode": "zoo.nn.products",
+    "load_adapters": "zoo.publishing.models",
+    "save_adapters": "zoo.publishing.models",
     "register": "zoo.publishing.families",
     "load": "zoo.publishing.models",
     "save": "zoo.publishing.models",
@@ -139,7 +139,7 @@ startup.quieten_libtpu()  # before any module starts JAX
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("zoo.publishing.folder").version()
+        return importlib.import_module("zoo.publishing.formats").version()
     if name not in _NAMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     module = importlib.import_module(_NAMES[name])

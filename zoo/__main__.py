@@ -12,11 +12,10 @@ from zoo.common import checksums, plugins
 from zoo.common.addresses import explained, is_remote
 from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
-from zoo.publishing import adapters
+from zoo.publishing import PublishError, formats
 from zoo.publishing.downloads import model_at
-from zoo.publishing.errors import PublishError
 from zoo.publishing.families import body_of
-from zoo.publishing.folder import README
+from zoo.publishing.formats import README
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, published
 from zoo.runs import checkpoint, environment
@@ -52,8 +51,8 @@ def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
     loaded = load(folder, mesh=devices)
     if (config := getattr(body_of(loaded), "config", None)) is not None:
         print(config, end="\n\n")
-    if adapters.are_adapters(folder):
-        base, chosen = adapters.base_in(folder), lora.config_of(loaded)
+    if (format := formats.of_adapters(folder)) is not None:
+        base, chosen = format.base(folder), lora.config_of(loaded)
         print(f"adapters of {base.name}, weights {base.checksum or 'without a checksum'}")
         print(chosen, end="\n\n")
     print(sharding.placement_table(loaded, devices))

@@ -77,8 +77,8 @@ MOMENTS = {
     "a line of metrics": ("zoo.runs.metrics:MetricsLog.write",),
     "handing over a checkpoint": ("zoo.runs.recorder:Recorder.save",),
     "writing a checkpoint": ("zoo.runs.checkpoint:Checkpointer._finish",),
-    "keeping the best": ("zoo.runs.callbacks.best:BestCheckpoint.on_evaluation",),
-    "saving the adapters": ("zoo.publishing.adapters:save_adapters",),
+    "keeping the best": ("zoo.runs.callbacks.evaluations:BestCheckpoint.on_evaluation",),
+    "saving the adapters": ("zoo.publishing.models:save_adapters",),
     "saving the model": (
         "zoo.publishing.models:save",
         "zoo.tasks.language:save_model",

@@ -27,9 +27,8 @@ from zoo import hf, sharding, transformer
 from zoo.common import configuration
 from zoo.data import tokenizer
 from zoo.hf import hub
-from zoo.nn.layers import RopeScaling
-from zoo.publishing import families, models
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, families, models
+from zoo.transformer.config import RopeScaling
 
 
 @pytest.fixture
@@ -649,7 +648,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import zoo
 from zoo.publishing import models, shelf
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 for name in sys.argv[2:]:
     try:
         if name.startswith("plan:"):

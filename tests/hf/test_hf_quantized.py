@@ -25,7 +25,7 @@ from zoo import transformer
 from zoo.common import configuration
 from zoo.nn.parameters import resolve
 from zoo.nn.products import is_quantized
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.publishing.models import skeleton
 from zoo.quantization.matrix import QuantizedMatrix
 from zoo.runs.metrics import read_metrics

@@ -18,9 +18,8 @@ import zoo
 from zoo import lora, mlp, sharding
 from zoo.common import checksums
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.publishing import adapters, families, models
-from zoo.publishing.adapters import with_paths
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, families, formats, models, shelf
+from zoo.publishing.models import with_paths
 from zoo.sharding.axes import keystr
 from zoo.transformer.config import ExpertsConfig
 from zoo.wrappers.ensemble import Ensemble
@@ -43,6 +42,12 @@ def opened(name: str, folder: Path) -> Path:
     shutil.copytree(GOLDEN / "peft" / name, folder)
     edit(folder, base_model_name_or_path=str(base_of(name)))
     return folder
+
+
+def base_in(folder: Path) -> formats.Base:
+    format = formats.of_adapters(folder)
+    assert format is not None
+    return format.base(folder)
 
 
 def edit(folder: Path, **changes) -> None:
@@ -349,10 +354,10 @@ def test_another_base_of_the_same_shape_is_refused(saved):
 def test_adapters_without_a_checksum_open(saved):
     folder, base, adapted = saved
     zoo.save_adapters(folder / "b", adapted, base="nobody/nothing")
-    assert adapters.base_in(folder / "b").checksum is None
+    assert base_in(folder / "b").checksum is None
     edit_tensors(folder / "b", lambda tensors: None)  # drops the metadata
     (folder / "b" / "checksums.json").unlink()
-    assert adapters.base_in(folder / "b") == adapters.Base("nobody/nothing")
+    assert base_in(folder / "b") == formats.Base("nobody/nothing")
     assert_same(zoo.load_adapters(folder / "b", base), adapted)
 
 
@@ -420,8 +425,8 @@ def test_revisions_of_hub_ids_are_kept(tmp_path: Path, monkeypatch):
     adapted = drawn(zoo.load(snapshot), lora.Config(rank=2))
     zoo.save_adapters(tmp_path / "a", adapted, base="some/model")
     assert asked == [(None, True)]  # nothing is downloaded to save
-    assert adapters.base_in(tmp_path / "a").revision == commit
-    assert adapters.base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
+    assert base_in(tmp_path / "a").revision == commit
+    assert base_in(tmp_path / "a").checksum == models.weights_checksum(snapshot)
     assert_same(zoo.load(tmp_path / "a"), adapted)
     assert asked[-1] == (commit, False)
 
@@ -437,10 +442,9 @@ def test_adapters_on_themselves_are_refused(saved):
     ways = (
         zoo.load,
         models.skeleton,
-        adapters.whole,
-        adapters.check_base,
-        adapters.weights_checksum,
-        lambda a: adapters.nearest(a, "vocab.json"),
+        shelf.whole,
+        shelf.weights_checksum,
+        lambda a: shelf.nearest(a, "vocab.json"),
         lambda a: zoo.save(folder / "d", base, like=a),
     )
     for follow in ways:
@@ -464,8 +468,8 @@ def test_adapters_on_adapters(saved):
     np.testing.assert_array_equal(loaded(TOKENS), second(TOKENS))
     np.testing.assert_allclose(lora.merge(loaded)(TOKENS), second(TOKENS), atol=1e-5)
     # The tokenizer and the format are found in the model that all of them are on.
-    assert adapters.whole(folder / "b") == folder / "base"
-    tokenizer = load_tokenizer(adapters.nearest(folder / "b", "tokenizer.json"))
+    assert shelf.whole(folder / "b") == folder / "base"
+    tokenizer = load_tokenizer(shelf.nearest(folder / "b", "tokenizer.json"))
     assert tokenizer.encode("a").tolist() == [97]
     # Several of one base, at once: their sum.
     third = drawn(base, lora.Config(rank=1, targets=("blocks.attention.wo",)))

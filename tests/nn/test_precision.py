@@ -26,7 +26,7 @@ from zoo import ensemble, losses
 from zoo.nn import parameters, precision
 from zoo.nn.precision import LossScale
 from zoo.nn.products import matmul
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.training import loss_values
 
 KEY = jax.random.key(0)

@@ -25,9 +25,8 @@ import zoo
 from zoo import bert, lora, mlp, rnn, sharding, transformer
 from zoo.common import checksums, configuration
 from zoo.nn import parameters
-from zoo.publishing import families, models, slices, tensors
+from zoo.publishing import PublishError, families, models, tensors
 from zoo.publishing import shelf as the_shelf
-from zoo.publishing.errors import PublishError
 from zoo.publishing.tensors import Tensor, write_file
 from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding import make_mesh
@@ -215,7 +214,7 @@ def test_bytes_match_the_safetensors_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mesh", [None, "fsdp=4,tensor=2"])
 def test_arrays_are_written_block_by_block(tmp_path, monkeypatch, mesh):
     monkeypatch.undo()
-    monkeypatch.setattr(slices, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 4096)
     fetched = FetchedSizes(monkeypatch, tensors)
     model = drawn_transformer(num_layers=4, d_ff=96)
     if mesh is not None:
@@ -829,8 +828,8 @@ def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
     zoo.save(
         tmp_path / "m", mlp.MLP(mlp.Config(256, 256, 512, num_layers=5), key=jax.random.key(0))
     )
-    monkeypatch.setattr(slices, "BLOCK_BYTES", 2**16)
-    seen, blocks, block = [], [], slices._File._block
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 2**16)
+    seen, blocks, block = [], [], tensors._File._block
 
     def watched(*args):
         found = block(*args)
@@ -840,7 +839,7 @@ def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
             seen.append(mapped())
         return found
 
-    monkeypatch.setattr(slices._File, "_block", watched)
+    monkeypatch.setattr(tensors._File, "_block", watched)
     largest = max(
         x.nbytes for x in jax.tree.leaves(eqx.filter(zoo.load(tmp_path / "m"), eqx.is_array))
     )
@@ -855,7 +854,7 @@ MESHES = ["fsdp=8", "tensor=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2", "da
 def in_parts(monkeypatch):
     """Checksums of parts for files as small as those of tests."""
     monkeypatch.setattr(checksums, "PART_BYTES", 1000)
-    monkeypatch.setattr(slices, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 1000)
 
 
 @pytest.mark.parametrize("format", ["zoo", "hf"])
@@ -890,7 +889,7 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path, in_parts):
     content[5_000] ^= 1
     path.write_bytes(content)
     assert checksums.problems(tmp_path, by_parts=True) == []
-    with slices.slice_reader() as read:
+    with tensors.slice_reader() as read:
         half = (slice(1, 2), slice(None), slice(3, 90, None))
         np.testing.assert_array_equal(read(path, "w", half), whole[half])
         with pytest.raises(PublishError, match=r"model\.safetensors is damaged behind byte 5,000"):
@@ -912,13 +911,13 @@ def test_a_file_has_one_checksum_with_and_without_parts(tmp_path, in_parts):
 
 
 def test_slices_of_any_shape_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(slices, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 64)
     rng = np.random.default_rng(0)
     shapes = [(), (0, 3), (7,), (5, 6, 7), (2, 3, 4, 5)]
     dtypes = ["float32", "bfloat16", "bool", "float8_e4m3fn", "int16"]
     stored = {f"{i}{x}": rng.normal(size=i).astype(x) for i in shapes for x in dtypes}
     safetensors.numpy.save_file(stored, tmp_path / "f")
-    with slices.slice_reader() as read:
+    with tensors.slice_reader() as read:
         for name, whole in stored.items():
             for _ in range(4):
                 starts = [int(rng.integers(0, max(n, 1))) for n in whole.shape]

@@ -23,8 +23,7 @@ import zoo
 from zoo import __main__, mlp
 from zoo.common import checksums, files, store
 from zoo.common.addresses import AddressError, location
-from zoo.publishing import downloads, uploads
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, downloads, uploads
 from zoo.publishing.shelf import find
 from zoo.wrappers import lora
 

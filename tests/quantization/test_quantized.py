@@ -15,8 +15,8 @@ import zoo
 from zoo import sharding, transformer
 from zoo.common import configuration
 from zoo.nn.products import Kind, Quantized, dequantize, is_quantized
-from zoo.publishing import tensors
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
+from zoo.publishing.formats import Options
 from zoo.publishing.models import skeleton
 from zoo.quantization import codes as codes_module
 from zoo.quantization import loading
@@ -175,7 +175,7 @@ def test_what_cannot_be_quantised_is_named():
     with pytest.raises(ValueError, match="group_size=4: must be at least 8"):
         quantize(jnp.zeros((8, 8)), ("embed", "mlp"), "int4", 4)
     with pytest.raises(PublishError, match="quantize='int3': choose one of int8, int4, nf4"):
-        tensors.check_kind("int3")
+        Options(quantize="int3")
 
 
 @pytest.fixture(scope="module")

@@ -193,8 +193,8 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 import zoo
 from zoo.common import checksums
-from zoo.publishing import slices
-checksums.PART_BYTES = slices.BLOCK_BYTES = 1000
+from zoo.publishing import tensors
+checksums.PART_BYTES = tensors.BLOCK_BYTES = 1000
 folder = Path(sys.argv[3])
 for format in ("zoo", "hf"):
     one = jax.tree.leaves(zoo.load(folder / format))

@@ -21,7 +21,7 @@ from recipes import finetune, generate, lm
 from zoo import bert, language, mlp, rnn, sharding, transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs import loop
 from zoo.runs.config import as_json
 from zoo.runs.metrics import read_metrics

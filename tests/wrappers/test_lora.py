@@ -30,7 +30,7 @@ from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.nn import parameters, products
 from zoo.nn.products import matmul
 from zoo.planning import flops
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
 from zoo.training.loss_values import call_loss
@@ -472,7 +472,7 @@ class Linear(parameters.CastsInputs):
     weight: Float[Array, "embed mlp"] | products.Operand
 
     def __call__(self, x):
-        return matmul(x, parameters.gather(self).weight)
+        return matmul(x, parameters.unshard(self).weight)
 
 
 KINDS = {

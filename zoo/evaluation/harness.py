@@ -26,10 +26,9 @@ from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
 from zoo.nn.precision import DTypeName
 from zoo.nn.products import Kind
 from zoo.publishing import models
-from zoo.publishing.adapters import nearest
-from zoo.publishing.folder import METRICS, read_json
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite
+from zoo.publishing.formats import METRICS, read_json
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest
 
 try:
     # First, as lm-eval registers its own models only into an empty registry.

@@ -15,8 +15,8 @@ from typing import Any
 
 from zoo.common import configuration
 from zoo.hf.names import Tensor
-from zoo.publishing.errors import PublishError
-from zoo.publishing.tensors import check_counts
+from zoo.publishing import PublishError
+from zoo.publishing.families import check_counts
 
 
 def words(text: str) -> frozenset[str]:

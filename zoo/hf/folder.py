@@ -1,5 +1,7 @@
 """Models of the zoo read from and written to folders in Hugging Face's format."""
 
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,19 +15,32 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo.common.checksums import Digest
-from zoo.hf import gpt2_bert, llama, quantization
+from zoo.hf import gpt2_bert, hub, llama, quantization, token_ids
 from zoo.hf.family import Family
 from zoo.hf.matrices import Matrix, Part
 from zoo.hf.names import Layout, Piece, layouts, pieces
-from zoo.hf.token_ids import with_eos_ids
-from zoo.hf.weights import Weights, write_weights
-from zoo.publishing.errors import PublishError
-from zoo.publishing.formats import Options
-from zoo.publishing.slices import BLOCK_BYTES
-from zoo.publishing.structure import check_model
-from zoo.publishing.tensors import Tensor, check_tensors, fill, parse_dtype, quantized_skeleton
-from zoo.sharding.axes import keystr
-from zoo.sharding.parts import gathered, place
+from zoo.hf.weights import Weights, are_present, weight_files, write_weights
+from zoo.publishing import PublishError, formats
+from zoo.publishing.families import check_model
+from zoo.publishing.formats import (
+    CONFIG,
+    Format,
+    Opened,
+    Options,
+    json_object,
+    parse_dtype,
+    read_json,
+)
+from zoo.publishing.tensors import (
+    BLOCK_BYTES,
+    Tensor,
+    check_tensors,
+    fill,
+    parameters,
+    quantized_skeleton,
+    typed,
+)
+from zoo.sharding.parts import gathered
 
 # `describe` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
@@ -34,30 +49,97 @@ _ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
 
 
-def read_model(folder: Path, values: dict, options: Options) -> Any:
-    """The model in a folder whose `config.json` holds `values`."""
-    skeleton, weights, found = _open(folder, values, options)
-    dtype, is_whole = options.dtype, options.quantize is not None
+class _HuggingFace(Format):
+    """Folders and hub ids that transformers opens, with a `model_type` in `config.json`."""
 
-    with weights.reader() as read:
+    def describes(self, content: bytes) -> bool:
+        return "model_type" in json_object(content)
 
-        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            return found[name].read(index, _dtype(weights, found[name], dtype), read)
+    def open(self, folder: Path, options: Options) -> Opened:
+        if options.like is not None:
+            raise PublishError(f"like: {folder} is in Hugging Face's format, and needs none")
+        values = read_json(folder / CONFIG)
+        if not options.weights and not are_present(folder):
+            return Opened(_announced_skeleton(folder, values, options), lambda skeleton: skeleton)
+        skeleton, weights, found = _open(folder, values, options)
 
-        def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-            return place(shape, where, partial(part, name))
+        def load(skeleton: PyTree) -> PyTree:
+            with weights.reader() as read:
+                part = lambda name, at, dtype: found[name].read(at, dtype, read)  # noqa: E731
+                quantize = options.quantize is not None  # else those that files have are arrays
+                model = fill(skeleton, options.mesh, part, quantize=quantize)
+            token_ids.remember(model.config, folder, values)
+            return model
 
-        # Those that the files have quantised are made array by array, as all others are.
-        return fill(skeleton, options.mesh, make, part if is_whole else None)
+        return Opened(skeleton, load)
+
+    def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
+        values = read_json(folder / CONFIG)
+        plain, _, _ = _open(folder, values, Options(ignore=None))
+        stored = {name: x.dtype for name, x in parameters(plain).items()}
+        # Of quantised weights, which other parameters stand for, it is that of their computation.
+        dtype = values.get("dtype") or values.get("torch_dtype")
+        return stored, jnp.dtype(dtype) if dtype in ("bfloat16", "float16", "float32") else None
+
+    def write(
+        self,
+        folder: Path | None,
+        model: PyTree,
+        dtypes: Mapping[str, Any],
+        *,
+        tokenizer: Any,
+        like: Path | None,
+    ) -> dict[str, Digest]:
+        family, description = describe(model)
+        values, generation = {}, {}
+        if like is not None and formats.of(like) is self:
+            values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
+        ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
+        dtype = str(next(iter(dtypes.values())))
+        # In the words of version 5 of transformers and of earlier ones.
+        description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
+        written = write_model(folder, model, family, dtypes)
+        if folder is not None:
+            (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+            # The tokenizer may have brought the settings along.
+            given = generation or token_ids.read_generation(folder)
+            settings = token_ids.describe_generation(model.config, ids, given)
+            if like is None:
+                token_ids.warn_of_lost(model.config, {**ids, **settings})
+            if settings:
+                text = json.dumps(settings, indent=1) + "\n"
+                (folder / token_ids.GENERATION).write_text(text)
+        return written
+
+    def weight_files(self, folder: Path) -> list[str]:
+        return weight_files(folder)
+
+    def sampling(self, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+        return token_ids.read_sampling(folder)
+
+    def is_id(self, name: str) -> bool:
+        return hub.is_hub_id(_without_scheme(name))
+
+    def fetch(self, name: str, *, revision: str | None, weights: bool) -> Path:
+        return hub.snapshot(_without_scheme(name), revision=revision, weights=weights)
+
+    def cached(self, name: str) -> Path | None:
+        return hub.cached(_without_scheme(name))
+
+    def revision(self, folder: Path) -> str | None:
+        return folder.name if folder.parent.name == "snapshots" else None
 
 
-def read_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
-    """The skeleton of the model that `read_model` would return."""
-    return _open(folder, values, options)[0]
+def _without_scheme(name: str) -> str:
+    """The hub id of `hf://organisation/model`."""
+    return re.sub("^hf:/+", "", name)
 
 
-def announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
-    """The same by `config.json` alone, in the dtype that it names, of a folder without weights."""
+HUGGING_FACE = _HuggingFace()
+
+
+def _announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
+    """The skeleton of a folder without weights, in the dtype that `config.json` names."""
     if quantization.FIELD in values:
         raise PublishError(
             f"{folder / 'config.json'} has a {quantization.FIELD}, whose details its weights say: "
@@ -66,8 +148,7 @@ def announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
     skeleton = _skeleton(*_family(folder, values))
     named = values.get("dtype") or values.get("torch_dtype") or "float32"
     dtype = options.dtype or parse_dtype(named)
-    typed = fill(skeleton, None, lambda name, shape, where: jax.ShapeDtypeStruct(shape, dtype))
-    return quantized_skeleton(typed, options.quantize)
+    return quantized_skeleton(typed(skeleton, lambda name: dtype), options.quantize)
 
 
 def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
@@ -100,7 +181,7 @@ def _open(
     family, config = _family(folder, values, options.ignore)
     method = quantization.read_method(values, f"{folder / 'config.json'}", options.quantize)
     weights = Weights(folder)
-    config = with_eos_ids(family.adapt(config, weights.tensors), folder, values)
+    config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
@@ -110,12 +191,8 @@ def _open(
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
     of_values = _dtype(weights, embedding, options.dtype)
     skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
-
-    def typed(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, _dtype(weights, parts[name], options.dtype))
-
-    skeleton = quantized_skeleton(fill(skeleton, None, typed), options.quantize)
-    return skeleton, weights, parts
+    skeleton = typed(skeleton, lambda name: _dtype(weights, parts[name], options.dtype))
+    return quantized_skeleton(skeleton, options.quantize), weights, parts
 
 
 def describe(model: eqx.Module) -> tuple[Family, dict]:
@@ -156,10 +233,8 @@ def write_model(
 
     Returns the checksums of their files by name.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    arrays = {keystr(path): leaf for path, leaf in leaves if eqx.is_array(leaf)}
-    tensors, prefix = family.tensors, family.prefixes[0]
-    found = layouts(_skeleton(family, model.config), tensors, prefix)
+    arrays = parameters(model)
+    found = layouts(_skeleton(family, model.config), family.tensors, family.prefixes[0])
 
     def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
         axis = found[parts[0].path].part_axis

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from zoo.data import tokenizer
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 
 # No pickled weights, and none in the formats of other libraries.
 FILES = [

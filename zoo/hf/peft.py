@@ -18,24 +18,22 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo import sharding
 from zoo.hf import names as hf_names
 from zoo.hf import peft_config
 from zoo.hf.linears import Linear, linears
 from zoo.hf.names import Layout
 from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS
 from zoo.hf.weights import DTYPES
-from zoo.publishing.adapters import ALL_LINEAR
-from zoo.publishing.errors import PublishError
-from zoo.publishing.formats import AdapterFormat, Base, Opened
-from zoo.publishing.slices import open_file
-from zoo.publishing.tensors import Tensor, check_tensors, fill, write_file
+from zoo.publishing import PublishError
+from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
+from zoo.publishing.models import ALL_LINEAR
+from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, typed, write_file
 from zoo.sharding.axes import keystr
-from zoo.sharding.parts import place
-from zoo.sharding.placement import on_host
+from zoo.sharding.parts import gathered
 from zoo.wrappers import lora
 
 _ROOT = "base_model.model."
@@ -58,7 +56,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
 
 
-class _Opened(Opened):
+class _Adapters:
     """A folder of adapters for a model, checked: their configuration, and their arrays.
 
     Matrices whose adapters are of a lower rank than others' get that of the others, and a scale
@@ -105,28 +103,18 @@ class _Opened(Opened):
         adapted = eqx.filter_eval_shape(lora.adapt, base, self.config, key=jax.random.key(0))
         self._skeleton = eqx.filter(adapted, lora.trainable(adapted))
 
-    def read(self, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
-        """The arrays of the adapters; each device gets its own slices."""
-        with open_file(self.path) as file:
+    def opened(self, options: Options) -> Opened:
+        """The adapters for `zoo.load`."""
+        dtype = lambda name: self._dtype(self._layout(name), options.dtype)  # noqa: E731
+        mesh = sharding.layout_of(options.mesh).mesh
 
-            def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-                found = self._layout(name)
+        def load(skeleton: PyTree) -> PyTree:
+            with open_file(self.path) as file:
                 read = lambda name, index: self._tensor(file, name)[index]  # noqa: E731
-                return place(
-                    shape,
-                    where,
-                    lambda index: found.read(index, self._dtype(found, dtype), read),
-                )
+                part = lambda name, at, dtype: self._layout(name).read(at, dtype, read)  # noqa: E731
+                return fill(skeleton, mesh, part, quantize=False)
 
-            return fill(self._skeleton, mesh, make)
-
-    def dtypes(self, dtype: DTypeLike | None) -> PyTree:
-        """The skeleton of what `read` returns."""
-
-        def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, self._dtype(self._layout(name), dtype))
-
-        return fill(self._skeleton, None, make)
+        return Opened(typed(self._skeleton, dtype), load, self.config)
 
     def _is_target(self, linear: Linear) -> bool:
         return any(map(self.options.has, linear.names(self.prefix)))
@@ -224,8 +212,8 @@ class _Peft(AdapterFormat):
     def base(self, folder: Path) -> Base:
         return peft_config.read_base(folder)
 
-    def open(self, folder: Path, base: PyTree) -> Opened:
-        return _Opened(folder, base)
+    def open(self, folder: Path, base: PyTree, options: Options) -> Opened:
+        return _Adapters(folder, base).opened(options)
 
     def check(self, model: PyTree, config: lora.Config) -> None:
         for parts in _by_module(peft_config.modules(model)[2], config):
@@ -300,7 +288,7 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         for number in range(count):
             known = number if number in nodes else min(nodes)
             found, array = places[known, field], getattr(nodes[known], field)
-            values = found.write(at, on_host(array[found.at(at)]))
+            values = found.write(at, gathered(array[found.at(at)]))
             values = values if number in nodes else np.zeros_like(values)
             if field == "up":
                 before, after = number * one.rank, (count - 1 - number) * one.rank

@@ -17,13 +17,12 @@ from zoo.hf.family import words
 from zoo.hf.linears import Linear, linears
 from zoo.hf.names import LAYER
 from zoo.nn.parameters import resolve
-from zoo.publishing.adapters import ALL_LINEAR
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import read_json
-from zoo.publishing.formats import Base
-from zoo.publishing.slices import open_file
+from zoo.publishing import PublishError
+from zoo.publishing.formats import Base, read_json
+from zoo.publishing.models import ALL_LINEAR
+from zoo.publishing.tensors import open_file
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 from zoo.wrappers import lora
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,9 +13,9 @@ from zoo.hf.gptq import Awq, Gptq
 from zoo.hf.matrices import Expected, Matrix, Method, Part, stacked
 from zoo.hf.names import Layout
 from zoo.hf.weights import DTYPES, Weights
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "bitsandbytes": BitsAndBytes}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from zoo.common.configuration import check_value
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.publishing.families import choose_eos_ids, tokenizer_eos_ids
-from zoo.publishing.folder import CONFIG, read_json
+from zoo.publishing.formats import CONFIG, read_json
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"

@@ -16,9 +16,8 @@ import numpy as np
 
 from zoo.common.checksums import Digest
 from zoo.common.files import AddressError, inside
-from zoo.publishing.errors import PublishError
-from zoo.publishing.slices import open_file, slice_reader
-from zoo.publishing.tensors import Tensor, write_file
+from zoo.publishing import PublishError
+from zoo.publishing.tensors import Tensor, open_file, slice_reader, write_file
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")

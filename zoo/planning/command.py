@@ -25,9 +25,8 @@ from zoo.planning import flops, meshes, published, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.suggestions import Attempt, show_suggestion
 from zoo.planning.targets import Target, prepare
-from zoo.publishing import models
-from zoo.publishing.adapters import with_paths
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError, models
+from zoo.publishing.models import with_paths
 from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers

@@ -1,1 +1,5 @@
-"""Models as folders: safetensors, checksums, and the format of Hugging Face."""
+"""Models published as folders, read and written: names, formats, files and checksums."""
+
+
+class PublishError(Exception):
+    """A folder that can't be written as a model, or can't be opened as one."""

@@ -13,9 +13,8 @@ from zoo.common import checksums, files
 from zoo.common.addresses import Location, explained
 from zoo.common.files import inside
 from zoo.common.store import Store, places
-from zoo.publishing import formats
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import README
+from zoo.publishing import PublishError, formats
+from zoo.publishing.formats import README
 from zoo.publishing.uploads import CACHE, SAVING
 
 _TRIES = 3

@@ -22,18 +22,27 @@ from zoo import bert, mlp, rnn, transformer
 from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.products import is_derived
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import CONFIG, WEIGHTS, json_object, read_json, version
-from zoo.publishing.formats import Format, Options
-from zoo.publishing.structure import first_difference
+from zoo.publishing import PublishError
+from zoo.publishing.formats import (
+    CONFIG,
+    WEIGHTS,
+    Format,
+    Opened,
+    Options,
+    json_object,
+    read_json,
+    version,
+)
 from zoo.publishing.tensors import (
-    check_counts,
+    differences,
     num_parameters,
     outline,
+    parameter_shapes,
+    read_arrays,
     read_dtypes,
-    read_tensors,
     write_tensors,
 )
+from zoo.sharding.axes import is_parameter
 from zoo.wrappers.classifier import Classifier, Pooling
 from zoo.wrappers.ensemble import Ensemble
 
@@ -46,6 +55,7 @@ FAMILIES: dict[str, Any] = {
     "transformer": transformer.Transformer,
 }
 _GROUP = "zoo.families"  # of the entry points of other packages
+_MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 DIFFERENCE = "differs"  # in `config.json`: from the model that the configuration makes
 
 
@@ -201,6 +211,13 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
         ) from error
 
 
+def check_counts(config: Any) -> None:
+    """Raise a ValueError for implausible numbers of layers or experts."""
+    for name, count in configuration.flat(config).items():
+        if name.split(".")[-1] in ("num_layers", "num_experts") and (count or 0) > _MOST:
+            raise ValueError(f"{name}={count}: must be at most {_MOST}")
+
+
 def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
     def one(key: Key[Array, ""]) -> PyTree:
         return cls(config, key=key)
@@ -227,6 +244,65 @@ def body_of(model: PyTree) -> Any:
     if isinstance(model, Classifier):
         return model.body
     return model.members if isinstance(model, Ensemble) else model
+
+
+def check_model(model: PyTree, fresh: PyTree) -> None:
+    """Raise a PublishError if a model differs from `fresh` in more than its values.
+
+    `fresh` is the model, or its skeleton, that its configuration makes.
+    """
+    if difference := first_difference(model, fresh):
+        raise PublishError(
+            f"the model is not the one that its configuration makes:\n  {difference}"
+        )
+
+
+def first_difference(model: PyTree, fresh: PyTree) -> str | None:
+    """One line on the first path at which a model and `fresh` differ in more than values, or None.
+
+    That is a parameter's shape, a class, or a static field.
+    """
+    shapes = parameter_shapes(model), parameter_shapes(fresh)
+    lines = differences(*shapes, "here", "by the configuration")
+    return _difference(model, fresh, "") or next(iter(lines), None)
+
+
+def _difference(model: Any, fresh: Any, path: str) -> str | None:
+    if is_parameter(model) and is_parameter(fresh):
+        return None
+    mine, theirs = _children(model), _children(fresh)
+    if type(model) is type(fresh) and mine is not None and theirs is not None:
+        found = (
+            _difference(mine.get(name), theirs.get(name), f"{path}.{name}".lstrip("."))
+            for name in {**theirs, **mine}
+        )
+        return next((line for line in found if line is not None), None)
+    try:
+        if mine is None and theirs is None and (model is fresh or bool(model == fresh)):
+            return None
+    except (TypeError, ValueError):
+        pass  # values that cannot be compared differ
+    return (
+        f"{path or type(fresh).__name__}: {_text(model)} here, {_text(fresh)} by the configuration"
+    )
+
+
+def _children(x: Any) -> Mapping[Any, Any] | None:
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    if isinstance(x, eqx.nn.State):
+        values, keys = x.tree_flatten()
+        return dict(zip(keys, values, strict=True))
+    return x if isinstance(x, dict) else None
+
+
+def _text(x: Any) -> str:
+    if is_parameter(x):
+        return "an array"
+    cls = type(x)
+    return reprlib.repr(x) if _children(x) is None else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def choose_eos_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -271,16 +347,13 @@ class _Own(Format):
     def describes(self, content: bytes) -> bool:
         return not {"family", "config"}.isdisjoint(json_object(content))
 
-    def load(self, folder: Path, options: Options) -> PyTree:
+    def open(self, folder: Path, options: Options) -> Opened:
         if options.ignore:
             raise PublishError(f"ignore={options.ignore!r}: {folder} is in the zoo's own format")
-        skeleton = reconfigured(read_skeleton(folder, options.like), options.overrides)
-        path, quantize = folder / WEIGHTS, options.quantize
-        return read_tensors(path, skeleton, options.mesh, options.dtype, quantize)
-
-    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
-        plain = reconfigured(read_skeleton(folder), options.overrides)
-        return read_dtypes(folder / WEIGHTS, plain, options.dtype, options.quantize)
+        path = folder / WEIGHTS
+        skeleton = read_skeleton(folder, options.like)
+        typed = read_dtypes(path, skeleton, options.dtype, options.quantize)
+        return Opened(typed, lambda skeleton: read_arrays(path, skeleton, options.mesh))
 
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None

@@ -1,41 +1,95 @@
-"""Formats of the folders of models and of adapters, the zoo's own among them, by their names.
+"""Folders of models and of adapters: their files, and their formats, the zoo's own among them.
 
-A package brings one as an entry point of the group `zoo.formats` or `zoo.adapter_formats`, whose
-object is a `Format` or an `AdapterFormat`; the name of the entry point is that of the format.
+A package brings a format as an entry point of the group `zoo.formats` or `zoo.adapter_formats`,
+whose object is a `Format` or an `AdapterFormat`; the name of the entry point is the format's.
 """
 
 import abc
-from collections.abc import Collection, Mapping
+import contextlib
+import importlib.metadata
+import json
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import checksums, plugins
+from zoo.common import checksums, files, plugins
+from zoo.common.addresses import is_remote
 from zoo.common.checksums import Digest
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import CONFIG, WEIGHTS, read_json, verify
+from zoo.nn.precision import DTYPES
+from zoo.publishing import PublishError
+from zoo.publishing.uploads import CACHE, check_replaceable, uploading
 from zoo.wrappers import lora
 
+CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
+QUANTIZATIONS = "zoo.quantizations"
 _MODELS, _ADAPTERS = "zoo.formats", "zoo.adapter_formats"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `zoo.load`, checked but for those that depend on the folder."""
+    """The options of `zoo.load`, checked but for those that depend on the folder.
+
+    Raises:
+        PublishError: an unknown dtype, or an unknown kind of quantised matrices.
+    """
 
     mesh: Mesh | sharding.Layout | None = None
-    dtype: np.dtype | None = None
+    dtype: DTypeLike | None = None
     quantize: str | None = None
     overrides: Mapping[str, Any] | None = None
     like: PyTree = None
     ignore: Collection[str] | None = ()
     """None ignores all unknown fields."""
+    weights: bool = True
+    """Whether the weights are there: a hub's model may be planned without them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        kind = self.quantize
+        if kind is not None and kind not in (names := plugins.names(QUANTIZATIONS)):
+            raise PublishError(f"quantize={kind!r}: choose one of {', '.join(names)}, or None")
+
+
+def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+    """A floating point dtype, also by the zoo's names: "bf16", "fp16" and "fp32".
+
+    Raises:
+        PublishError: `dtype` is no floating point dtype; the message names the choices.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise PublishError(
+            f"dtype={dtype!r}: parameters can be cast to floating point types only; choose one of "
+            f"{[*DTYPES]}, or a dtype such as 'bfloat16' or jnp.float32"
+        )
+    return found
+
+
+class Opened(NamedTuple):
+    """A folder whose description is read and checked, and whose arrays are not."""
+
+    skeleton: PyTree
+    """Of what `load` returns, with its dtypes."""
+    load: Callable[[PyTree], PyTree]
+    """The skeleton, or it with other static fields, with the arrays; each device's own slices."""
+    adapters: lora.Config = lora.Config()
+    """Of a folder of adapters, whose skeleton is that of their arrays in the adapted model."""
 
 
 class Format(abc.ABC):
@@ -51,12 +105,8 @@ class Format(abc.ABC):
         """Whether the content of a file named `config` describes a model in this format."""
 
     @abc.abstractmethod
-    def load(self, folder: Path, options: Options) -> PyTree:
-        """The model in a folder, sharded."""
-
-    @abc.abstractmethod
-    def skeleton(self, folder: Path, options: Options, *, weights: bool) -> PyTree:
-        """The skeleton of what `load` returns; without `weights` of a folder that may lack them."""
+    def open(self, folder: Path, options: Options) -> Opened:
+        """The model in a folder; `zoo.load` itself sees to `options.overrides`."""
 
     @abc.abstractmethod
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
@@ -120,20 +170,6 @@ class Base:
     """The ids that end the texts of the model with its adapters."""
 
 
-class Opened(abc.ABC):
-    """The adapters of a folder, checked against the model that they are for."""
-
-    config: lora.Config
-
-    @abc.abstractmethod
-    def read(self, mesh: Mesh | None, dtype: DTypeLike | None) -> PyTree:
-        """Their arrays, in the tree of the adapted model; each device gets its own slices."""
-
-    @abc.abstractmethod
-    def dtypes(self, dtype: DTypeLike | None) -> PyTree:
-        """The skeleton of what `read` returns."""
-
-
 class AdapterFormat(abc.ABC):
     """A format of the folders of adapters without their model."""
 
@@ -155,8 +191,8 @@ class AdapterFormat(abc.ABC):
         """The base of the adapters in a folder."""
 
     @abc.abstractmethod
-    def open(self, folder: Path, base: PyTree) -> Opened:
-        """The adapters in a folder, for a model."""
+    def open(self, folder: Path, base: PyTree, options: Options) -> Opened:
+        """The adapters in a folder, for a model or its skeleton."""
 
     @abc.abstractmethod
     def check(self, model: PyTree, config: lora.Config) -> None:
@@ -171,25 +207,9 @@ class AdapterFormat(abc.ABC):
         return {}
 
 
-def names() -> list[str]:
-    """The names of the formats of models, the zoo's own first."""
-    return plugins.names(_MODELS)
-
-
-def named(name: str) -> Format:
-    """The format of models of this name.
-
-    Raises:
-        ValueError: no format has that name; the message lists the names.
-    """
-    if name not in (known := names()):
-        raise ValueError(f"format={name!r}: choose one of {known}")
-    return plugins.find(_MODELS, name)
-
-
-def formats() -> list[Format]:
-    """The formats of models, the zoo's own first."""
-    return [plugins.find(_MODELS, name) for name in names()]
+def formats() -> dict[str, Format]:
+    """The formats of models by name, the zoo's own first."""
+    return {name: plugins.find(_MODELS, name) for name in plugins.names(_MODELS)}
 
 
 def adapter_formats() -> list[AdapterFormat]:
@@ -203,28 +223,27 @@ def name_of(folder: Path) -> str:
     Raises:
         PublishError: the folder is damaged, or in no format that is installed.
     """
-    for name in names():
-        found = named(name)
-        if (folder / found.config).is_file() and found.describes(
-            (folder / found.config).read_bytes()
-        ):
+    for name, found in formats().items():
+        path = folder / found.config
+        if path.is_file() and found.describes(path.read_bytes()):
             return name
     if (folder / checksums.NAME).exists():
         verify(folder)
     read_json(folder / CONFIG)
     raise PublishError(
-        f"{folder / CONFIG} describes no model in a format that is installed: {', '.join(names())}"
+        f"{folder / CONFIG} describes no model in a format that is installed: "
+        + ", ".join(formats())
     )
 
 
 def of(folder: Path) -> Format:
     """The format of the model in a folder; errors as of `name_of`."""
-    return named(name_of(folder))
+    return formats()[name_of(folder)]
 
 
 def of_id(name: object) -> Format | None:
     """The format that a hub id is of, by its form; None for any other name."""
-    return next((x for x in formats() if x.is_id(str(name))), None)
+    return next((x for x in formats().values() if x.is_id(str(name))), None)
 
 
 def of_adapters(folder: Path) -> AdapterFormat | None:
@@ -235,12 +254,114 @@ def of_adapters(folder: Path) -> AdapterFormat | None:
 
 def config_files() -> list[str]:
     """The names of the files of which each folder of a model or of adapters has one."""
-    found = [*(x.config for x in formats()), *(x.config for x in adapter_formats())]
-    return list(dict.fromkeys(found))
+    models = [x.config for x in formats().values()]
+    return [*dict.fromkeys([*models, *(x.config for x in adapter_formats())])]
 
 
 def needs_no_checksums(file: str, content: bytes) -> bool:
     """Whether a file of this name is that of a folder whose format has no checksums."""
     if any(x.config == file for x in adapter_formats()):
         return True
-    return any(x.config == file and not x.has_checksums and x.describes(content) for x in formats())
+    every = formats().values()
+    return any(x.config == file and not x.has_checksums and x.describes(content) for x in every)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path | str) -> Iterator[Path | None]:
+    """A new folder to fill, which then replaces `folder`; None except on process 0.
+
+    What replaces a folder at an address is filled here, and copied there.
+
+    Raises:
+        PublishError: the folder has files that no earlier save wrote.
+        AddressError: the store at an address cannot be reached, or refuses.
+    """
+    if is_remote(folder):
+        check_replaceable(folder, (README,))
+        making = uploading(folder, last=CONFIG)
+    else:
+        folder = files.local_path(folder, "folder").absolute()
+        _check_replaceable(folder)
+        making = _renaming(folder)
+    if jax.process_index() == 0:
+        with making as new:
+            yield new
+    else:
+        yield None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"zoo.save {folder}")
+
+
+@contextlib.contextmanager
+def _renaming(folder: Path) -> Iterator[Path]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.unfinished(folder) as temporary:
+        new = temporary / "new"
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(temporary / "old")
+        new.rename(folder)
+
+
+def verify(folder: Path, *, by_parts: bool = False) -> None:
+    """Raise a PublishError if a folder's files do not match their checksums.
+
+    With `by_parts` files whose parts have checksums are left to who reads them.
+    """
+    if problems := checksums.problems(folder, by_parts=by_parts):
+        raise damaged(folder, problems)
+
+
+def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
+    """An error with a line per damaged file of a folder."""
+    remedy = "Restore the files from a copy, or publish the model again."
+    if CACHE.expanduser() in folder.parents:
+        remedy = f"Remove {folder}, and it is fetched again."
+    return PublishError(
+        f"{folder} is damaged or not a model of the zoo:\n  "
+        + "\n  ".join(problems)
+        + f"\n{remedy}"
+    )
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object that JSON holds; empty if it holds none, or is damaged."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a PublishError if the file is missing, or holds none."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
+        return values
+    except (OSError, ValueError, RecursionError) as error:
+        raise PublishError(f"{path} is damaged: {error}") from error
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to delete files that no earlier save wrote."""
+    if folder.exists() and not folder.is_dir():
+        raise PublishError(f"{folder} is a file: a model is a folder")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if others := sorted(found - checksums.listed(folder) - {README, checksums.NAME}):
+        raise PublishError(
+            f"{folder} has files that are not part of a model: {', '.join(others)}. Move them "
+            "away, or save elsewhere"
+        )
+
+
+def version() -> str:
+    """The version of the zoo, which is stored with each model."""
+    try:
+        return importlib.metadata.version("zoo")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,32 +1,59 @@
-"""Saving a model as a folder that anyone can open, and loading it.
+"""Saving a model as a folder that anyone can open, and loading it; adapters without their model.
 
-In the zoo's own format it holds `config.json` (family, parameter count, the fields of its
+In the zoo's own format a folder holds `config.json` (family, parameter count, the fields of its
 `Config`), `model.safetensors` (one tensor per parameter, named by its dotted path in the model),
 `README.md`, `checksums.json` and, if given, `metrics.json` and the tokenizer's files. Other formats
-are found by `formats`; folders of adapters are read and written by `adapters`.
+are found by `formats`. Folders of adapters name the model that they are on.
 """
 
+import fnmatch
 import json
+import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from zoo import sharding
 from zoo.common import checksums
+from zoo.common.addresses import is_remote
+from zoo.common.files import local_path
 from zoo.nn.products import Kind, is_derived, is_quantized
-from zoo.publishing import adapters, formats
-from zoo.publishing.adapters import weights_checksum as weights_checksum
-from zoo.publishing.errors import PublishError
-from zoo.publishing.families import DIFFERENCE, family_name
-from zoo.publishing.folder import METRICS, README, read_json, replacing, verify
-from zoo.publishing.formats import Options
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_kind, num_parameters, parse_dtype, stored_dtypes
-from zoo.sharding import Layout
+from zoo.publishing import PublishError, downloads, formats
+from zoo.publishing.families import (
+    DIFFERENCE,
+    check_model,
+    family_name,
+    reconfigured,
+    with_more_ends,
+)
+from zoo.publishing.formats import (
+    METRICS,
+    README,
+    AdapterFormat,
+    Base,
+    Opened,
+    Options,
+    read_json,
+    replacing,
+    verify,
+)
+from zoo.publishing.shelf import chain, find, find_here, whole
+from zoo.publishing.shelf import weights_checksum as weights_checksum
+from zoo.publishing.tensors import num_parameters, stored_dtypes
+from zoo.sharding.axes import keystr
+from zoo.wrappers import lora
+
+ALL_LINEAR = "all-linear"
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -52,7 +79,8 @@ def save(
     All processes call it, and the first writes. Raises PublishError if the model is quantised or
     has adapters, or if no Hugging Face family has it, and ValueError for another format.
     """
-    chosen = formats.named(format)
+    if (chosen := formats.formats().get(format)) is None:
+        raise ValueError(f"format={format!r}: choose one of {[*formats.formats()]}")
     if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
         raise PublishError(
             "the model is quantised, and folders hold models as they were before: save that one, "
@@ -64,7 +92,7 @@ def save(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
             "zoo.save_adapters"
         )
-    source = None if like is None else adapters.whole(find(like))
+    source = None if like is None else whole(find(like))
     stored, default = ({}, None) if source is None else formats.of(source).dtypes(source)
     with replacing(folder) as new:
         if new is not None and tokenizer is not None:
@@ -82,10 +110,21 @@ def save(
             checksums.write(new, skip=(README,), known=written)
 
 
+def _readme(name: str, model: PyTree, card: str, config: Path) -> str:
+    text = f"{card.strip()}\n\n" if card.strip() else ""
+    how = "Open it with `zoo.load(folder)`, given the path of this folder"
+    if DIFFERENCE in read_json(config):
+        how = how.replace("folder)", "folder, like=model)", 1) + " and a model of its class"
+    return (
+        f"# {name}\n\n{text}"
+        f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n- {how}\n"
+    )
+
+
 def load(
     name_or_folder: str | Path,
     *,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | sharding.Layout | None = None,
     dtype: DTypeLike | None = None,
     quantize: Kind | str | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -116,20 +155,15 @@ def load(
     Nothing in a folder is executed, and nothing that it names is imported. Raises PublishError,
     which names the file, field, class or tensor at fault.
     """
-    check_kind(quantize)
-    options = Options(mesh, parse_dtype(dtype), quantize, overrides, like, ignore)
-    return _load(find(name_or_folder), options)
-
-
-def _load(folder: Path, options: Options) -> Any:
-    if adapters.are_adapters(folder):
-        adapters.check_base(folder)
-        base = _load(adapters.base_of(folder), options)
-        return adapters.load_adapters(folder, base, mesh=options.mesh, dtype=options.dtype)
-    found = formats.of(folder)
-    if found.has_checksums or (folder / checksums.NAME).exists():
-        verify(folder, by_parts=True)
-    return found.load(folder, options)
+    options = Options(mesh, dtype, quantize, overrides, like, ignore)
+    folders = [*chain(find(name_or_folder))]
+    for upper, below in pairwise(folders):
+        _check_base(upper, below)
+    opened = _open(folders[-1], options, verified=True)
+    model = opened.load(opened.skeleton)
+    for folder in reversed(folders[:-1]):
+        model = _put(folder, model, options)
+    return model
 
 
 def skeleton(
@@ -148,24 +182,198 @@ def skeleton(
     model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
     Raises PublishError, which names the file, field or tensor at fault.
     """
-    check_kind(quantize)
-    options = Options(None, parse_dtype(dtype), quantize, overrides, ignore=ignore)
-    return _skeleton(find(name_or_folder, weights=weights), options, weights=weights)
+    options = Options(None, dtype, quantize, overrides, None, ignore, weights)
+    folders = [*chain(find(name_or_folder, weights=weights))]
+    model = _open(folders[-1], options, verified=False).skeleton
+    for folder in reversed(folders[:-1]):
+        model = _put(folder, model, options, arrays=False)
+    return model
 
 
-def _skeleton(folder: Path, options: Options, *, weights: bool) -> PyTree:
-    if adapters.are_adapters(folder):
-        base = _skeleton(adapters.base_of(folder), options, weights=weights)
-        return adapters.adapters_skeleton(folder, base, dtype=options.dtype)
-    return formats.of(folder).skeleton(folder, options, weights=weights)
+def _open(folder: Path, options: Options, *, verified: bool) -> Opened:
+    """The whole model in a folder, whose configuration has the values of `options`."""
+    found = formats.of(folder)
+    if verified and (found.has_checksums or (folder / checksums.NAME).exists()):
+        verify(folder, by_parts=True)
+    opened = found.open(folder, options)
+    return opened._replace(skeleton=reconfigured(opened.skeleton, options.overrides))
 
 
-def _readme(name: str, model: PyTree, card: str, config: Path) -> str:
-    text = f"{card.strip()}\n\n" if card.strip() else ""
-    how = "Open it with `zoo.load(folder)`, given the path of this folder"
-    if DIFFERENCE in read_json(config):
-        how = how.replace("folder)", "folder, like=model)", 1) + " and a model of its class"
-    return (
-        f"# {name}\n\n{text}"
-        f"- Family: `{family_name(model)}`, {num_parameters(model):,} parameters\n- {how}\n"
+def _check_base(folder: Path, below: Path) -> None:
+    """Raise a PublishError if the base of adapters has other weights than they were trained on."""
+    format = _format(folder)
+    base = format.base(folder)
+    if base.checksum is not None and base.checksum != weights_checksum(below):
+        raise PublishError(
+            f"{folder} holds adapters of {base.name!r}, and {below} has other weights than the "
+            f"model of that name had: give its files back, or name where they are now as "
+            f"{format.base_field} in {format.config}. zoo.load_adapters takes a model that you "
+            "have loaded yourself"
+        )
+
+
+def _format(folder: Path) -> AdapterFormat:
+    if not folder.is_dir():
+        raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
+    if (format := formats.of_adapters(folder)) is None:
+        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
+    return format
+
+
+def save_adapters(
+    folder: Path | str, model: PyTree, *, base: Path | str, tokenizer: Any = None
+) -> None:
+    """Write only the adapters of a model, as a folder that `load_adapters` and `zoo.load` open.
+
+    The format is PEFT's, which opens them too where Hugging Face has such a model; the modules of
+    other models are named by the paths of their matrices.
+
+    `base` names the model that they adapt: a folder, a name on the shelf or a hub id. If it is on
+    this machine, the checksum of its weights is stored, by which `zoo.load` refuses another model
+    in its place; so is the commit of a hub id. The kinds of the model's quantised matrices and the
+    ids that end its texts are stored too. `tokenizer` is as for `zoo.save`. All processes call it,
+    and the first writes.
+
+    Raises PublishError if the folder has other files, or PEFT's format has no such adapters, and
+    ValueError if the model has none.
+    """
+    config = lora.config_of(model)
+    below = lora.base(model)
+    check_model(model, eqx.filter_eval_shape(lora.adapt, below, config, key=jax.random.key(0)))
+    check_adapters(model, config)
+    base_folder, hub = find_here(base), None
+    if Path(base).expanduser().exists():
+        name = str(Path(base).expanduser().absolute())
+    else:
+        name, hub = str(base), formats.of_id(base)
+    if lora.has_adapters(below) and not (base_folder and formats.of_adapters(base_folder)):
+        raise PublishError(
+            f"the model has other adapters below those to save, and base={name!r} has none: save "
+            "those first, from the model without these, and name their folder"
+        )
+    with replacing(folder) as new:
+        origin = Base(
+            name,
+            hub.revision(base_folder) if hub and base_folder else None,
+            weights_checksum(base_folder) if new and base_folder else None,
+            _quantized_kinds(model),
+            tuple(getattr(getattr(model, "config", None), "eos_ids", ())),
+        )
+        formats.adapter_formats()[0].write(new, model, config, origin)
+        if new is not None:
+            if tokenizer is not None:
+                tokenizer.save(new)
+            checksums.write(new)
+
+
+def check_adapters(model: PyTree, config: lora.Config) -> None:
+    """Raise a PublishError if such adapters of a model, by its paths, cannot be saved."""
+    if not (known := formats.adapter_formats()):
+        raise PublishError("no format of adapters is installed")
+    known[0].check(model, config)
+
+
+def _quantized_kinds(model: PyTree) -> tuple[str, ...]:
+    """The kinds of a model's quantised matrices, each once."""
+    leaves = jax.tree.leaves(model, is_leaf=is_quantized)
+    return tuple(sorted({x.kind for x in leaves if is_quantized(x)}))
+
+
+def load_adapters(
+    folder: Path | str,
+    base: Any,
+    *,
+    mesh: Mesh | sharding.Layout | None = None,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """The model `base` with the adapters in a folder; `zoo.load` also loads the base itself.
+
+    The folder is one of `save_adapters`, or of PEFT's. `zoo.lora.merge` makes a plain model of the
+    result. `mesh` and `dtype` are as for `zoo.load`, and `base` has to be on that mesh.
+
+    A model does not know its files: that they are the base's, `zoo.load` alone tells, by their
+    checksum. A model quantised otherwise than in training is a warning.
+
+    Raises PublishError, which names the file, field or tensor at fault.
+    """
+    folder = downloads.fetched(folder) if is_remote(folder) else local_path(folder, "folder")
+    return _put(folder, base, Options(mesh, dtype))
+
+
+def _put(folder: Path, base: PyTree, options: Options, *, arrays: bool = True) -> PyTree:
+    """A model, or without `arrays` a skeleton, with the adapters in a folder."""
+    format, layout = _format(folder), sharding.layout_of(options.mesh)
+    if (folder / checksums.NAME).exists():
+        verify(folder)
+    opened, key = format.open(folder, base, options), jax.random.key(0)
+    if arrays:
+        with sharding.use(layout.without_mesh):
+            adapted = lora.adapt(base, opened.adapters, key=key)
+            adapted = eqx.combine(opened.load(opened.skeleton), adapted)
+            if layout.mesh is not None:  # the seeds of dropout, which are new
+                adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, layout.mesh))
+    else:
+        adapted = eqx.filter_eval_shape(lora.adapt, base, opened.adapters, key=key)
+        adapted = eqx.combine(opened.skeleton, adapted)
+    origin, kinds = format.base(folder), _quantized_kinds(adapted)
+    if arrays and origin.quantized is not None and kinds != origin.quantized:
+        kind = next(
+            (x for x in origin.quantized if x != "int8"), next(iter(origin.quantized), None)
+        )
+        logger.warning(
+            f"{folder} holds adapters that were trained over other values than these of "
+            f"{origin.name!r}, which was {', '.join(origin.quantized) or 'not quantised'} and now "
+            f"is {', '.join(kinds) or 'not quantised'}: load it with quantize={kind!r}"
+        )
+    try:
+        return with_more_ends(adapted, origin.eos_ids)
+    except ValueError as error:
+        raise PublishError(f"{folder}: {error}") from None
+
+
+def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
+    """The configuration with the zoo's paths in place of the names that formats have for modules.
+
+    A target that is a path of the model, or a pattern of one, stays. `q_proj` stands for all
+    modules of that name, as in PEFT, and "all-linear" for all matrices but embeddings and heads.
+    A comma separates targets too.
+
+    Raises:
+        ValueError: a target that matches nothing; it names what there is.
+    """
+    matrices = lora.targets(model, lora.Config(targets=("*",)))
+    modules = [item for x in formats.adapter_formats() for item in x.modules(model).items()]
+
+    def paths(target: str) -> list[str]:
+        if target == ALL_LINEAR:
+            return lora.targets(model, lora.Config())
+        if fnmatch.filter(matrices, target):
+            return [target]
+        return [path for path, name in modules if f".{name}".endswith(f".{target}")]
+
+    found: dict[str, None] = {}
+    for target in (name for names in config.targets for name in names.split(",")):
+        if not (chosen := paths(target)):
+            names = sorted({name.rpartition(".")[2] for _, name in modules})
+            raise ValueError(
+                f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
+                + (f", or by the names of modules: {', '.join(names)}" if names else "")
+                + f", or {ALL_LINEAR!r} for all but embeddings and heads"
+            )
+        found |= dict.fromkeys(chosen)
+    return replace(config, targets=tuple(found))
+
+
+def check_finite(model: PyTree, folder: Path) -> None:
+    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
+    floats, mesh = eqx.filter(model, eqx.is_inexact_array), sharding.mesh_of(model)
+    check = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
+        out_shardings=None if mesh is None else sharding.replicated(mesh),
     )
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(check(floats))):
+        if not is_finite:
+            raise ValueError(
+                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
+                "training diverged; get it again, or take another --model"
+            )

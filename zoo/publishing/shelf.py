@@ -1,13 +1,15 @@
-"""The shelf of published models, and the folder of a name, a path or a hub id."""
+"""Where models are: the shelf, the folders of names, paths and hub ids, and of adapters' models."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from zoo.common import checksums
 from zoo.common.addresses import is_remote
 from zoo.common.files import local_path
-from zoo.publishing import downloads, formats
-from zoo.publishing.errors import PublishError
-from zoo.publishing.folder import CONFIG, METRICS, README, read_json
+from zoo.publishing import PublishError, downloads, formats
+from zoo.publishing.formats import CONFIG, METRICS, README, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +99,70 @@ def _local(name_or_folder: str | Path) -> Path | None:
     folders = (given / "model", given, _shelf() / name_or_folder)
     files = formats.config_files()
     return next((x for x in folders if any((x / file).is_file() for file in files)), None)
+
+
+def chain(folder: Path) -> Iterator[Path]:
+    """A model's folder; of adapters next that of the model they are on, down to a whole model's.
+
+    Each is found when it is asked for.
+
+    Raises:
+        PublishError: adapters name no model, or the models below them lead back to one of them.
+    """
+    found = [folder]
+    yield folder
+    while (format := formats.of_adapters(folder)) is not None:
+        base = format.base(folder)
+        if not base.name:
+            raise PublishError(
+                f"{folder / format.config} names no {format.base_field}: load that model, and put "
+                "these adapters on it by zoo.load_adapters"
+            )
+        below = find(base.name, revision=base.revision)
+        if any(below.samefile(other) for other in found):
+            round = " on ".join(map(str, [*found, below]))
+            raise PublishError(
+                f"{folder}: the base of its adapters, {base.name!r}, is "
+                + ("this folder itself" if len(found) == 1 else f"on them again ({round})")
+                + f": name a whole model as {format.base_field} in {format.config}"
+            )
+        found.append(folder := below)
+        yield folder
+
+
+def nearest(folder: Path, file: str) -> Path:
+    """The first of the folders in the `chain` that has a file, or else the whole model's."""
+    for folder in chain(folder):  # noqa: B020
+        if (folder / file).is_file():
+            break
+    return folder
+
+
+def whole(folder: Path) -> Path:
+    """The folder of a whole model: that which adapters are on in the end, or the folder itself."""
+    return [*chain(folder)][-1]
+
+
+def weights_checksum(folder: Path) -> str:
+    """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
+    files, or else of their bytes; of adapters, with that of their base.
+    """
+    *upper, below = chain(folder)
+    found = checksums.digest(below, formats.of(below).weight_files(below))
+    for one in reversed(upper):
+        format = formats.of_adapters(one)
+        own = checksums.digest(one, format.weight_files(one) if format else [])
+        found = checksums.joined(found, own)
+    return found
+
+
+def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file with a model's settings of sampling, and they by the names of `zoo.Sampling`.
+
+    Adapters without any take the nearest base's; without a file the result is empty.
+    """
+    for at in chain(folder):
+        found = (x.sampling(at) for x in formats.formats().values())
+        if settings := next((x for x in found if x is not None), None):
+            return settings
+    return folder, {}

@@ -1,165 +1,284 @@
-"""A model's arrays in a safetensors file: one tensor per parameter, named by its dotted path."""
+"""A model's arrays in safetensors files: one tensor per parameter, named by its dotted path.
+
+They are read slice by slice with bounded memory, and verified as they are, and written piece by
+piece.
+"""
 
 import contextlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, tree_leaves_with_path
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import configuration, plugins
+from zoo.common import checksums, plugins
 from zoo.common.checksums import Digest
-from zoo.nn.parameters import kept_dtypes
-from zoo.nn.precision import DTYPES
-from zoo.nn.products import Kind, Quantized, is_quantized
-from zoo.publishing.errors import PublishError
-from zoo.publishing.slices import CODES, blocks, open_file, slice_reader
+from zoo.nn.products import Kind, is_quantized
+from zoo.nn.stateful import kept_dtypes
+from zoo.publishing import PublishError
+from zoo.publishing.formats import QUANTIZATIONS, damaged
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.parts import gathered, place
 
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+# In the order in which safetensors lays them out.
+CODES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES = {code: name for name, code in CODES.items()}
+BLOCK_BYTES = checksums.PART_BYTES
+"""Bytes in memory at a time of a file that is read, or of an array that is written."""
 
-_KINDS = "zoo.quantizations"
-_MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made
 
+def blocks(
+    shape: Sequence[int], itemsize: int, index: Sequence[slice] | None = None
+) -> Iterator[tuple[slice, ...]]:
+    """Slices that make up an array in C order, or its part `index`, block after block.
 
-def check_counts(config: Any) -> None:
-    """Raise a ValueError for implausible numbers of layers or experts."""
-    for name, count in configuration.flat(config).items():
-        if name.split(".")[-1] in ("num_layers", "num_experts") and (count or 0) > _MOST:
-            raise ValueError(f"{name}={count}: must be at most {_MOST}")
-
-
-def parse_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """A floating point dtype, also by the zoo's names: "bf16", "fp16" and "fp32".
-
-    Raises:
-        PublishError: `dtype` is no floating point dtype; the message names the choices.
+    A block's first and last element are at most `BLOCK_BYTES` apart, or it is one row.
     """
-    if dtype is None:
-        return None
+    wanted = [slice(0, size) for size in shape] if index is None else index
+    ranges = [one.indices(size)[:2] for one, size in zip(wanted, shape, strict=True)]
+    pitches = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    cut = next((axis for axis, pitch in enumerate(pitches) if pitch <= BLOCK_BYTES), len(shape))
+    steps = [1] * cut + [max(1, BLOCK_BYTES // max(pitch, 1)) for pitch in pitches[cut : cut + 1]]
+    starts = (range(start, stop, step) for (start, stop), step in zip(ranges, steps, strict=False))
+    inner = tuple(slice(*pair) for pair in ranges[len(steps) :])
+    for first in itertools.product(*starts):
+        outer = zip(first, steps, ranges, strict=False)
+        yield (*(slice(i, min(i + step, stop)) for i, step, (_, stop) in outer), *inner)
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """A safetensors file, open for reading; a PublishError if it is missing or damaged."""
+    if path.exists() and not path.is_file():  # a pipe would be read for ever
+        raise PublishError(f"{path} is no regular file: get it again from its source")
     try:
-        found = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        with safetensors.safe_open(path, "numpy") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise PublishError(f"{path} is missing") from None
+    except (OSError, safetensors.SafetensorError) as error:
         raise PublishError(
-            f"dtype={dtype!r}: parameters can be cast to floating point types only; choose one of "
-            f"{[*DTYPES]}, or a dtype such as 'bfloat16' or jnp.float32"
+            f"{path} is damaged, or no safetensors file: {error}. Get it again from its source"
+        ) from error
+
+
+@contextlib.contextmanager
+def slice_reader() -> Iterator[Callable[..., np.ndarray]]:
+    """A context with `read(path, name, slices, dtype=None)`: a copy of a slice of a tensor.
+
+    Floating point tensors are cast to `dtype`. What the folder's checksums list by parts is
+    verified as it is read, each part once; a PublishError names the file of a damaged one.
+    """
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, _File] = {}
+
+        def read(
+            path: Path, name: str, slices: Sequence[slice], dtype: DTypeLike | None = None
+        ) -> np.ndarray:
+            if path not in files:
+                files[path] = stack.enter_context(contextlib.closing(_File(path)))
+            return files[path].read(name, slices, dtype)
+
+        yield read
+
+
+class _File:
+    """A safetensors file. Of what is mapped into memory, which counts as the process's while it
+    is, no more than a block stays so.
+    """
+
+    def __init__(self, path: Path):
+        with open_file(path):
+            pass  # its table is as it should be
+        self._path = path
+        self._file = path.open("rb")
+        length = int.from_bytes(self._file.read(8), "little")
+        self._table = json.loads(self._file.read(length))
+        self._begin = 8 + length
+        self._end = path.stat().st_size
+        self._parts = checksums.parts(path)
+        self._verified: set[int] = set()
+        self._verify(0, self._begin)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, name: str, slices: Sequence[slice], dtype: DTypeLike | None) -> np.ndarray:
+        shape = tuple(self._table[name]["shape"])
+        stored = jnp.dtype(_DTYPES[self._table[name]["dtype"]])
+        slices = (*slices, *(slice(None),) * (len(shape) - len(slices)))
+        sizes = [len(range(*one.indices(size))) for one, size in zip(slices, shape, strict=True)]
+        cast = dtype is not None and jnp.issubdtype(stored, jnp.floating)
+        out = np.empty(sizes, dtype if cast else stored)
+        if not out.size:
+            return out
+        origins = [one.indices(size)[0] for one, size in zip(slices, shape, strict=True)]
+        plain = f"u{stored.itemsize}"  # which numpy copies from wherever it lies
+        for block in blocks(shape, stored.itemsize, slices):
+            at = tuple(
+                slice(one.start - origin, one.stop - origin)
+                for one, origin in zip(block, origins, strict=True)
+            )
+            found = self._block(name, shape, np.dtype(plain), block)
+            if cast:
+                out[at] = np.array(found).view(stored)
+            else:
+                out.view(plain)[at] = found
+        return out
+
+    def _block(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, block: tuple[slice, ...]
+    ) -> np.ndarray:
+        """A block of a tensor, mapped into memory."""
+        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        sizes = [one.stop - one.start for one in block]
+        begin = self._begin + self._table[name]["data_offsets"][0]
+        begin += sum(one.start * stride for one, stride in zip(block, strides, strict=True))
+        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        end = begin + last + dtype.itemsize
+        self._verify(begin, end)
+        return np.ndarray(sizes, dtype, self._mapped(begin, end), strides=strides)
+
+    def _mapped(self, begin: int, end: int) -> memoryview:
+        """The bytes of the file from `begin` to `end`, in memory as long as someone has them."""
+        aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self._file.fileno(), end - aligned, offset=aligned, access=mmap.ACCESS_READ
         )
-    return found
+        return memoryview(mapped)[begin - aligned :]
+
+    def _verify(self, begin: int, end: int) -> None:
+        """Compare the parts from byte `begin` to byte `end` with their checksums, once each."""
+        size, wanted = self._parts
+        for number in range(begin // size, -(-end // size)) if wanted else ():
+            if number not in self._verified:
+                content = self._mapped(number * size, min((number + 1) * size, self._end))
+                if checksums.sha256(content) != wanted[number]:
+                    problem = f"{self._path.name} is damaged behind byte {number * size:,}"
+                    raise damaged(self._path.parent, [problem])
+                self._verified.add(number)
 
 
-def check_kind(kind: Any) -> None:
-    """Raise a PublishError for an unknown kind of quantised matrices."""
-    if kind is not None and kind not in (names := plugins.names(_KINDS)):
-        raise PublishError(f"quantize={kind!r}: choose one of {', '.join(names)}, or None")
+Read = Callable[[str, tuple[slice, ...], Any], np.ndarray]
+"""A slice of an array by its path, in a dtype."""
+
+
+def read_tensors(
+    path: Path, skeleton: PyTree, mesh: Mesh | None = None, dtype: DTypeLike | None = None
+) -> Any:
+    """The skeleton with its arrays from a file, checked; each device reads its own slices."""
+    return read_arrays(path, read_dtypes(path, skeleton, dtype), mesh)
+
+
+def read_arrays(path: Path, skeleton: PyTree, mesh: Mesh | sharding.Layout | None) -> Any:
+    """The arrays of a skeleton that `read_dtypes` returned, quantised as it has them."""
+    with slice_reader() as read:
+        part = lambda name, index, dtype: read(path, name, index, dtype)  # noqa: E731
+        return fill(skeleton, mesh, part, quantize=True)
+
+
+def read_dtypes(
+    path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
+) -> PyTree:
+    """The skeleton with the dtypes of the file, or `dtype`, and quantised matrices of a kind."""
+    kept, found = kept_dtypes(skeleton), outline(path)
+    stored_shapes = {name: x.shape for name, x in found.items()}
+    check_tensors(f"{path}", stored_shapes, parameter_shapes(skeleton))
+
+    def choose(name: str) -> Any:
+        stored = found[name].dtype
+        wanted = kept.get(name, dtype) if jnp.issubdtype(stored, jnp.floating) else None
+        return wanted or stored
+
+    return quantized_skeleton(typed(skeleton, choose), quantize)
+
+
+def outline(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the tensors in a safetensors file, by name."""
+    with open_file(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: jax.ShapeDtypeStruct(part.get_shape(), jnp.dtype(_DTYPES[part.get_dtype()]))
+            for name, part in parts.items()
+        }
+
+
+def typed(skeleton: PyTree, dtype: Callable[[str], Any]) -> PyTree:
+    """The skeleton with other dtypes of its arrays, by their paths."""
+
+    def visit(path: tuple, leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype(keystr(path))) if is_parameter(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(visit, skeleton)
 
 
 def quantized_skeleton(skeleton: PyTree, kind: Kind | str | None) -> PyTree:
     """The skeleton with quantised matrices of `kind`; as it is for None."""
     if kind is None:
         return skeleton
-    return plugins.find(_KINDS, kind).quantized_skeleton(skeleton, kind)
-
-
-def read_tensors(
-    path: Path,
-    skeleton: PyTree,
-    mesh: Mesh | sharding.Layout | None,
-    dtype: DTypeLike | None,
-    quantize: Kind | str | None = None,
-) -> Any:
-    """The skeleton with its arrays from a file, checked; each device reads its own slices.
-
-    With a kind to `quantize` in, matrices are quantised as they are read.
-    """
-    skeleton, kept = read_dtypes(path, skeleton, dtype, quantize), kept_dtypes(skeleton)
-    with slice_reader() as read_slice:
-
-        def read(name: str, index: Any) -> np.ndarray:
-            return read_slice(path, name, index, kept.get(name, dtype))
-
-        def make(name: str, shape: tuple[int, ...], where: jax.sharding.Sharding) -> jax.Array:
-            return place(shape, where, partial(read, name))
-
-        return fill(skeleton, mesh, make, read)
-
-
-def read_dtypes(
-    path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
-) -> PyTree:
-    """The skeleton of what `read_tensors` returns: with the dtypes of the file, or `dtype`."""
-    kept, found = kept_dtypes(skeleton), outline(path)
-    stored_shapes = {name: x.shape for name, x in found.items()}
-    check_tensors(f"{path}", stored_shapes, parameter_shapes(skeleton))
-
-    def make(name: str, shape: tuple[int, ...], where: Any) -> jax.ShapeDtypeStruct:
-        stored = found[name].dtype
-        wanted = kept.get(name, dtype) if jnp.issubdtype(stored, jnp.floating) else None
-        return jax.ShapeDtypeStruct(shape, wanted or stored)
-
-    return quantized_skeleton(fill(skeleton, None, make), quantize)
-
-
-def outline(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of the tensors in a safetensors file, by name."""
-    dtypes = {code: jnp.dtype(name) for name, code in CODES.items()}
-    with open_file(path) as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: jax.ShapeDtypeStruct(part.get_shape(), dtypes[part.get_dtype()])
-            for name, part in parts.items()
-        }
+    return plugins.find(QUANTIZATIONS, kind).quantized_skeleton(skeleton, kind)
 
 
 def fill(
-    skeleton: PyTree,
-    mesh: Mesh | sharding.Layout | None,
-    make: Callable[[str, tuple[int, ...], jax.sharding.Sharding], Any],
-    read: Read | None = None,
+    skeleton: PyTree, mesh: Mesh | sharding.Layout | None, read: Read, *, quantize: bool
 ) -> Any:
-    """The skeleton with `make(name, shape, sharding)` for each array; on one device if no mesh.
+    """The skeleton with its arrays, part by part as devices hold them; on one device if no mesh.
 
-    With `read` quantised matrices are made of parts of whole ones, `read(name, slices)`.
+    Quantised matrices are made of parts of whole ones if they are to `quantize`, else of arrays
+    that are stored.
     """
     one, layout = SingleDeviceSharding(jax.local_devices()[0]), sharding.layout_of(mesh)
     placed = skeleton if layout.mesh is None else sharding.shardings(skeleton, layout)
 
-    def array(path: tuple, leaf: Any, where: Any) -> Any:
-        if is_quantized(leaf) and read is not None:
-            return matrix(path, leaf, where, read)
-        if not is_parameter(leaf):
+    def put(shape: tuple[int, ...], where: Any, part: Callable[[Any], np.ndarray]) -> jax.Array:
+        return place(shape, one if layout.mesh is None else where, part)
+
+    def make(path: tuple, leaf: Any, where: Any) -> Any:
+        if not is_parameter(leaf) and not is_quantized(leaf):
             return leaf
-        return make(keystr(path), leaf.shape, one if layout.mesh is None else where)
-
-    def matrix(path: tuple, leaf: Quantized, where: Any, read: Read) -> Quantized:
+        part = lambda index: read(keystr(path), index, leaf.dtype)  # noqa: E731
+        if is_parameter(leaf):
+            return put(leaf.shape, where, part)
         names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
-        part = partial(read, keystr(path))
-        made = plugins.find(_KINDS, leaf.kind).quantize_parts(leaf, names, part)
-
-        def place(array: np.ndarray, where: Any) -> jax.Array:
-            place_at = one if layout.mesh is None else where
-            return jax.make_array_from_callback(array.shape, place_at, lambda index: array[index])
-
-        return jax.tree.map(place, made, where)
-
-    def is_made(x: Any) -> bool:  # not so of the base of adapters, which are read alone
-        return read is not None and is_quantized(x) and is_parameter(x.codes)
+        made = plugins.find(QUANTIZATIONS, leaf.kind).quantize_parts(leaf, names, part)
+        return jax.tree.map(lambda x, where: put(x.shape, where, x.__getitem__), made, where)
 
     with sharding.use(layout.without_mesh):
-        return jax.tree_util.tree_map_with_path(array, skeleton, placed, is_leaf=is_made)
+        return jax.tree_util.tree_map_with_path(
+            make, skeleton, placed, is_leaf=is_quantized if quantize else None
+        )
 
 
 class Tensor(NamedTuple):
@@ -174,14 +293,12 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
     """The dtype to store each array in, by its dotted path.
 
     It is the array's own; but for floating point the one `like` has for its path, or else `default`
-    if that is given. What is kept in a dtype by `zoo.nn.parameters.is_kept` is so stored.
+    if that is given. What is kept in a dtype by `zoo.nn.stateful.is_kept` is so stored.
     """
     found, kept = {}, kept_dtypes(model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if is_parameter(leaf):
-            name = keystr(path)
-            taken = jnp.issubdtype(leaf.dtype, jnp.floating) and name not in kept
-            found[name] = like.get(name, default or leaf.dtype) if taken else leaf.dtype
+    for name, leaf in parameters(model).items():
+        taken = jnp.issubdtype(leaf.dtype, jnp.floating) and name not in kept
+        found[name] = like.get(name, default or leaf.dtype) if taken else leaf.dtype
     return found
 
 
@@ -192,21 +309,17 @@ def write_tensors(
 
     `dtypes` are by name, the arrays' own if not given. Returns the checksums of the file.
     """
-    tensors: dict[str, Tensor] = {}
 
-    def add(path: tuple, leaf: Any) -> None:
-        dtype = leaf.dtype if dtypes is None else dtypes[keystr(path)]
+    def tensor(name: str, leaf: Any) -> Tensor:
+        dtype = leaf.dtype if dtypes is None else dtypes[name]
 
         def pieces() -> Iterator[np.ndarray]:
             for index in blocks(leaf.shape, leaf.dtype.itemsize):
                 yield gathered(leaf, index).astype(dtype, copy=False)
 
-        tensors[keystr(path)] = Tensor(leaf.shape, dtype, pieces)
+        return Tensor(leaf.shape, dtype, pieces)
 
-    for at, leaf in jax.tree_util.tree_leaves_with_path(model):
-        if is_parameter(leaf):
-            add(at, leaf)
-    return write_file(path, tensors)
+    return write_file(path, {name: tensor(name, leaf) for name, leaf in parameters(model).items()})
 
 
 def write_file(
@@ -250,10 +363,14 @@ def write_file(
     return digest
 
 
+def parameters(model: PyTree) -> dict[str, Any]:
+    """The arrays of a model, or of its skeleton, by their dotted paths."""
+    return {keystr(path): x for path, x in tree_leaves_with_path(model) if is_parameter(x)}
+
+
 def parameter_shapes(model: PyTree) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a model, by its dotted path."""
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {keystr(path): leaf.shape for path, leaf in leaves if is_parameter(leaf)}
+    return {name: leaf.shape for name, leaf in parameters(model).items()}
 
 
 def num_parameters(model: PyTree) -> int:
@@ -279,18 +396,3 @@ def differences(
         for name in sorted(stored.keys() | wanted.keys())
         if stored.get(name) != wanted.get(name)
     ]
-
-
-def check_finite(model: PyTree, folder: Path) -> None:
-    """Raise a ValueError that names the first parameter with a NaN or an infinity."""
-    floats, mesh = eqx.filter(model, eqx.is_inexact_array), sharding.mesh_of(model)
-    check = jax.jit(
-        lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree),
-        out_shardings=None if mesh is None else sharding.replicated(mesh),
-    )
-    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(check(floats))):
-        if not is_finite:
-            raise ValueError(
-                f"{folder}: {keystr(path)} has a NaN or an infinity: the model is damaged, or its "
-                "training diverged; get it again, or take another --model"
-            )

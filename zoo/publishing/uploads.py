@@ -16,7 +16,7 @@ from pathlib import Path
 from zoo.common import checksums, files
 from zoo.common.addresses import AddressError, scheme_of
 from zoo.common.store import Store, sizes
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 
 CACHE = Path("~/.cache/zoo/models")
 SAVING = "saving.json"
@@ -61,8 +61,10 @@ def check_replaceable(address: object, unlisted: Collection[str]) -> None:
         raise PublishError(
             f"folder='{store.address}': a web server is only read; save to s3:// or gs://"
         )
-    begun = json.loads(store.read(SAVING) or "[]")
-    known = checksums.listed(store.place) | {*begun, *unlisted, SAVING, checksums.NAME}
+    known = {*json.loads(store.read(SAVING) or "[]"), *unlisted, SAVING, checksums.NAME}
+    content = store.read(checksums.NAME) or b""
+    with contextlib.suppress(ValueError):  # a damaged list
+        known |= checksums.parse(content).keys()
     if others := sorted({*store.names()} - known):
         raise PublishError(
             f"{store.address} has files that are not part of a model: {', '.join(others)}. Move "

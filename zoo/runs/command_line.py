@@ -18,7 +18,7 @@ from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zoo.common import configuration, startup
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
 from zoo.runs.processes import RunError

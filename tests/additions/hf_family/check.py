@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import zoo
 from zoo import transformer
-from zoo.publishing.errors import PublishError
+from zoo.publishing import PublishError
 
 FIELDS = {
     "architectures": ["GemmaForCausalLM"],

@@ -163,8 +163,8 @@ def _passes(
     label, rows = options.get("label"), options.get("rows")
     special_tokens = options.get("special_tokens", "text")
     spec = Spec(digest, options["field"], special_tokens, label=label, rows=rows)
-    is_plain = not options.keys() & {"documents", "label", "rows"}
-    only = _only_text(splits, spec.field) if is_plain else None
+    other = options.keys() & {"documents", "label", "rows"}
+    only = None if other else _only_text(splits, spec.field)
     if only is not None:
         spec = dataclasses.replace(spec, cut=_cut(only, options["held_out"]))
         logger.warning(
@@ -190,7 +190,8 @@ def _passes(
             raise ValueError(f"the files have rows of {' and of '.join(map(str, forms))}: give one")
         [(form, first)] = forms.items()
         classes = sorted({label for shard in shards for label in shard.labels})
-        labels = [[classes.index(label) for label in shard.labels] for shard in shards]
+        number_of = {label: number for number, label in enumerate(classes)}
+        labels = [[number_of[label] for label in shard.labels] for shard in shards]
         frame = 0 if first.framed else frame
         parts = [(i, limit, len(cuts), frame, without, labels[i], out) for i in range(len(shards))]
         records = dict(run(hashes.write_parts, parts))
@@ -229,14 +230,11 @@ def _passes(
     return manifest
 
 
-def _texts(splits: Sequence[Split | Given], field: str) -> Iterator[str]:
-    return (document.text for split in splits for document in read_split(split, field))
-
-
 def _only_text(splits: Sequence[Split | Given], field: str) -> str | None:
     """The text of all documents that have one, if it is one text; reads to the second one."""
     first: str | None = None
-    for text in filter(None, _texts(splits, field)):
+    texts = (document.text for split in splits for document in read_split(split, field))
+    for text in filter(None, texts):
         if first not in (None, text):
             return None
         first = text

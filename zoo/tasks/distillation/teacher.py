@@ -9,9 +9,9 @@ from zoo.common.configuration import require
 from zoo.data import text
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
 from zoo.decoding.decoder import decoder_of
-from zoo.publishing import adapters, models
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite
+from zoo.publishing import models
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest
 from zoo.rnn.config import num_flops_per_token as rnn_flops
 from zoo.rnn.model import RNN
 from zoo.runs.run import Run
@@ -70,7 +70,7 @@ class Teacher:
         )
 
     def _load_tokenizer(self) -> Tokenizer:
-        folder, given = adapters.nearest(self.folder, FILE_NAME), self._config.data.tokenizer
+        folder, given = nearest(self.folder, FILE_NAME), self._config.data.tokenizer
         if not (folder / FILE_NAME).is_file():
             require(
                 bool(given),
@@ -127,7 +127,7 @@ def read_text(run: Run[Config], teacher: Teacher) -> text.Text:
     """
     fields = [field.name for field in dataclasses.fields(text.Source)]
     given = {name: getattr(run.config.data, name) for name in fields}
-    folder = adapters.nearest(teacher.folder, FILE_NAME)
+    folder = nearest(teacher.folder, FILE_NAME)
     spec = str(folder) if (folder / FILE_NAME).is_file() else run.config.data.tokenizer
     data = language.read_text(run, source=text.Config(**given, tokenizer=spec))
     what = "the text" if data.prepared is None else f"{data.prepared.folder}"

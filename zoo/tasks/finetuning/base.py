@@ -11,13 +11,13 @@ from zoo import sharding
 from zoo.common import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
-from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
-from zoo.publishing import adapters, formats, models
+from zoo.nn.stateful import cast, is_kept
+from zoo.publishing import formats, models
 from zoo.publishing.families import reconfigured
-from zoo.publishing.shelf import find
-from zoo.publishing.tensors import check_finite
+from zoo.publishing.models import check_finite
+from zoo.publishing.shelf import find, nearest, whole
 from zoo.runs.run import Run
 from zoo.tasks.finetuning.config import Config
 from zoo.tasks.finetuning.trained import prepare, trainable
@@ -33,7 +33,7 @@ class Base:
         config = run.config
         weights = not config.plan  # which fetches none
         self.folder = find(config.model, weights=weights)
-        self.format = formats.name_of(adapters.whole(self.folder))
+        self.format = formats.name_of(whole(self.folder))
         stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
         _check_quantized(config, stored)
         merged = eqx.filter_eval_shape(lora.merge, stored)
@@ -65,7 +65,7 @@ class Base:
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            adapters.check(self.skeleton, lora.config_of(prepared))
+            models.check_adapters(self.skeleton, lora.config_of(prepared))
 
     def load(self) -> PyTree:
         """The model on the run's mesh, whole and in the dtypes that it is stored in.
@@ -125,7 +125,7 @@ def _check_lengths(config: Config, model: Any) -> None:
 def _load_tokenizer(run: Run[Config], base: Base) -> Tokenizer:
     """The model's own, in a copy that the run keeps."""
     given = run.config.data.tokenizer
-    folder = adapters.nearest(base.folder, FILE_NAME)
+    folder = nearest(base.folder, FILE_NAME)
     if not given and not (folder / FILE_NAME).is_file():
         raise ValueError(f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'")
     tokenizer = get_tokenizer(given) if given else load_tokenizer(folder)

@@ -8,7 +8,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, PyTree
 
-from zoo.publishing.adapters import with_paths
+from zoo.publishing.models import with_paths
 from zoo.sharding.axes import keystr
 from zoo.tasks.finetuning.config import Config
 from zoo.training.state import Trainable

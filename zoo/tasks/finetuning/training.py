@@ -9,11 +9,10 @@ from jaxtyping import PyTree
 
 from zoo.data import text
 from zoo.data.chats import ChatTemplate
-from zoo.publishing import adapters, models
+from zoo.publishing import models
 from zoo.publishing.families import choose_eos_ids, with_more_ends
 from zoo.runs import loop
-from zoo.runs.callbacks.best import Save
-from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.evaluations import Samples, Save
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
@@ -92,7 +91,7 @@ def save(
     `chats` is `saver`'s.
     """
     if lora.has_adapters(model):
-        adapters.save_adapters(
+        models.save_adapters(
             run.folder / "adapters",
             with_more_ends(model, _turn_ends(run, base, chats)),
             base=run.config.model,
