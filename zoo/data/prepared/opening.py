@@ -103,7 +103,7 @@ def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     with explained(folder):
         manifest = read_manifest(folder)
     if is_remote(folder):
-        copies = Copies(folder, manifest.fingerprint, cache)
+        copies = Copies(folder, manifest, cache)
         tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
     else:
         tokenizer, stem_of = (
