@@ -16,7 +16,7 @@ from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
 from zoo.data.sources.reading import read_split
 from zoo.data.sources.splits import plan_splits
-from zoo.data.tokenizer import load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.tasks.finetuning.data import read_text
 
@@ -315,6 +315,15 @@ def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):
     assert rows_of(with_ends) == rows_of(without)
     data, _ = started(tmp_path, capsys, tokenizer, with_ends, format="completions")
     assert (data.train.batch(0)["targets"] == ids["<eot>"]).any()
+
+
+def test_no_command_is_needed_for_many_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("zoo.data.prepared.opening.BY_ITSELF", 10)
+    records = [{"prompt": f"{i}", "completion": "yes"} for i in range(9)]
+    _, said = started(tmp_path, capsys, ByteTokenizer(), records, format="completions")
+    assert "9 examples of completions: texts (prompt, completion)" in said
+    with pytest.raises(ValueError, match=r"above 0 GiB .*python -m zoo prepare"):
+        started(tmp_path, capsys, ByteTokenizer(), [{"text": "some text"}] * 9)
 
 
 def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):
