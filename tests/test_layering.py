@@ -67,9 +67,9 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1350,
-    "sharding": 1460,
-    "nn": 2850,
-    "transformer": 1200,
+    "sharding": 1450,
+    "nn": 2840,
+    "transformer": 1190,
     "rnn": 960,
     "mlp": 220,
     "bert": 250,
@@ -77,7 +77,7 @@ CEILINGS = {
     "quantization": 690,
     "data": 7400,
     "training": 3140,
-    "decoding": 1570,
+    "decoding": 1550,
     "publishing": 1930,
     "hf": 3260,
     "runs": 4930,
