@@ -81,7 +81,7 @@ CEILINGS = {
     "publishing": 1930,
     "hf": 3260,
     "runs": 4930,
-    "tasks": 2270,
+    "tasks": 2260,
     "planning": 3230,
     "evaluation": 1120,
     "__main__": 140,
