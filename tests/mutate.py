@@ -32,20 +32,18 @@ ROOT = Path(__file__).parents[1]
 
 # Each module's files of tests; those behind a bar run only for survivors of the ones before it.
 TESTS = {
-    "data/mixtures/leaks": "test_mixtures | test_mixed_text",
     "data/mixtures/plan": "test_mixtures | test_mixed_text",
     "data/mixtures/schedule": "test_mixtures",
     "data/mixtures/spec": "test_mixtures",
     "data/mixtures/text": "test_mixed_text | test_mixtures",
-    "data/packing": "test_data | test_completions",
+    "data/packing": "test_data | test_completions | test_prepared_plans",
     "data/permutation": "test_permutation",
     "data/preferences": "test_preferences -k 'not optimum and not gradient'",
     "data/prepared/format": "test_parts | test_prepare",
     "data/prepared/hashes": "test_prepare",
     "data/prepared/opening": "test_prepared_text | test_mixed_text | test_text",
-    "data/prepared/parts": "test_parts | test_mixed_text",
+    "data/corpus": "test_parts | test_mixed_text | test_corpus",
     "data/prepared/prepare": "test_prepare",
-    "data/prepared/rows": "test_prepared_plans",
     "data/prepared/tokenizing": "test_prepare",
     "data/completions": "test_completions | test_chats | test_rows",
     "data/rows": "test_rows",
