@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import make_transformer, small_config
+from helpers import flash, make_transformer, small_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import NamedSharding
@@ -19,22 +19,21 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
-from zoo.nn.attention import chunked, masks, splash
+from zoo.nn.attention import attention, masks
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.planning import (
     collectives,
     command,
+    costs,
     flops,
     hlo,
     planner,
     published,
     report,
     roofline,
-    suggestions,
     targets,
     topology,
-    traffic,
 )
 from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
@@ -87,7 +86,7 @@ def test_async_gpu_collectives_are_counted():
         ("reduce-scatter", 3, 4, 4096 * 3 / 4),
     ]
     assert found[1].op_name == "jit(f)/while/body/gather"
-    assert collectives.unknown_loops(program) == []
+    assert hlo.unknown_loops(program) == []
 
 
 def test_fused_tpu_collectives_are_counted():
@@ -151,7 +150,7 @@ def test_unknown_loops_count_once():
     text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
     text = text.replace("constant(3)", "parameter(1)")
     program = hlo.read(text)
-    assert collectives.unknown_loops(program) == ["loop"]
+    assert hlo.unknown_loops(program) == ["loop"]
     assert {c.times for c in collectives.collectives(program)} == {1}
 
 
@@ -176,7 +175,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
     program = hlo.read(text)
     assert program.entry.root.name == "r"
     assert program.entry.instructions["k"].op_name == "jit(f)/kernel"
-    assert traffic.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
+    assert costs.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
 
 
 def test_text_without_program_is_refused():
@@ -251,7 +250,7 @@ def test_a_scan_gathers_each_layer_once():
 def test_scan_reads_one_layer_per_iteration():
     text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
     stack = LAYERS * 64 * 64 * 4 / 8
-    moved = traffic.memory_traffic(hlo.read(text))
+    moved = costs.memory_traffic(hlo.read(text))
     # Parts once, whole layers written and read: of the order of 2·8 + 1 stacks, not 5 times that.
     assert 2 * 8 * stack < moved < 4 * 8 * stack
 
@@ -286,7 +285,7 @@ ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
 """
     gather, copy, part = 2 * 2 * 64 + 2 * 4, 2 * 32 * 8, 2 * 2 * 4 * 8
     fusion = 2 * 64 + 2 * 4 + 4 * 2 * 64
-    assert traffic.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+    assert costs.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
 
 
 def test_a_fusion_in_a_fusion_reads_what_it_slices():
@@ -311,7 +310,7 @@ ENTRY %main (t: f32[10,64], k: s32[]) -> f32[1,64] {
   ROOT %r = f32[1,64] fusion(%t, %k), kind=kLoop, calls=%fused
 }
 """
-    assert traffic.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
+    assert costs.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
 
 
 def test_fsdp_gathers_forward_and_backward():
@@ -516,12 +515,13 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
     q = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.float32)
 
     def counted(attend):
-        total = lambda *qkv: attend(*qkv, None, mask, 1.0, None).sum()
+        total = lambda *qkv: attend(*qkv).sum()
         return flops.count(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))
 
-    own = counted(chunked.chunked)
+    options = {"causal": mask.causal, "window": mask.window, "scale": 1.0}
+    own = counted(functools.partial(attention, **options, implementation="chunked"))
     with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
-        kernel = counted(functools.partial(splash.splash, blocks=Blocks(512, 512, 512)))
+        kernel = counted(flash(mask, blocks=Blocks(512, 512, 512)))
     # Of the same chunks; its two kernels of the backward pass both compute the logits.
     output_times_gradient = 2 * math.prod(q.shape)
     assert kernel == own * 9 / 7 + output_times_gradient
@@ -531,7 +531,7 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
 @pytest.mark.parametrize("policy", ["dots", "full"])
 def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
     q = jax.ShapeDtypeStruct((2, 256, 8, 128), jnp.bfloat16)
-    attend = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None, blocks=BLOCKS)
+    attend = flash(Mask(True, None), blocks=BLOCKS)
 
     def counted(policy):
         call = remat.checkpoint(attend, policy)
@@ -600,7 +600,7 @@ def test_roofline_matches_hand_calculation():
     assert roof.interconnect == sent / chip.interconnect
     assert roof.seconds == max(roof.compute, roof.memory, roof.interconnect)
     utilization = estimate.model_flops / roof.seconds / 8 / chip.flops
-    assert roof.utilization(roof.seconds) == pytest.approx(utilization)
+    assert estimate.utilization(roof.seconds) == pytest.approx(utilization)
     assert getattr(roof, roof.bound) == roof.seconds
     assert any("estimate" in line for line in report.caveats(estimate))
 
@@ -621,7 +621,7 @@ def test_a_report_says_which_bound_is_which():
     assert roof.by_op.seconds > roof.seconds > 0
     assert by_op["step, at least"][0] != overlapped["step, at least"][0]
     assert "step, by published runs" not in by_op  # which are of TPUs
-    assert roof.utilization(roof.by_op.seconds) < roof.utilization(roof.seconds)
+    assert estimate.utilization(roof.by_op.seconds) < estimate.utilization(roof.seconds)
     assert "8 × h100 in 2 machines (fsdp=8)" in report.title(estimate)
     sent = {name: amount for name, amount, _ in rows["bytes sent per device and step"]}
     # Of all gathers of 7 parts one is fetched from the other machine.
@@ -668,18 +668,19 @@ def limited(estimate, limit):
     )
 
 
-def test_suggestions_go_from_cheap_to_expensive():
+def test_suggestions_go_from_cheap_to_expensive(monkeypatch):
     wanted = job(rows=32, remat="none", mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
     tried = []
 
     def make(changed, target, quick):
-        tried.append(suggestions.describe(wanted, changed))
+        tried.append(planner.describe(wanted, changed))
         return limited(estimate, 0)
 
     # The state alone of data=8 is more than this: those that keep it are not compiled at all.
     limit = (estimate.memory.parameters + estimate.memory.optimizer) * 0.9
-    found = suggestions.suggest(limited(estimate, limit), say=lambda _: None, make=make)
+    monkeypatch.setattr(planner, "make_estimate", make)
+    found = planner.suggest(limited(estimate, limit))
     assert found is None
     assert tried == [
         "--remat full --mesh fsdp=8",
@@ -692,25 +693,25 @@ def test_suggestions_go_from_cheap_to_expensive():
 
 def test_suggestions_for_slices_leave_only_gradients_between_them():
     target = targets.parse("2xv5e:4x4")
-    found = list(suggestions.changes(job(rows=64, mesh="data=32"), target, 64))
+    found = list(planner.changes(job(rows=64, mesh="data=32"), target))
     meshes = [changed.mesh for changed in found if changed.mesh != "data=32"]
     assert {"data=2,fsdp=16", "data=2,fsdp=8,tensor=2"} <= set(meshes)
     for mesh in meshes:
         assert sharding.abstract_mesh(mesh, 32).shape["data"] == 2
 
 
-def test_suggestions_stop_after_a_few():
+def test_suggestions_stop_after_a_few(capsys, monkeypatch):
     wanted = job(rows=2**12, mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
-    said = []
-    found = suggestions.suggest(
-        limited(estimate, 1e12),
-        say=said.append,
-        make=lambda changed, target, quick: limited(estimate, 0),
-    )
-    assert found is None
+    make = lambda changed, target, quick: limited(estimate, 0)
+    monkeypatch.setattr(planner, "make_estimate", make)
+    assert planner.suggest(limited(estimate, 1e12)) is None
+    said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("trying") for line in said) == 6
-    assert said[-1] == "no more than 6 changes are tried"
+    assert said[-2:] == [
+        "no more than 6 changes are tried",
+        "Nothing that was tried fits: take more devices, or larger ones.",
+    ]
 
 
 def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
@@ -727,7 +728,7 @@ def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
     assert flags(method="lora", base="nf4") == []
 
 
-def test_other_trainings_are_tried_last():
+def test_other_trainings_are_tried_last(monkeypatch):
     wanted, tried = job(rows=16, mesh="data=8"), []
     estimate = dataclasses.replace(small_estimate(), job=wanted)
 
@@ -737,12 +738,9 @@ def test_other_trainings_are_tried_last():
 
     other = job()
     big = dataclasses.replace(estimate.memory, total=2 * estimate.memory.total)
-    found = suggestions.suggest(
-        limited(dataclasses.replace(estimate, memory=big), 1e12),
-        others=[("--method lora", other)],
-        say=lambda _: None,
-        make=make,
-    )
+    monkeypatch.setattr(planner, "make_estimate", make)
+    too_large = limited(dataclasses.replace(estimate, memory=big), 1e12)
+    found = planner.suggest(too_large, [("--method lora", other)])
     assert found.flags == "--method lora"
     assert len(tried) > 2
     assert tried[-1] is other

@@ -1,7 +1,7 @@
 """The next token: penalties and biases of the logits, the tokens that are left, and the draw.
 
 Penalties come before the temperature, and what is cut off after it, in the order of `transformers`:
-the `top_k` likeliest, of these `top_p`, of these `min_p`.
+the `top_k` likeliest, among them `top_p`, among them `min_p`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo.common import configuration
+from zoo.sharding import constrain
 
 
 class Seen(eqx.Module):
@@ -27,15 +28,42 @@ class Seen(eqx.Module):
     def of(
         tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int
     ) -> "Seen":
-        """Those of prompts alone; `mask` is False at padding."""
+        """The tokens of prompts; `mask` is False at padding."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         none = jnp.zeros((tokens.shape[0], vocab_size), jnp.int32)
         return Seen(none.at[rows, tokens].max(mask.astype(jnp.int32)) > 0, none)
 
     def add(self, tokens: Int[Array, "batch"]) -> "Seen":
-        """Those with one more token per row."""
+        """The same with one more token per row."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         return Seen(self.prompt, self.counts.at[rows, tokens].add(1))
+
+
+class State(eqx.Module):
+    """A continuation in progress: `count` tokens per row, the last of which is not yet read.
+
+    With a draft there is room for one more than is asked for, a second cache, and the number of
+    `steps` of the model: the others of `count` tokens come from drafts.
+    """
+
+    tokens: Int[Array, "batch room"]
+    count: Int[Array, ""]
+    done: Bool[Array, "batch"]
+    cache: PyTree
+    seen: Seen | None = None
+    logprobs: Float[Array, "batch room"] | None = None
+    draft_cache: PyTree = None
+    steps: Int[Array, ""] | None = None
+
+    def whole(self) -> "State":
+        """The state with its tokens on every device, and so in every process that reads them.
+
+        XLA chooses the placement of a loop's results, whatever it was within.
+        """
+        everywhere = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
+        found = tuple(map(everywhere, (self.tokens, self.done, self.logprobs)))
+        parts = lambda s: (s.tokens, s.done, s.logprobs)  # noqa: E731
+        return eqx.tree_at(parts, self, found, is_leaf=lambda x: x is None)
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,7 @@ class Sampler(eqx.Module):
     top_k: int | None = eqx.field(static=True, default=None)
     min_p: Float[Array, ""] | None = None
     penalties: tuple[Float[Array, ""], ...] | None = None
-    """Of repetition, presence and frequency."""
+    """For repetition, presence and frequency."""
     bias: Float[Array, "vocab"] | None = None
 
     @staticmethod

@@ -21,7 +21,7 @@ from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.evaluations import Save
 from zoo.runs.config import Config
 from zoo.runs.run import Run
-from zoo.sharding.placement import on_host
+from zoo.sharding.placement import gathered
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
@@ -182,7 +182,7 @@ class Judge:
         for k, results in self._evaluator.results(model, whole):
             host = self._plan.batch(k)
             real = host["weights"] > 0
-            found.append(on_host(results["probabilities"])[:, real])
+            found.append(gathered(results["probabilities"])[:, real])
             labels.append(host["labels"][real])
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 

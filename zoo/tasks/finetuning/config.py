@@ -10,8 +10,7 @@ import tyro
 from zoo.common.addresses import location
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
-from zoo.data.tokenizer import Reading
-from zoo.nn.attention import Implementation
+from zoo.nn.attention.attention import Implementation
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
 from zoo.runs.config import Config as RunConfig
@@ -42,11 +41,6 @@ class Data(text.Source):
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
     chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""
     """File of a chat template (Jinja) in place of the tokenizer's own, saved with the model."""
-
-    @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names in texts."""
-        return self.special_tokens or ("text" if self.format in ("text", "chats") else "parse")
 
 
 # Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
