@@ -82,7 +82,7 @@ CEILINGS = {
     "hf": 3260,
     "runs": 4930,
     "tasks": 2260,
-    "planning": 3230,
+    "planning": 3200,
     "evaluation": 1120,
     "__main__": 140,
     "__init__": 155,
