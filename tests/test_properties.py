@@ -35,10 +35,10 @@ from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.hf.weights import Weights
-from zoo.nn.layers import RopeScaling
 from zoo.publishing import PublishError, downloads, uploads
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
+from zoo.transformer.config import RopeScaling
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:

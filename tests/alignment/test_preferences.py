@@ -17,7 +17,7 @@ from zoo.data.chats import ChatTemplate
 from zoo.data.preferences import SIDES, PairPlan
 from zoo.data.rows import read_rows
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.nn.balancing import Balance
+from zoo.nn.stateful import Balance
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>\n{% endfor %}"

@@ -23,9 +23,8 @@ from zoo.common import checksums
 from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
-from zoo.nn.layers import RopeScaling
-from zoo.nn.parameters import cast
 from zoo.nn.products import is_quantized
+from zoo.nn.stateful import cast
 from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
 from zoo.publishing import PublishError
@@ -35,6 +34,7 @@ from zoo.runs.processes import RunError
 from zoo.tasks.generation import Chat
 from zoo.training.compiled import CompiledStep
 from zoo.training.state import TrainState
+from zoo.transformer.config import RopeScaling
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -262,8 +262,8 @@ def compiled(tune, monkeypatch):
     class Compiled(Exception):
         pass
 
-    def train(run, training, hooks, step_fn, state, *_):
-        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+    def train(running, step_fn, state, *_):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, running.training)
 
     monkeypatch.setattr(loop, "_train", train)
 

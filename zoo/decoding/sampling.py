@@ -15,13 +15,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
-from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
-from zoo.decoding.speculative import Draft, Drafted, advance
-from zoo.sharding import constrain
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
+from zoo.decoding.speculative import Draft, advance
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
 SMALLEST_BUCKET = 16
@@ -224,17 +223,6 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
         raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
 
 
-class _State(eqx.Module):
-    """A continuation in progress: `count` tokens per row, the last of which is not yet read."""
-
-    tokens: Int[Array, "batch room"]
-    count: Int[Array, ""]
-    done: Bool[Array, "batch"]
-    cache: PyTree
-    seen: Seen | None = None
-    logprobs: Float[Array, "batch room"] | None = None
-
-
 def _begin(
     rows: Rows, sampler: Sampler, logprobs: bool = False
 ) -> tuple[Any, Callable[[Any, int], Any]]:
@@ -249,7 +237,7 @@ def _begin(
             decoder = rows.draft.decoder
             draft_cache = _read_drafted_prompts((decoder, *inputs), rows.length)
             draft = Draft(for_decoding(decoder), rows.draft.num_tokens)
-            state = Drafted.after(state, draft_cache)
+            state = dataclasses.replace(state, draft_cache=draft_cache, steps=jnp.int32(0))
             fixed, proceed = (fixed[0], draft, *fixed[1:]), advance
 
     def to(state: Any, limit: int) -> Any:
@@ -275,35 +263,35 @@ def for_decoding(decoder: Decoder) -> Decoder:
 
 
 @eqx.filter_jit
-def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> _State:
+def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
     decoder, sampler, tokens, mask, stops, is_padding = arrays
     logits, cache = decoder.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
     seen = sampler.begin(tokens, mask, logits.shape[1])
     logs = jnp.zeros(empty.shape) if logprobs else None
-    state = _State(empty, jnp.int32(0), is_padding, cache, seen, logs)
+    state = State(empty, jnp.int32(0), is_padding, cache, seen, logs)
     return _append(state, sampler, logits, stops)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
+def _advance(arrays: tuple[Any, ...], state: State) -> State:
     """Continue to `limit` tokens in all, or until all rows have stopped."""
     decoder, sampler, stops, limit = arrays
 
-    def unfinished(state: _State) -> Array:
+    def unfinished(state: State) -> Array:
         return (state.count < limit) & ~state.done.all()
 
-    def step(state: _State) -> _State:
+    def step(state: State) -> State:
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
         logits, cache = decoder.decode(last, state.cache)
         state = eqx.tree_at(lambda s: s.cache, state, cache)
         return _append(state, sampler, logits, stops)
 
-    return _whole(jax.lax.while_loop(unfinished, step, state))
+    return jax.lax.while_loop(unfinished, step, state).whole()
 
 
-def _append(state: _State, sampler: Sampler, logits: Array, stops: Array) -> _State:
+def _append(state: State, sampler: Sampler, logits: Array, stops: Array) -> State:
     """The state with one more token per row; a row that has stopped repeats its last."""
     before = jax.lax.dynamic_index_in_dim(
         state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
@@ -318,19 +306,4 @@ def _append(state: _State, sampler: Sampler, logits: Array, stops: Array) -> _St
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logs, state.count, 1)
     done = state.done | (token[:, None] == stops[None, :]).any(1)
     seen = None if state.seen is None else state.seen.add(token)
-    return _whole(_State(tokens, state.count + 1, done, state.cache, seen, logprobs))
-
-
-def _whole(state: _State) -> _State:
-    """The state with its tokens on every device, and so in every process that reads them.
-
-    XLA chooses the placement of a loop's results, whatever it was within.
-    """
-
-    def whole(array: Array) -> Array:
-        return constrain(array, *(None,) * array.ndim)
-
-    logprobs = None if state.logprobs is None else whole(state.logprobs)
-    return _State(
-        whole(state.tokens), state.count, whole(state.done), state.cache, state.seen, logprobs
-    )
+    return State(tokens, state.count + 1, done, state.cache, seen, logprobs).whole()

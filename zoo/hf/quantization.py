@@ -25,7 +25,7 @@ from zoo.publishing import PublishError
 from zoo.quantization.codes import StoredKind, pack
 from zoo.quantization.matrix import QuantizedMatrix, axes_of
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
 # Of the tensors that take the place of a matrix's `weight`, or stand beside it.

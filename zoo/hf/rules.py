@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.common import configuration
-from zoo.nn.layers import RopeScaling
 from zoo.publishing import PublishError
+from zoo.transformer.config import RopeScaling
 
 
 def words(text: str) -> frozenset[str]:

@@ -39,13 +39,15 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, where, arrays)
 
 
-def gathered(array: Any, index: Sequence[int | slice]) -> np.ndarray:
+def gathered(array: Any, index: Sequence[int | slice] | None = None) -> np.ndarray:
     """`array[index]` in the memory of this host; all processes call it, each for its own copy.
 
+    Without an index it is the whole array.
     An array that lies on this host's CPU alone is not copied.
     """
     if not isinstance(array, jax.Array):
-        return np.asarray(array)[tuple(index)]
+        return np.asarray(array)[... if index is None else tuple(index)]
+    index = (slice(None),) * array.ndim if index is None else index
     wanted = [
         (one, one + 1) if isinstance(one, int) else one.indices(size)[:2]
         for one, size in zip(index, array.shape, strict=True)

@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -101,13 +99,6 @@ def canonical(placed: jax.sharding.Sharding) -> Any:
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
-
-
-def on_host(array: jax.Array) -> np.ndarray:
-    """The whole array in the memory of this host; all processes call it, each for its own copy."""
-    if not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.derivatives import custom_vjp
-from zoo.nn.products import device_kind, platform
+from zoo.nn.products import custom_vjp, device_kind, platform
 from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
 
 Dispatch = Literal["auto", "all_reduce", "all_to_all"]
@@ -66,7 +65,7 @@ def apply_experts(
     dispatch: Dispatch,
     buffer: float,
 ) -> Float[Array, "batch seq embed"]:
-    """The weighted sum of each token's experts, which lie on the devices as `gather` leaves them.
+    """The weighted sum of each token's experts, which lie on the devices as `unshard` leaves them.
 
     `experts(rows, *matrices, sizes)` multiplies rows in the order of a device's own experts, as
     many of each as `sizes` says. XLA does not split that by itself.

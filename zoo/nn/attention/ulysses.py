@@ -2,7 +2,7 @@
 
 An all-to-all gives each device the queries, keys and values of whole rows for its share of the
 heads, and another brings the output back to its part of the row (Jacobs et al. 2023, DeepSpeed
-Ulysses). Legend of suffixes: as in `zoo.nn.attention.kernels`.
+Ulysses). Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 from typing import Literal, NamedTuple

@@ -1,10 +1,13 @@
 """Attention: one function in front of several kernels, the choice among them, and decoding's.
 
+A mesh that splits the tokens of a row is the matter of `context_parallel`, whatever the kernel.
+
 Legend of suffixes: B batch, T queries, S keys or slots of a cache, N query heads, K key-value
 heads, G query heads per key-value head, H head size.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -12,11 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention.chunked import chunked
-from zoo.nn.attention.masks import MASKED, Mask, einsum32
+from zoo.nn.attention.context_parallel import on_each_device
+from zoo.nn.attention.masks import MASKED, WHOLE, Attend, Mask, einsum32
 from zoo.nn.attention.splash import splash
 from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.derivatives import in_forward_mode
-from zoo.nn.products import low_on_cpu, platform
+from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
@@ -74,8 +77,13 @@ def attention(
         )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     if implementation in ("chunked", "splash"):
-        attend = chunked if implementation == "chunked" else splash
-        return attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap, transfer)
+        kernel: Callable[..., Array] = chunked if implementation == "chunked" else splash
+        attend: Attend = functools.partial(kernel, mask=mask, scale=scale, soft_cap=soft_cap)
+        # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
+        if implementation == "splash" or num_parts("inner_seq") > 1:
+            return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
