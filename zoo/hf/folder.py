@@ -180,7 +180,9 @@ def _open(
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     family, config = _family(folder, values, options.ignore)
-    method = read_method(values, f"{folder / 'config.json'}", options.quantize)
+    method = None
+    if (settings := values.get(quantization.FIELD)) is not None:
+        method = read_method(settings, f"{folder / CONFIG}", options.quantize)
     weights = Weights(folder)
     config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)

@@ -333,18 +333,13 @@ METHODS: Mapping[str, Callable[[Fields], Method]] = {
 """By `quant_method`: the method of its settings, which refuses what is not supported."""
 
 
-def read_method(
-    values: Mapping[str, Any], where: str, quantize: str | None = None
-) -> Method | None:
-    """How a folder's matrices are quantised, by its `config.json`; None if they are not.
+def read_method(found: Any, where: str, quantize: str | None = None) -> Method:
+    """How a folder's matrices are quantised, by the `quantization_config` of its `config.json`.
 
     Raises:
         PublishError: another method, settings that are not supported, or `quantize`, which is for
             matrices that are not quantised.
     """
-    found = values.get(FIELD)
-    if found is None:
-        return None
     if not isinstance(found, dict):
         raise PublishError(f"{where}: {FIELD}={found!r}: has to be a table of settings")
     kind = found.get("quant_method")
