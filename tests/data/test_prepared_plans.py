@@ -1,4 +1,4 @@
-"""Plans over stored parts: the same batches as over the same documents in memory."""
+"""Plans over stored parts: the same batches as over the same documents in one shard."""
 
 import concurrent.futures
 import itertools
@@ -9,8 +9,7 @@ import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.common import files
-from zoo.data import token_plans
-from zoo.data.prepared import rows
+from zoo.data import packing, token_plans
 
 BUCKETS = (8, 16, 32)
 
@@ -19,15 +18,15 @@ BUCKETS = (8, 16, 32)
 def make_plan(tmp_path, kind):
     folders = itertools.count()
 
-    def make(lengths=LENGTHS, batch_size=4, seed=0, in_memory=False, ends=SEPARATOR, **options):
+    def make(lengths=LENGTHS, batch_size=4, seed=0, in_one_shard=False, ends=SEPARATOR, **options):
         folder = tmp_path / f"{next(folders)}"
         frame = 2 if ends == SEPARATOR else sum(id is not None for id in ends)
         (part, _), (corpus, _) = make_parts(folder, lengths, frame=frame)
         if kind == "packed":
-            documents = corpus if in_memory else part
+            documents = corpus if in_one_shard else part
             return token_plans.PackedPlan(documents, ends, 16, batch_size, seed, **options)
         options = {"too_long": "split", "cache": tmp_path / "cache"} | options
-        documents = corpus if in_memory else part
+        documents = corpus if in_one_shard else part
         return token_plans.BucketPlan(documents, ends, BUCKETS, batch_size, seed, **options)
 
     return make
@@ -65,7 +64,7 @@ def targets(batches):
 
 @both
 @pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None), (None, None), (297, 298)])
-def test_rows_are_those_in_memory(make_plan, ends):
+def test_rows_are_those_in_one_shard(make_plan, ends):
     """Both cut the same documents at the same places, in the same order."""
     for seed in range(6):
         options = {
@@ -76,7 +75,7 @@ def test_rows_are_those_in_memory(make_plan, ends):
         }
         for batch_size in (1, 3, 5):
             plan = make_plan(batch_size=batch_size, **options)
-            wanted = make_plan(batch_size=batch_size, in_memory=True, **options)
+            wanted = make_plan(batch_size=batch_size, in_one_shard=True, **options)
             for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
                 assert getattr(plan, name) == pytest.approx(getattr(wanted, name)), name
             assert plan.describe_buckets() == wanted.describe_buckets()
@@ -89,7 +88,7 @@ def test_rows_are_those_in_memory(make_plan, ends):
 @pytest.mark.parametrize("seed", range(6))
 def test_each_target_comes_once_per_epoch(make_plan, seed):
     options = {"lengths": random_lengths(seed), "seed": seed, "batch_size": seed + 1}
-    plan, wanted = make_plan(**options), make_plan(in_memory=True, **options)
+    plan, wanted = make_plan(**options), make_plan(in_one_shard=True, **options)
     assert plan.batches_per_epoch == wanted.batches_per_epoch
     assert plan.padding_waste == pytest.approx(wanted.padding_waste)
     for epoch in range(3):
@@ -147,7 +146,7 @@ def test_long_documents(make_plan):
     assert "add a larger bucket, or set too_long to 'truncate' or 'split'" in str(e.value)
     assert "2 of 5 documents are too long" in str(e.value)
     assert targets(epoch_of(make_plan(lengths, too_long="truncate"))) == targets(
-        epoch_of(make_plan(lengths, too_long="truncate", in_memory=True))
+        epoch_of(make_plan(lengths, too_long="truncate", in_one_shard=True))
     )
 
 
@@ -157,7 +156,7 @@ def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
     entries = sorted((tmp_path / "cache" / "rows").rglob("index.rows"))
     assert len(entries) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("zoo.data.prepared.rows._write", None)
+        patch.setattr("zoo.data.token_plans.write_index", None)
         for batch, other in zip(epoch_of(make_plan()), wanted, strict=True):
             assert_equal(batch, other)
     make_plan(too_long="truncate")
@@ -172,12 +171,10 @@ def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
 
 def test_mistakes(tmp_path):
     (part, _), _ = make_parts(tmp_path / "framed")
-    with pytest.raises(ValueError, match="was prepared for 2 per document"):
-        token_plans.PackedPlan(part, (None, 7), 16, 4, 0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         token_plans.PackedPlan(part, SEPARATOR, 0, 4, 0)
     with pytest.raises(ValueError, match="too_long='drop': choose 'error', 'truncate'"):
-        rows.row_index(part, np.array(BUCKETS), "drop", tmp_path)
+        next(packing.cut_documents(part, 8, "drop", 1, "", []))
     with pytest.raises(ValueError, match=r"buckets=\(8, 8\) must be different positive lengths"):
         token_plans.BucketPlan(part, SEPARATOR, (8, 8))
     (empty, _), _ = make_parts(tmp_path / "empty", [1, 1, 1, 5], frame=0)

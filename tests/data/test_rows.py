@@ -6,13 +6,17 @@ import json
 import numpy as np
 import pytest
 from helpers import write_tokenizer
+from prepared_parts import rows_in
 
 import zoo
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
-from zoo.data.documents import read_documents
-from zoo.data.rows import read_rows
-from zoo.data.tokenizer import load_tokenizer
+from zoo.data.prepared import command, hashes, tokenizing
+from zoo.data.prepared.opening import open_prepared
+from zoo.data.prepared.prepare import prepare
+from zoo.data.sources.reading import read_split
+from zoo.data.sources.splits import plan_splits
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.tasks.finetuning.data import read_text
 
@@ -159,11 +163,13 @@ FILES = ("a.jsonl", "a.array.json", "lines.json", "a.jsonl.gz", "a.array.json.gz
 @pytest.mark.parametrize("file", FILES)
 def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path):
     for format, row, name, examples in FORMS:
-        found = read_rows(write(tmp_path / file, [row, row]), format, lambda: template)
-        assert [json.loads(document.text) for document in found.documents] == [examples] * 2
-        assert found.form.name.startswith(name), (row, found.form)
-        assert set(found.form.columns) <= row.keys()
-        assert found.form.is_chat == ("<|im_end|>" in found.documents[0].text)
+        found = rows_in(write(tmp_path / file, [row, row]), format, lambda: template)
+        shown = [json.loads(json.dumps(row.examples)) for row in found]
+        assert shown == [examples] * 2
+        form = found[0].form
+        assert form.name.startswith(name), (row, form)
+        assert set(form.columns) <= row.keys()
+        assert form.is_chat == ("<|im_end|>" in str(examples))
     tried = {(format, form.name) for format, forms in rows.FORMS.items() for form in forms}
     found = {
         (f, next(x.name for x in rows.FORMS[f] if x.name.startswith(n))) for f, _, n, _ in FORMS
@@ -174,8 +180,8 @@ def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path
 def test_a_table_of_texts_has_rows_too(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer\n2+2=,4\n")
     names = {"prompt": "question", "completion": "answer"}
-    [document], _ = read_rows(str(tmp_path / "a.csv"), "completions", None, names)
-    assert json.loads(document.text) == [[["2+2=", False], ["4", True]]]
+    [row] = rows_in(str(tmp_path / "a.csv"), "completions", None, names)
+    assert row.examples == [[("2+2=", False), ("4", True)]]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -194,7 +200,7 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
         with pytest.raises(
             ValueError, match=rf"{file}, {place.get(file, 'line 3')}: .*first row"
         ) as e:
-            read_rows(path, format, lambda: template)
+            rows_in(path, format, lambda: template)
         assert all(column in str(e.value) for column in first)
 
 
@@ -215,23 +221,21 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
 def test_rows_of_no_form_are_refused(format, row, message, template, tmp_path):
     path = write(tmp_path / "a.jsonl", [row])
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: .*{message}"):
-        read_rows(path, format, lambda: template)
+        rows_in(path, format, lambda: template)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '[{"a": 1}', "{\n}", '[{"prompt": "\\ud800"'])
 def test_damaged_json_is_refused_by_its_file(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=r"a\.json"):
-        read_rows(str(tmp_path / "a.json"), "completions")
+        rows_in(str(tmp_path / "a.json"), "completions")
 
 
 def test_an_array_has_documents_of_text_too(tmp_path):
     write(tmp_path / "a.array.json", [{"text": "one"}, {"text": "two"}])
-    found = read_documents(str(tmp_path / "*.json"))
-    assert [tuple(document[:2]) for document in found] == [
-        ("a.array.json:0", "one"),
-        ("a.array.json:1", "two"),
-    ]
+    [split] = plan_splits(str(tmp_path / "*.json"), shard_bytes=2**20)
+    assert split.names == ["a.array.json"]
+    assert [(found.record, found.text) for found in read_split(split)] == [(0, "one"), (1, "two")]
 
 
 # --- The start of a run -----------------------------------------------------------------------
@@ -282,13 +286,13 @@ def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
     assert rows_of(one) == rows_of(two)
     rows = 18 if form == "preferences" else 9
     assert f"{4 * rows} special tokens parsed" in said
-    assert "9 rows" in said
+    assert "9 examples of " in said
     assert "texts (prompt, " in said
     assert "special tokens" not in also
     text, said = started(tmp_path, capsys, tokenizer, by_hand, format=form, special_tokens="text")
     special = list(tokenizer.special_ids)
-    assert not np.isin(text.train.corpus.tokens, special).any()
-    assert np.isin(one.train.corpus.tokens, special).any()
+    assert not np.isin(text.train.corpus[0], special).any()
+    assert np.isin(one.train.corpus[0], special).any()
     assert f"the text has {4 * rows} names of special tokens" in said
     assert "--data.special-tokens parse" in said
 
@@ -313,6 +317,15 @@ def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):
     assert (data.train.batch(0)["targets"] == ids["<eot>"]).any()
 
 
+def test_no_command_is_needed_for_many_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("zoo.data.prepared.opening.BY_ITSELF", 10)
+    records = [{"prompt": f"{i}", "completion": "yes"} for i in range(9)]
+    _, said = started(tmp_path, capsys, ByteTokenizer(), records, format="completions")
+    assert "9 examples of completions: texts (prompt, completion)" in said
+    with pytest.raises(ValueError, match=r"above 0 GiB .*python -m zoo prepare"):
+        started(tmp_path, capsys, ByteTokenizer(), [{"text": "some text"}] * 9)
+
+
 def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):
     tokenizer = template.tokenizer
     records = [{"text": f"some text<|im_end|>{i}"} for i in range(9)]
@@ -326,3 +339,58 @@ def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys
         corpus = data.train.corpus
         found = np.concatenate([corpus[i] for i in range(len(corpus))])
         assert np.isin(found, special).any() == bool(given)
+
+
+# --- In the store -----------------------------------------------------------------------------
+
+
+ROWS = {"format": "completions", "names": {}, "now": None}
+STORED = {"special_tokens": None, "rows": ROWS, "held_out": 0.3, "shard_megabytes": 0.001}
+
+
+def test_a_killed_start_takes_up_the_shards_of_rows(tmp_path, monkeypatch):
+    for file in "ab":
+        records = [{"prompt": f"{file}{i}", "completion": f"{i}" * 20} for i in range(40)]
+        write(tmp_path / f"{file}.jsonl", records)
+    data, whole = str(tmp_path / "*.jsonl"), tmp_path / "whole"
+    expected = prepare(data, whole, **STORED)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashes, "write_parts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, tmp_path / "out", workers=1, **STORED)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "read_rows", killed)  # nothing is read again
+        found = prepare(data, tmp_path / "out", workers=1, **STORED)
+    assert len(found.shards) > 1
+    assert found == expected
+    assert command.verify(tmp_path / "out") == (1 + 6 * len(found.shards), [])
+    weights = tmp_path / "out" / "shards" / "00000000.weights"
+    content = bytearray(weights.read_bytes())
+    content[3] ^= 1
+    weights.write_bytes(content)
+    assert "00000000.weights is damaged: block 0" in command.verify(tmp_path / "out")[1][0]
+
+
+def test_files_of_two_forms_are_refused(tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x" * 50} for i in range(40)])
+    write(tmp_path / "b.jsonl", [{"instruction": f"{i}", "output": "x" * 50} for i in range(40)])
+    with pytest.raises(ValueError, match=r"texts \(prompt, completion\) and of Alpaca's"):
+        prepare(str(tmp_path / "*.jsonl"), tmp_path / "out", workers=1, **STORED)
+
+
+def test_labelled_rows_are_there_once(tmp_path):
+    """A copy is one with the same label; two labels of a text are in one part."""
+    records = [{"text": f"text {i}", "kind": kind} for i in range(40) for kind in ("one", "two")]
+    write(tmp_path / "a.jsonl", [*records, *records[:7], {"text": "", "kind": "three"}])
+    manifest = prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", label="kind", held_out=0.3)
+    assert (manifest.duplicates, manifest.empty, manifest.classes) == (7, 1, ("one", "two"))
+    prepared, found = open_prepared(tmp_path / "out"), []
+    for corpus in (prepared.train, prepared.held_out):
+        texts = [prepared.tokenizer.decode(corpus[i]) for i in range(len(corpus))]
+        assert texts[::2] == texts[1::2] != []
+        found += zip(texts, (manifest.classes[label] for label in corpus.labels()), strict=True)
+    assert sorted(found) == sorted((record["text"], record["kind"]) for record in records)

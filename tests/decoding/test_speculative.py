@@ -18,7 +18,7 @@ import zoo
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, State
 from zoo.decoding.sampling import Rows, _begin
-from zoo.decoding.speculative import Draft, _step, extend
+from zoo.decoding.speculative import Draft, draft_and_judge, extend
 
 VOCAB = 7
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -225,7 +225,7 @@ def test_kept_and_redrawn_tokens_have_the_distribution_of_the_model(options: dic
             steps=jnp.int32(0),
         )
         for _ in range(3):  # a token each, at least
-            state = _step(model, draft, sampler, jnp.zeros(0, jnp.int32), state)
+            state = draft_and_judge(model, draft, sampler, jnp.zeros(0, jnp.int32), state)
         return state.tokens[:, 1:4]
 
     found = jax.jit(jax.vmap(run))(jax.random.split(KEY, runs))

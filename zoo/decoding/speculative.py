@@ -81,21 +81,9 @@ class Draft(eqx.Module):
         return Draft(decoder, num_tokens)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def advance(arrays: tuple[Any, ...], state: State) -> State:
-    """Continue to `limit` tokens or more, at most a draft more, or until all rows have stopped."""
-    decoder, draft, sampler, stops, limit = arrays
-
-    def unfinished(state: State) -> Array:
-        return (state.count < limit) & ~state.done.all()
-
-    def step(state: State) -> State:
-        return _step(decoder, draft, sampler, stops, state)
-
-    return jax.lax.while_loop(unfinished, step, state).whole()
-
-
-def _step(decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: State) -> State:
+def draft_and_judge(
+    decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: State
+) -> State:
     """One step of the model: the drafted tokens that it keeps, and one of its own."""
     assert state.steps is not None
     num = draft.num_tokens

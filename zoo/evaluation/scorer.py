@@ -21,7 +21,7 @@ from zoo.decoding.sampling import bucket_of
 from zoo.nn.precision import DTypeName
 from zoo.nn.products import is_operand
 from zoo.nn.protocols import HasReadout
-from zoo.sharding.parts import gathered
+from zoo.sharding.placement import gathered
 from zoo.tasks.generation import make_stops, stream_texts
 from zoo.training.chunked_loss import cut_time
 from zoo.training.losses import LOGITS_BYTES, class_logits, cross_entropy

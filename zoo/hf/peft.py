@@ -31,7 +31,7 @@ from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
 from zoo.publishing.models import ALL_LINEAR
 from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, typed, write_file
 from zoo.sharding.axes import keystr
-from zoo.sharding.parts import gathered
+from zoo.sharding.placement import gathered
 from zoo.wrappers import lora
 
 _ROOT = "base_model.model."

@@ -30,7 +30,7 @@ from zoo.nn.stateful import kept_dtypes
 from zoo.publishing import PublishError
 from zoo.publishing.formats import QUANTIZATIONS, damaged
 from zoo.sharding.axes import is_parameter, keystr, named_alone
-from zoo.sharding.parts import gathered, place
+from zoo.sharding.placement import gathered, place
 
 # In the order in which safetensors lays them out.
 CODES = {

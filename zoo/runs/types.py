@@ -2,8 +2,7 @@
 
 from zoo.data.checks import Accepted as Accepted
 from zoo.data.corpus import Corpus as Corpus
-from zoo.data.corpus import Tokenized as Tokenized
-from zoo.data.packing import Piece as Piece
+from zoo.data.corpus import Piece as Piece
 from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
 from zoo.data.token_plans import Ends as Ends

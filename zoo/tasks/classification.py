@@ -21,7 +21,7 @@ from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.evaluations import Save
 from zoo.runs.config import Config
 from zoo.runs.run import Run
-from zoo.sharding.parts import gathered
+from zoo.sharding.placement import gathered
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction

@@ -111,11 +111,6 @@ def apply_experts(
     return jax.lax.reduce(y_SBTE, jnp.zeros((), y_SBTE.dtype), jax.lax.add, (0,))
 
 
-def num_rounds(parts: int, buffer: float) -> int:
-    """Rounds of an exchange among `parts` devices, each with room for `buffer` times its share."""
-    return math.ceil(parts / buffer)
-
-
 def _by_all_reduce(
     experts: Experts, routed: Routed, matrices: tuple[Array, Array, Array], split: _Split
 ) -> Float[Array, "batch seq embed"]:
@@ -174,7 +169,7 @@ def _by_all_to_all(
     """The rows of a device's tokens by the devices of their experts, in rounds."""
     parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
     others = math.prod(mesh.shape[axis] for axis in split.others)
-    rounds, num_local = num_rounds(parts, buffer), matrices[0].shape[0]
+    rounds, num_local = math.ceil(parts / buffer), matrices[0].shape[0]
     tokens = math.prod(routed.x.shape[:-1])
     padding, nobody = -tokens % rounds, parts * others * num_local
 
@@ -205,7 +200,7 @@ def _one_round(
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
     here = jax.lax.axis_index(split.others) if split.others else 0
-    # Of several devices with the same tokens each sends those of its own experts' number.
+    # Where several devices have the same tokens, each sends what is for experts of its number.
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
     order_R = jnp.argsort(expert_R)

@@ -7,7 +7,19 @@ from pathlib import Path
 from zoo.common import files
 from zoo.common.addresses import Location
 from zoo.common.store import Store, sizes
-from zoo.data.prepared.format import SHARDS, SOURCES, SUMMED, SUMS, TOKENIZER, work_file
+from zoo.data.prepared.format import (
+    HELD_OUT,
+    SHARDS,
+    SOURCES,
+    SUMS,
+    TOKENIZER,
+    TOKENS,
+    TRAIN,
+    WEIGHTS,
+    Manifest,
+    shard_file,
+    work_file,
+)
 
 CACHE = Path("~/.cache/zoo/prepare")
 
@@ -21,8 +33,8 @@ def copy_shard(number: int, folder: Path, address: str) -> int:
     """Copy the files of a shard up, and return its number; what is there is not copied again."""
     copied = work_file(folder, number, ".copied")
     if not copied.exists():
-        shards = folder / SHARDS
-        Store(address, "out").put(shards, sizes(shards, _names(number)), f"{SHARDS}/")
+        shards, weighted = folder / SHARDS, shard_file(folder, number, WEIGHTS).exists()
+        Store(address, "out").put(shards, sizes(shards, _names(number, weighted)), f"{SHARDS}/")
         copied.touch()
     return number
 
@@ -34,33 +46,37 @@ def copy_tokenizer(folder: Path, address: str) -> None:
     Store(address, "out").put(folder, sizes(folder, names))
 
 
-def _names(number: int) -> list[str]:
+def _names(number: int, weighted: bool) -> list[str]:
     """The files of a shard."""
-    return [f"{number:08}{suffix}" for suffix in (*SUMMED, SUMS, SOURCES)]
+    suffixes = [TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES, *[WEIGHTS] * weighted]
+    return [f"{number:08}{suffix}" for suffix in suffixes]
 
 
 class Copies:
     """Copies of a corpus' folders and shards in `cache`, or in a temporary folder, when needed."""
 
-    def __init__(self, source: Location, fingerprint: str, cache: Path | None):
-        self._store = Store(source, "data")
+    def __init__(self, source: Location, manifest: Manifest, cache: Path | None):
+        self._store, self._weighted = Store(source, "data"), manifest.weighted
         if cache is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="zoo-shards-")
             cache = Path(self._temporary.name)
-        self._cache = files.local_path(cache, "data.cache") / "copies" / fingerprint
+        self._cache = files.local_path(cache, "data.cache") / "copies" / manifest.fingerprint
 
     def folder(self, name: str) -> Path:
         """A copy of a folder."""
-
-        def copy(folder: Path) -> None:
-            self._store.get(folder, self._store.names(name), f"{name}/")
-
-        return files.made_once(self._cache / name, copy, "data.cache")
+        return self._copied(name, None, f"{name}/")
 
     def stem(self, number: int) -> Path:
         """The path of the copies of a shard's files without their suffixes."""
+        name = f"{number:08}"
+        return self._copied(name, _names(number, self._weighted), f"{SHARDS}/") / name
+
+    def _copied(self, name: str, names: list[str] | None, prefix: str) -> Path:
+        """Copies of these files, or all, made at their first use; an error if one is missing."""
 
         def copy(folder: Path) -> None:
-            self._store.get(folder, _names(number), f"{SHARDS}/")
+            wanted = self._store.names(name) if names is None else names
+            for missing in self._store.get(folder, wanted, prefix):
+                raise FileNotFoundError(f"{self._store.address}/{prefix}{missing} is missing")
 
-        return files.made_once(self._cache / f"{number:08}", copy, "data.cache") / f"{number:08}"
+        return files.made_once(self._cache / name, copy, "data.cache")

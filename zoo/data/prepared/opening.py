@@ -15,12 +15,14 @@ from typing import Any
 from zoo.common import files
 from zoo.common.addresses import Location, explained, files_matching, is_remote, location
 from zoo.common.files import local_path
+from zoo.data.corpus import Corpus, parts_of, remedy
 from zoo.data.documents import Document
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import (
     MANIFEST,
     SHARDS,
     TOKENIZER,
+    VERSION,
     DamagedError,
     Manifest,
     check_size,
@@ -29,8 +31,8 @@ from zoo.data.prepared.format import (
     tokenizer_digest,
 )
 from zoo.data.prepared.hashes import hash_limit, number_of
-from zoo.data.prepared.parts import Part, parts_of, remedy
 from zoo.data.prepared.prepare import prepare
+from zoo.data.rows import RowOptions
 from zoo.data.sources.splits import Given
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import (
@@ -56,8 +58,8 @@ class Prepared:
     folder: Location
     manifest: Manifest
     tokenizer: Tokenizer
-    train: Part
-    held_out: Part
+    train: Corpus
+    held_out: Corpus
 
     @property
     def fingerprint(self) -> str:
@@ -84,7 +86,8 @@ class Prepared:
     @property
     def reading(self) -> Reading:
         """The reading of special tokens' names with which it was prepared."""
-        return self.manifest.options.get("special_tokens", "text")
+        given = self.manifest.options.get("special_tokens", "text")
+        return given or ("text" if self.manifest.framed else "parse")
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
@@ -100,7 +103,7 @@ def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     with explained(folder):
         manifest = read_manifest(folder)
     if is_remote(folder):
-        copies = Copies(folder, manifest.fingerprint, cache)
+        copies = Copies(folder, manifest, cache)
         tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
     else:
         tokenizer, stem_of = (
@@ -138,6 +141,8 @@ def prepared_by_itself(
     vocab_size: int,
     given: Given | None = None,
     without: Set[bytes] = frozenset(),
+    label: str | None = None,
+    rows: RowOptions | None = None,
 ) -> Prepared:
     """The text of a `text.Source`, or what is `given`, prepared in its cache by one process.
 
@@ -148,7 +153,8 @@ def prepared_by_itself(
         ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
     """
     patterns = [pattern.strip() for pattern in config.files.split(",")]
-    content: Any = given.version if given is not None else files_of(config)
+    bounded = label is rows is None  # what a command could prepare
+    content: Any = given.version if given is not None else files_of(config, bounded=bounded)
     with tempfile.TemporaryDirectory() as temporary:
         spec = tokenizer
         if tokenizer != "bpe":
@@ -159,12 +165,16 @@ def prepared_by_itself(
             "vocab_size": vocab_size if spec == "bpe" else 0,
             "field": config.field,
             "held_out": config.held_out,
-            "special_tokens": config.reading,
-            "documents": config.documents,
+            "special_tokens": config.special_tokens or (None if rows else "text"),
+            "documents": config.documents if label is rows is None else "files",
+            "label": label,
+            "rows": rows,
         }
         known = "bpe" if spec == "bpe" else tokenizer_digest(Path(temporary))
         hidden = sorted(hashed.hex() for hashed in without)
-        key = hashlib.sha256(json.dumps([content, known, options, hidden]).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps([VERSION, content, known, options, hidden]).encode()
+        ).hexdigest()
         if config.cache is None:
             cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
         else:
@@ -182,13 +192,13 @@ def prepared_by_itself(
 
 
 def files_of(
-    config: Any, tokenizer: str | None = None
+    config: Any, tokenizer: str | None = None, *, bounded: bool = True
 ) -> list[tuple[str, int, float | int | None]]:
     """The files of a `text.Source`: paths, sizes, and times where they are known.
 
     Raises:
-        ValueError: they are too much to be prepared at the start of a run; it names the command
-            that prepares them, with its own `tokenizer` if none is given.
+        ValueError: they are `bounded`, and too much to be prepared at the start of a run; it names
+            the command that prepares them, with its own `tokenizer` if none is given.
     """
     patterns = [pattern.strip() for pattern in config.files.split(",")]
     found: dict[Location, str] = {}
@@ -196,14 +206,14 @@ def files_of(
         found |= files_matching(pattern, "data.files")
     stats = {str(path): path.stat() for path in found}
     size = sum(stat.st_size for stat in stats.values())
-    if size > BY_ITSELF:
+    if bounded and size > BY_ITSELF:
         words = ["python -m zoo prepare", *map(repr, patterns)]
         tokenizer = tokenizer or getattr(config, "tokenizer", "MODEL/tokenizer.json")
         words.append(f"--tokenizer {tokenizer}")
         if tokenizer == "bpe":
             words.append(f"--vocab-size {config.vocab_size}")
-        if config.reading != "text":
-            words.append(f"--special-tokens {config.reading}")
+        if config.special_tokens == "parse":
+            words.append("--special-tokens parse")
         raise ValueError(
             f"data.files={config.files!r} has {size / 2**30:,.1f} GiB in {len(found):,} files: "
             f"above {BY_ITSELF / 2**30:.0f} GiB a run does not tokenize by itself. Do it once, on "
@@ -277,7 +287,7 @@ def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
 class Sample(Sequence[Document]):
     """The first documents of a part, in about `num_bytes` of text, decoded when it is used."""
 
-    def __init__(self, part: Part, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
+    def __init__(self, part: Corpus, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
         self._part, self._tokenizer, self._num_bytes = part, tokenizer, num_bytes
 
     @functools.cached_property

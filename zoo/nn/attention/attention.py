@@ -107,6 +107,7 @@ def _refusal(
     q_BTNH: Array, mask: Mask, soft_cap: float | None, packed: bool, implementation: str
 ) -> str | None:
     """Why an implementation cannot serve, or None if it can."""
+    length, size, dtype = q_BTNH.shape[1], q_BTNH.shape[-1], q_BTNH.dtype
     if implementation in ("auto", "chunked"):
         return None
     if implementation not in ("xla", *_KERNELS):
@@ -118,33 +119,24 @@ def _refusal(
     if in_forward_mode():
         return "has no rule for forward mode"
     if implementation == "splash":
-        return _refusal_of_splash(q_BTNH)
-    return _refusal_of_cudnn(q_BTNH, mask, packed)
-
-
-def _refusal_of_splash(q_BTNH: Array) -> str | None:
-    if platform() != "tpu":
-        return f"needs a TPU, and this run is on {platform()!r}"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"needs bf16 or fp32, and the precision is {q_BTNH.dtype}"
-    length = q_BTNH.shape[1] // num_parts("inner_seq")
-    if length < 128:
-        return f"needs rows of 128 positions or more per device, and this one has {length}"
-    return None
-
-
-def _refusal_of_cudnn(q_BTNH: Array, mask: Mask, packed: bool) -> str | None:
+        length //= num_parts("inner_seq")
+        if platform() != "tpu":
+            return f"needs a TPU, and this run is on {platform()!r}"
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return f"needs bf16 or fp32, and the precision is {dtype}"
+        if length < 128:
+            return f"needs rows of 128 positions or more per device, and this one has {length}"
+        return None
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     if split := split_by("inner_seq"):
         return f"takes whole rows, and {split} of the mesh splits them"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
-    if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:
-        return f"needs a multiple of 8 up to 128, and head_dim={q_BTNH.shape[-1]}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bf16 or fp16, and the precision is {dtype}"
+    if size % 8 or size > 128:
+        return f"needs a multiple of 8 up to 128, and head_dim={size}"
     if mask.window is not None and not mask.causal:
         return f"needs causal attention for a window, and window={mask.window} is without it"
-    length = q_BTNH.shape[1]
     if packed and length > _MASK_LENGTH:
         return (
             f"would keep a mask of [seq, seq] for packed rows of {length} positions, and takes up "

@@ -56,11 +56,8 @@ def on_each_device(
             first = jax.lax.axis_index(axes) * q.shape[2] if axes else 0
             k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
         exchange = Exchange(part.axes, part.number, q.shape[2], k.shape[2])
-        if not part.exchanges(exchange, transfer):
-            return part.attend(attend, q, k, v, segment_ids)
-        segments = None if segment_ids is None else (segment_ids, segment_ids)
-        q, k, v = exchange.whole_rows(q, k, v)
-        return exchange.own_part(attend(q, k, v, segments, WHOLE, 0))
+        way = exchange if part.exchanges(exchange, transfer) else part
+        return way.attend(attend, q, k, v, segment_ids)
 
     # A kernel's results do not say over which axes they vary, which the check would ask for.
     return jax.shard_map(
@@ -171,7 +168,7 @@ class _Part(NamedTuple):
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else x_BSKH
 
     def _distances(self, reach: int) -> range:
-        """How many parts away those are that lie within reach."""
+        """How many parts away the parts within reach are."""
         return range(1, math.ceil(reach / self.length) + 1)
 
     def _sent(self, x: Array, reach: int, far: int) -> Array:

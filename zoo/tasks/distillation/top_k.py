@@ -13,7 +13,7 @@ from zoo.nn.precision import in_precision
 from zoo.runs import processes
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
-from zoo.sharding.parts import gathered
+from zoo.sharding.placement import gathered
 from zoo.training.compiled import CompiledStep
 from zoo.training.distillation import top_k
 
