@@ -79,7 +79,7 @@ CEILINGS = {
     "training": 2650,
     "decoding": 1550,
     "publishing": 1930,
-    "hf": 3260,
+    "hf": 3110,
     "runs": 4930,
     "tasks": 1620,
     "alignment": 1290,
