@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zoo.common.addresses import Location, files_matching
 from zoo.data.prepared.hashes import hash_of, limit_between
-from zoo.data.sources.formats import FORMATS, TEXT, check_readable, format_of
-from zoo.data.sources.pieces import whole_file
-from zoo.data.sources.records import Fields, field_of, text_of
+from zoo.data.sources.formats import FORMATS, TEXT, format_of
+from zoo.data.sources.readers import Fields, field_of, text_of
+from zoo.data.sources.splits import files_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +47,20 @@ def read_documents(
         ImportError: the file's format needs an extra that is not installed.
         ValueError: the text cannot be read (the message names the place), or is empty.
     """
-    patterns = pattern.split(",") if isinstance(pattern, str) else pattern
-    names: dict[Location, str] = {}  # a file that two patterns match is read once
-    for one in patterns:
-        names |= files_matching(one.strip(), "data")
     fields = Fields(field, label)
     documents: list[Document] = []
-    for path, name in names.items():
-        check_readable(str(path))
-        format = format_of(str(path))
+    for file in files_of(pattern):
+        format = format_of(file.path)
         if label is not None and not format.fields:
             labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
-            raise ValueError(f"{path} has no field {label!r}: labels come from {labelled} files")
+            raise ValueError(
+                f"{file.path} has no field {label!r}: labels come from {labelled} files"
+            )
         documents += [
-            _document(name if format is TEXT else f"{name}:{number}", where, record, fields)
-            for number, where, record in format.read(whole_file(path, name), fields, None)
+            _document(
+                file.name if format is TEXT else f"{file.name}:{number}", where, record, fields
+            )
+            for number, where, record in format.read(file, fields)
         ]
     if not any(document.text for document in documents):
         raise ValueError(f"{pattern!r} has {len(documents)} documents and no text in them")
@@ -78,14 +76,13 @@ def read_records(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
         FileNotFoundError, ImportError, ValueError: as `read_documents`, or a file has no fields.
     """
     records = []
-    for one in pattern.split(","):
-        for path, name in files_matching(one.strip(), "data").items():
-            format = format_of(str(path))
-            if not format.fields:
-                known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
-                raise ValueError(f"{path} has no fields: rows are read from {known} files")
-            for number, where, record in format.read(whole_file(path, name), None, None):
-                records.append((f"{name}:{number}", where, record))
+    for file in files_of(pattern):
+        format = format_of(file.path)
+        if not format.fields:
+            known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
+            raise ValueError(f"{file.path} has no fields: rows are read from {known} files")
+        for number, where, record in format.read(file):
+            records.append((f"{file.name}:{number}", where, record))
     return records
 
 

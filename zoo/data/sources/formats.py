@@ -5,19 +5,24 @@ from os.path import splitext
 from typing import NamedTuple
 
 from zoo.common.addresses import is_remote
-from zoo.data.sources.array_records import MODULE, read_array_record
-from zoo.data.sources.lines import read_json, read_jsonl, read_text
-from zoo.data.sources.records import Record
+from zoo.data.sources.readers import (
+    MODULE,
+    Record,
+    read_array_record,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_parquet,
+    read_text,
+)
 from zoo.data.sources.streams import compression_of, extra
-from zoo.data.sources.tables import read_csv, read_parquet
 
 
 class Format(NamedTuple):
     """How the files of a suffix are read."""
 
     read: Callable[..., Iterator[Record]]
-    """Reader of a piece: its records, each of at most so many bytes; of fields, if they are given,
-    those alone."""
+    """Reader of a piece: its records, with all fields, or the given ones alone."""
     fields: bool
     """Whether records have fields; otherwise each is a text."""
     divisible: bool
