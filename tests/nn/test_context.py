@@ -1,7 +1,6 @@
 """The mesh axis "context": tokens of a row on several devices give the numbers of one device."""
 
 import functools
-import itertools
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import value_and_gradients
+from helpers import covering, value_and_gradients
 from recipe_cases import Recipe, shared
 from recipe_cases import losses as losses_of
 
@@ -92,7 +91,7 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
 @pytest.mark.parametrize(
     ("mesh", "packed", "causal", "window", "soft_cap", "heads", "transfer"),
     [
-        *itertools.product(
+        *covering(
             MESHES,
             [False, True],
             [False, True],
@@ -100,8 +99,9 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
             [None, 2.0],
             [(2, 2), (4, 2)],
             ["gather"],
+            strength=3,
         ),
-        *itertools.product(
+        *covering(
             MESHES,
             [False, True],
             [False, True],
@@ -109,11 +109,10 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
             [None, 2.0],
             [(8, 8), (16, 4)],
             ["exchange"],
+            strength=3,
         ),
         # Heads of several devices begin within a group.
-        *itertools.product(
-            ["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]
-        ),
+        *covering(["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]),
     ],
 )
 def test_attention_over_split_rows(
@@ -131,22 +130,18 @@ def test_attention_over_split_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "transfer"),
-    [("context=2", "gather"), ("context=4,tensor=2", "gather"), ("context=2", "exchange")],
+    ("sent", "causal", "window", "packed"),
+    covering(
+        [("context=2", "gather"), ("context=4,tensor=2", "gather"), ("context=2", "exchange")],
+        [True, False],
+        [None, 70, 230],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize(
-    ("mask", "packed"),
-    [
-        (Mask(True, None), False),
-        (Mask(True, None), True),
-        (Mask(True, 70), True),
-        (Mask(True, 300), False),
-        (Mask(False, None), True),
-        (Mask(False, 70), False),
-        (Mask(False, 230), True),
-    ],
-)
-def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bool):
+def test_splash_over_split_rows(
+    sent: tuple[str, Any], causal: bool, window: int | None, packed: bool
+):
+    (mesh, transfer), mask = sent, Mask(causal, window)
     length = 300 if mesh == "context=2" else 400
     *qkv, g = inputs(length, (4, 2))
     ids = segments(length).astype(jnp.int32) if packed else None
@@ -426,7 +421,7 @@ step_of_one_device = functools.cache(lambda name: step_of(name, ""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["context=8", "fsdp=2,context=2,tensor=2"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_over_split_rows(name: str, mesh: str):
     assert_same_step(step_of(name, mesh), step_of_one_device(name))
