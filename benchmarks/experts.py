@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from benchmarks.harness import Table, in_process, main
 from zoo import sharding
 from zoo.nn import grouped_products
-from zoo.nn.parameters import cast, gather
+from zoo.nn.parameters import unshard
+from zoo.nn.stateful import cast
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
-from zoo.transformer.config import ExpertsConfig
+from zoo.transformer.config import Config, ExpertsConfig
 from zoo.transformer.dispatch import Dispatch
 from zoo.transformer.moe import MoE
 
@@ -127,15 +128,9 @@ def compiled(
     width, hidden, experts, choices = LAYERS[name]
 
     def make(key: Any) -> MoE:
-        made = MoE(
-            ExpertsConfig(num_experts=experts, per_token=choices, dispatch=dispatch),
-            width,
-            hidden,
-            activation=jax.nn.silu,
-            num_layers=1,
-            key=key,
-        )
-        return cast(made, jnp.bfloat16)
+        of_experts = ExpertsConfig(num_experts=experts, per_token=choices, dispatch=dispatch)
+        config = Config(1, d_model=width, num_layers=1, d_ff=hidden, experts=of_experts)
+        return cast(MoE(config, key=key), jnp.bfloat16)
 
     skeleton = eqx.filter_eval_shape(make, jax.random.key(0))
     mesh = sharding.make_mesh(spec, targets.parse(target).devices())
@@ -169,7 +164,7 @@ def step(static: Any) -> Any:
 
     def run(leaves: Any, x: Any, g: Any) -> Any:
         def forward(leaves: Any, x: Any) -> Any:
-            return gather(eqx.combine(leaves, static))(x, jnp.ones((1, SEQ), bool))[0]
+            return unshard(eqx.combine(leaves, static))(x, jnp.ones((1, SEQ), bool))[0]
 
         out, backward = jax.vjp(forward, leaves, x)
         return out, backward(g)

@@ -29,7 +29,7 @@ from benchmarks.harness import Peer, Process, SkippedError, Table, Timing  # noq
 from benchmarks.peers import zoo_model  # noqa: E402
 from benchmarks.peers.given import RNN, ROOT, Transformer  # noqa: E402
 from zoo import losses, rnn, transformer  # noqa: E402
-from zoo.data.corpus import tokenize  # noqa: E402
+from zoo.data.corpus import Corpus  # noqa: E402
 from zoo.data.documents import standard_library  # noqa: E402
 from zoo.data.token_plans import PackedPlan  # noqa: E402
 from zoo.data.tokenizer import BPETokenizer  # noqa: E402
@@ -266,7 +266,8 @@ def _text(wanted: Decoder, tiny: bool) -> str:
         documents = standard_library()
         documents = documents[: max(2, len(documents) // 50)] if tiny else documents
         tokenizer = BPETokenizer.train((document.text for document in documents), shape.vocab_size)
-        corpus = tokenize(documents, tokenizer)
+        ids = tokenizer.encode_batch([document.text for document in documents])
+        corpus = Corpus.from_arrays(ids, tokenizer.vocab_size, num_bytes=1)
         plan = PackedPlan(corpus, tokenizer.separator_id, shape.seq_len + 1, rows, seed=0)
         np.save(file, plan.batch(0)["tokens"])
     return str(file)

@@ -4,7 +4,6 @@ python -m benchmarks.plans calibration    # published step times beside a plan's
 python -m benchmarks.plans scaling        # memory and traffic per device by the number of devices
 python -m benchmarks.plans slices         # what crosses the network between two slices
 python -m benchmarks.plans stages         # pipelines over slices beside data parallelism, on paper
-python -m benchmarks.plans stages-compiled
 """
 
 import dataclasses
@@ -20,8 +19,8 @@ import jax.numpy as jnp
 
 from benchmarks.harness import Table, main
 from zoo import sharding
-from zoo.nn.parameters import cast
 from zoo.nn.remat import Policy
+from zoo.nn.stateful import cast
 from zoo.planning import collectives, command, flops, published, targets
 from zoo.planning.collectives import Collective
 from zoo.planning.job import Estimate, make_estimate
@@ -174,14 +173,14 @@ def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
             table.notes.append(f"{run.model}: {step.memory.total / 2**30:.1f} GiB do not fit")
             continue
         bound = roof.by_op.seconds
-        reached = roof.utilization(bound) * bound / run.seconds
+        reached = step.utilization(bound) * bound / run.seconds
         row |= {
             "bound of full overlap": f"{roof.seconds:.2f} ({roof.bound})",
             "by instruction": f"{bound:.2f}",
             "products, memory, links": _parts(roof.by_op),
             "published": f"{run.seconds:.2f}",
             "ratio": f"{run.seconds / bound:.2f}",
-            "MFU: bound, published": f"{roof.utilization(bound):.0%}, {reached:.0%}",
+            "MFU: bound, published": f"{step.utilization(bound):.0%}, {reached:.0%}",
         }
         table.add(**row)
         table.notes.append(f"{run.model} on {run.target}: {run.remark}. {run.source}")
@@ -408,78 +407,5 @@ def _on_paper(model: str, slice_: str, count: int, rows: int, seq_len: int) -> d
     }
 
 
-def stages_compiled(
-    model: str = "llama3-8b",
-    targets: tuple[str, ...] = ("2xv5e:4x4", "2xv5p:4x4x4"),
-    rows: tuple[int, ...] = (1, 4),
-    quick: bool = False,
-) -> list[Table]:
-    """The same by compiling: bounds of the step by data, and of the last stage's step.
-
-    The stage is its layers and the head, on a slice by itself with its microbatches one after the
-    other. Layers are dealt out so that stages have equal work, the head counted as the layers that
-    have as many parameters. To its time come the bubble, (stages - 1) / microbatches of it, and
-    what crosses the network, by the closed form; none of it is hidden.
-
-    Args:
-        model: name of a published size.
-        targets: slices of TPUs.
-        rows: rows of 4,096 tokens per chip and step, each a microbatch.
-        quick: ask the compiler for less effort.
-    """
-    table = Table("seconds per step, rows of 4,096 tokens, bounds by instruction")
-    for name in targets:
-        for each in rows:
-            try:
-                table.add(**_by_stages(model, name, each, quick))
-            except MemoryError as error:
-                table.notes.append(f"{name} with {each} rows per chip: {error}.")
-    return [table]
-
-
-def _by_stages(model: str, target: str, rows: int, quick: bool) -> dict[str, Any]:
-    where, sizes = targets.prepare(target), published.named(model)
-    count, chips = where.num_slices, where.num_devices // where.num_slices
-    leaves = jax.tree.leaves(skeleton(sizes))
-    head = sizes.vocab_size * sizes.d_model
-    layer = (sum(x.size for x in leaves if is_parameter(x)) - 2 * head) / sizes.num_layers
-    last = round((sizes.num_layers + head / layer) / count - head / layer)
-
-    def bound(layers: int, name: str, mesh: str, accumulate: int) -> Times:
-        # All rows of a step go through each of the stages.
-        all_rows = rows * where.num_devices
-        options = {"mesh": mesh, "batch_size": all_rows, "accumulate": accumulate}
-        step = compiled(dataclasses.replace(sizes, num_layers=layers), name, quick, **options)
-        memory, roof = step.memory, roofline(step)
-        if not memory.fits or roof is None:
-            room = f"{memory.total / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB"
-            raise MemoryError(f"{layers} layers on {name}, {mesh}, take {room}")
-        return roof.by_op
-
-    microbatches = rows * count
-    data = bound(sizes.num_layers, target, f"data={count},fsdp={chips}", rows)
-    stage = bound(last, target.partition("x")[2], f"fsdp={chips}", microbatches)
-    bubble = (count - 1) / microbatches
-    assert where.chip.network is not None
-    # All tokens cross each boundary, forward and backward, over the chips of a slice.
-    network = 2 * BYTES * rows * 4096 * count * sizes.d_model / where.chip.network
-    pipeline = stage.seconds * (1 + bubble) + network
-    return {
-        "model": model,
-        "slices": target,
-        "rows per chip": rows,
-        "by data": data.seconds,
-        "products, memory, links": _parts(data),
-        "layers of the last stage": last,
-        "microbatches": microbatches,
-        "stage": stage.seconds,
-        "its products, memory, links": _parts(stage),
-        "bubble": stage.seconds * bubble,
-        "network": network,
-        "by pipeline": pipeline,
-        "over data": pipeline / data.seconds,
-    }
-
-
 if __name__ == "__main__":
-    main(calibration, scaling, slices, stages, stages_compiled)
+    main(calibration, scaling, slices, stages)

@@ -24,7 +24,7 @@ from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import native_precision
 from zoo.nn.products import Kind
 from zoo.planning import hlo, published, targets
-from zoo.planning.traffic import memory_traffic
+from zoo.planning.costs import memory_traffic
 from zoo.publishing import models
 from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter

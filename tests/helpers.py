@@ -1,6 +1,7 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import weakref
@@ -19,7 +20,10 @@ from tokenizers import processors
 from zoo import losses, mlp, rnn, transformer
 from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
-from zoo.nn.parameters import cast
+from zoo.nn.attention.context_parallel import on_each_device
+from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.splash import splash
+from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
 
@@ -349,3 +353,12 @@ def write_package(folder, module, program, entries):
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text(entries)
+
+
+def flash(
+    mask: Mask, segment_ids: Any = None, transfer: Any = "auto", **options: Any
+) -> Callable[..., jax.Array]:
+    """The kernel for TPUs, of queries, keys and values on each device of the mesh."""
+    options = {"scale": 1.0, "soft_cap": None, **options}
+    attend = functools.partial(splash, mask=mask, **options)
+    return lambda *qkv: on_each_device(attend, *qkv, segment_ids, mask, transfer)

@@ -35,7 +35,7 @@ COMPARISONS: dict[type, tuple[str, str]] = {
 NAMES = {"min": "max", "minimum": "maximum", "any": "all", "argmin": "argmax", "zeros": "ones"}
 NAMES |= {new: old for old, new in NAMES.items()}
 SYMMETRIC = {"max", "maximum", "min", "minimum", "swapaxes"}
-WRAPPERS = {"constrain", "stop_gradient", "gather", "abs", "sorted"}
+WRAPPERS = {"constrain", "stop_gradient", "unshard", "abs", "sorted"}
 
 
 class Mutant(NamedTuple):

@@ -1,11 +1,14 @@
-"""Small prepared corpora of random ids, and the same documents in memory."""
+"""Small prepared corpora: of random ids, and the same in one shard; of the rows of files."""
 
 import numpy as np
 
 from zoo import text
-from zoo.data.corpus import Corpus
-from zoo.data.prepared import format, parts
+from zoo.data.completions import counted_bytes
+from zoo.data.corpus import Corpus, parts_of
+from zoo.data.prepared import format
 from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
+from zoo.data.rows import read_rows
+from zoo.data.sources.splits import plan_splits
 from zoo.data.tokenizer import ByteTokenizer
 
 VOCAB, SEPARATOR = 300, 299
@@ -40,7 +43,7 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
             stem.with_suffix(f".{part}").write_bytes(rows.tobytes())
             stored[part] += [documents[i] for i in chosen]
             count = sum(lengths[i] for i in chosen)
-            summary[part] = PartRecord(len(chosen), count, end, count)
+            summary[part] = PartRecord(len(chosen), count, count, end, count)
         stem.with_suffix(".sources.json").write_text('["a.txt", "b.jsonl"]')
         digest = format.write_sums(stem, [".tokens", ".train", ".held_out"])
         records.append(ShardRecord(tokens.nbytes, **summary, sums=digest, sources=""))
@@ -52,7 +55,28 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
     format.write_manifest(folder / format.MANIFEST, manifest)
     corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
     stem_of = lambda number: folder / format.SHARDS / f"{number:08}"
-    return parts.parts_of(manifest, stem_of), corpora
+    return parts_of(manifest, stem_of), corpora
+
+
+def rows_in(pattern, format, make_template=None, names=None):
+    """The rows of all matching files."""
+    [split] = plan_splits(pattern, shard_bytes=2**30)
+    return [*read_rows(split, format, make_template, names)]
+
+
+def corpus_of(rows, tokenizer, file="rows.jsonl"):
+    """The corpus of the rows' examples, in their order."""
+    form, examples = rows[0].form, [parts for row in rows for parts in row.examples]
+    encoded = [form.encode(tokenizer, parts) for parts in examples]
+    names = [f"{file}:{row.record}" for row in rows for _ in row.examples]
+    return Corpus.from_arrays(
+        [ids for ids, _ in encoded],
+        tokenizer.vocab_size,
+        sum(map(counted_bytes, examples)),
+        names,
+        [counted for _, counted in encoded],
+        framed=form.is_chat,
+    )
 
 
 def reading(tmp_path, files, options):

@@ -9,7 +9,7 @@ import pytest
 
 from zoo import losses, mlp, sharding
 from zoo.sharding.axes import keystr, logical_axes
-from zoo.sharding.kinds import is_matrix
+from zoo.sharding.rules import is_matrix
 from zoo.training.step import make_eval_step
 
 KEY = jax.random.key(0)

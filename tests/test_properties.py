@@ -35,10 +35,10 @@ from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.hf.weights import Weights
-from zoo.nn.layers import RopeScaling
 from zoo.publishing import PublishError, downloads, uploads
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
+from zoo.transformer.config import RopeScaling
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:
@@ -86,17 +86,17 @@ def plans(draw: st.DrawFn) -> Case:
     corpus, kind = draw(corpora()), draw(st.sampled_from([PackedPlan, BucketPlan, LabelledPlan]))
     batch_size, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**32))
     shuffle = draw(st.booleans())
-    begin, end = len(corpus.tokens) + 1, len(corpus.tokens) + 2
+    begin, end = corpus.num_tokens + 1, corpus.num_tokens + 2
     ids = st.sampled_from([SEPARATOR, (begin, end), (None, end), (begin, None), (None, None)])
     ends = draw(ids)
     pair = ends if isinstance(ends, tuple) else (ends, ends)
     frame = 2 - pair.count(None)
-    longest = np.diff(corpus.offsets).max() + frame - 1
+    longest = max(len(corpus[i]) for i in range(len(corpus))) + frame - 1
     assume(longest > 0)
     too_long = draw(st.sampled_from(["error", "truncate", "split"]))
     if kind is PackedPlan:
         length = draw(st.integers(1, 40))
-        lengths, cuts = [length], corpus.counts is not None
+        lengths, cuts = [length], corpus.weighted
         options: Any = (ends, length, batch_size, seed, shuffle, too_long)
     else:
         lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
@@ -111,11 +111,8 @@ def plans(draw: st.DrawFn) -> Case:
 def pairs(corpus: Corpus, i: int, ends: tuple, cut: int | None) -> list[tuple[int, int, float]]:
     """(token, target, weight) at each position of document i, of which something counts."""
     text = corpus[i].tolist()
-    counts = (
-        np.ones(len(text))
-        if corpus.counts is None
-        else corpus.counts[slice(*corpus.offsets[i : i + 2])]
-    )
+    counted = corpus.counted(i)
+    counts = np.ones(len(text)) if counted is None else counted
     framed = [*ends[:1], *text, *ends[1:]]
     weights = [1.0, *map(float, counts), 1.0]
     kept = [(id, w) for id, w in zip(framed, weights, strict=True) if id is not None]

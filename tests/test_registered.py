@@ -20,7 +20,7 @@ from zoo import lora, mlp, sharding, transformer
 from zoo.nn.layers import LayerNorm, Linear
 from zoo.nn.products import matmul
 from zoo.publishing import PublishError, families, formats, models, shelf, tensors
-from zoo.sharding import parts as parts_of_arrays
+from zoo.sharding import placement
 from zoo.transformer import blocks
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble
@@ -240,7 +240,7 @@ def test_what_stacks_layers_is_gathered_in_parts(tmp_path, monkeypatch):
     seen = []
 
     def seen_gathered(array, index):
-        seen.append(parts_of_arrays.gathered(array, index))
+        seen.append(placement.gathered(array, index))
         return seen[-1]
 
     monkeypatch.setattr(tensors, "gathered", seen_gathered)

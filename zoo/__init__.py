@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zoo.decoding.drawing import Sampling as Sampling
     from zoo.decoding.sampling import generate as generate
     from zoo.decoding.sampling import stream as stream
-    from zoo.nn.derivatives import forward_mode as forward_mode
+    from zoo.nn.products import forward_mode as forward_mode
     from zoo.publishing.families import register as register
     from zoo.publishing.models import load as load
     from zoo.publishing.models import load_adapters as load_adapters
@@ -100,7 +100,7 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "Sampling": "zoo.decoding.drawing",
     "generate": "zoo.decoding.sampling",
     "stream": "zoo.decoding.sampling",
-    "forward_mode": "zoo.nn.derivatives",
+    "forward_mode": "zoo.nn.products",
     "load_adapters": "zoo.publishing.models",
     "save_adapters": "zoo.publishing.models",
     "register": "zoo.publishing.families",

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
-from zoo.nn import attention as attention_module
+from zoo.nn.attention.attention import Implementation
 from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear, dropout
-from zoo.nn.parameters import CastsAtUse, gather
+from zoo.nn.parameters import CastsAtUse, unshard
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
@@ -49,7 +49,7 @@ class Config:
     """A dense layer with tanh over the first position: `pooled`."""
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
-    kernel: attention_module.Implementation = may_differ("auto")
+    kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
     or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
     exchange heads."""
@@ -197,10 +197,10 @@ class BERT(CastsAtUse):
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         token_types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x_BTE = gather(self.embedding)(constrain(tokens, "batch", "inner_seq"))
-        x_BTE = x_BTE + gather(self.type_embedding)(token_types)
-        x_BTE = x_BTE + gather(self.position_embedding)(positions)
-        x_BTE = constrain(gather(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
+        x_BTE = unshard(self.embedding)(constrain(tokens, "batch", "inner_seq"))
+        x_BTE = x_BTE + unshard(self.type_embedding)(token_types)
+        x_BTE = x_BTE + unshard(self.position_embedding)(positions)
+        x_BTE = constrain(unshard(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
         layers_key = None
         if key is not None:
             layers_key, embedding_key = jax.random.split(key)
@@ -221,7 +221,7 @@ class BERT(CastsAtUse):
         """
         if self.pooler is None:
             raise ValueError("pooler=False: this model has none; take a token's vector, or `embed`")
-        return jnp.tanh(gather(self.pooler)(x_BTE[:, 0]))
+        return jnp.tanh(unshard(self.pooler)(x_BTE[:, 0]))
 
     def without_head(self) -> "BERT":
         """The model without the parameters that `hidden` does not use."""

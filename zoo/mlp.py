@@ -25,7 +25,7 @@ from zoo.nn.layers import (
     make_norm,
     normal,
 )
-from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.parameters import CastsInputs, unshard
 from zoo.nn.products import Operand, matmul
 from zoo.nn.remat import Policy, scan_layers
 from zoo.sharding import ShardingError, constrain, split_by
@@ -186,7 +186,7 @@ class MLP(CastsInputs):
             )
         first_key, blocks_key, last_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x = constrain(x.astype(self.head.weight.dtype), "batch", "features")
-        x = gather(self.first)(x, first_key)
+        x = unshard(self.first)(x, first_key)
         if self.blocks is not None:
 
             def block(block: PlainBlock | ResidualBlock, x_BE: Array, index: Array) -> Array:
@@ -195,10 +195,10 @@ class MLP(CastsInputs):
 
             x = scan_layers(block, self.blocks, x, policy=self.config.remat)
         if self.last is not None:
-            x = gather(self.last)(x, last_key)
+            x = unshard(self.last)(x, last_key)
         if self.final_norm is not None:
-            x = gather(self.final_norm)(x)
-        head = gather(self.head)
+            x = unshard(self.final_norm)(x)
+        head = unshard(self.head)
         outputs = add_bias(matmul(x, head.weight, dtype=jnp.float32), head.bias)
         return constrain(outputs, "batch", "classes")
 

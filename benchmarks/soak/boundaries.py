@@ -77,7 +77,7 @@ MOMENTS = {
     "a line of metrics": ("zoo.runs.metrics:MetricsLog.write",),
     "handing over a checkpoint": ("zoo.runs.recorder:Recorder.save",),
     "writing a checkpoint": ("zoo.runs.checkpoint:Checkpointer._finish",),
-    "keeping the best": ("zoo.runs.callbacks.best:BestCheckpoint.on_evaluation",),
+    "keeping the best": ("zoo.runs.callbacks.evaluations:BestCheckpoint.on_evaluation",),
     "saving the adapters": ("zoo.publishing.models:save_adapters",),
     "saving the model": (
         "zoo.publishing.models:save",

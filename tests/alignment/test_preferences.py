@@ -9,15 +9,15 @@ import optax
 import pytest
 from helpers import write_tokenizer
 from jaxtyping import Array
+from prepared_parts import corpus_of, rows_in
 
 import zoo
 from zoo import lora, losses, preferences, transformer
-from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.preferences import SIDES, PairPlan
-from zoo.data.rows import read_rows
+from zoo.data.preferences import PairPlan
+from zoo.data.rows import SIDES
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.nn.balancing import Balance
+from zoo.nn.stateful import Balance
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>\n{% endfor %}"
@@ -43,9 +43,9 @@ def no_template():
 
 def pair_corpus(tmp_path, *pairs):
     records = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
-    documents, form = read_rows(lines(tmp_path, *records), "preferences", no_template)
-    assert not form.is_chat
-    return completions.tokenize_parts(documents, ByteTokenizer())
+    rows = rows_in(lines(tmp_path, *records), "preferences", no_template)
+    assert not rows[0].form.is_chat
+    return corpus_of(rows, ByteTokenizer(), "pairs.jsonl")
 
 
 PAIRS = [("ab", "c", "defg"), ("h", "ijkl", "m"), ("nop", "q", "rs"), ("", "tu", "vwx")]
@@ -121,10 +121,8 @@ def test_answers_cut_to_their_first_tokens_are_of_use(ends, targets, tmp_path):
 
 
 def test_prompts_are_given_or_common_beginnings(tmp_path):
-    read = lambda record: json.loads(
-        read_rows(lines(tmp_path, record), "preferences", no_template).documents[0].text
-    )
-    expected = [[["to be", False], [" or not", True]], [["to be", False], [" on", True]]]
+    read = lambda record: rows_in(lines(tmp_path, record), "preferences", no_template)[0].examples
+    expected = [[("to be", False), (" or not", True)], [("to be", False), (" on", True)]]
     assert read({"prompt": "to be", "chosen": " or not", "rejected": " on"}) == expected
     assert read({"chosen": "to be or not", "rejected": "to be on"}) == expected
 
@@ -140,9 +138,9 @@ def test_chats_are_rendered_by_the_template(tmp_path):
         {"chosen": [user, good], "rejected": [user, bad]},
         {"prompt": "hi", "chosen": [user, good], "rejected": [user, bad]},
     ):
-        documents, form = read_rows(lines(tmp_path, record), "preferences", lambda: template)
-        assert form.is_chat
-        for parts, answer in zip(json.loads(documents[0].text), ("yes", "no"), strict=True):
+        [row] = rows_in(lines(tmp_path, record), "preferences", lambda: template)
+        assert row.form.is_chat
+        for parts, answer in zip(row.examples, ("yes", "no"), strict=True):
             assert "".join(text for text, counts in parts if counts) == f"{answer}<eot>"
             assert "".join(text for text, counts in parts if not counts).endswith("<|assistant|>")
 
@@ -178,14 +176,14 @@ def test_bad_lines_are_refused_by_their_place(tmp_path, record, message):
     path = lines(tmp_path, fine, record)
     template = chat_template(tmp_path)
     with pytest.raises(ValueError, match=rf"pairs\.jsonl.*2.*{message}"):
-        read_rows(path, "preferences", lambda: template)
+        rows_in(path, "preferences", lambda: template)
 
 
 def test_texts_and_chats_do_not_mix(tmp_path):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = lines(tmp_path, fine, {"chosen": [ANSWER], "rejected": [MESSAGE]})
     with pytest.raises(ValueError, match=r"line 2: the row's form is messages .*first row's texts"):
-        read_rows(path, "preferences", no_template)
+        rows_in(path, "preferences", no_template)
 
 
 def test_numbers_out_of_range_are_refused():

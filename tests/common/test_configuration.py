@@ -21,7 +21,7 @@ import recipes.mlp
 import recipes.rnn
 from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
 from zoo.common import configuration
-from zoo.nn.layers import RopeScaling
+from zoo.transformer.config import RopeScaling
 from zoo.wrappers.classifier import Classifier
 
 # A small configuration of each family, and values that none of its fields can have.

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tyro
 from helpers import write_tokenizer
+from prepared_parts import corpus_of, rows_in
 
-from zoo.data import completions
 from zoo.data.chats import ChatTemplate, with_chat_template
-from zoo.data.rows import read_rows
+from zoo.data.prepared.opening import open_prepared
+from zoo.data.prepared.prepare import prepare
 from zoo.data.token_plans import PackedPlan
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -83,12 +84,11 @@ def examples_of(template, tmp_path, *chats):
     """(the text, and the parts of it that count) of each example, as its tokens say."""
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    documents = read_rows(str(path), "chats", lambda: template).documents
-    corpus = completions.tokenize_chats(documents, template.tokenizer)
+    corpus = corpus_of(rows_in(str(path), "chats", lambda: template), template.tokenizer)
     show = lambda ids: template.tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
     found = []
     for i in range(len(corpus)):
-        counts = corpus.counts[slice(*corpus.offsets[i : i + 2])]
+        counts = corpus.counted(i)
         runs = np.split(np.arange(len(counts)), np.flatnonzero(np.diff(counts)) + 1)
         found.append((show(corpus[i]), [show(corpus[i][run]) for run in runs if counts[run[0]]]))
     return found, corpus
@@ -123,7 +123,7 @@ def test_each_answer_is_an_example_where_turns_are_rewritten(name, ends, make, t
         prompt = template.encode(CHAT[:at])
         ids = corpus[turn]
         np.testing.assert_array_equal(ids[: len(prompt)], prompt)
-        counts = corpus.counts[slice(*corpus.offsets[turn : turn + 2])]
+        counts = corpus.counted(turn)
         assert int(np.argmax(counts)) == len(prompt)
     if name == "qwen":
         assert "hm" not in found[1][0]  # the first thoughts are gone
@@ -160,10 +160,30 @@ def test_only_turns_that_are_rewritten_are_apart(make, tmp_path):
     assert [len(counted) for _, counted in found] == [1, 2]
 
 
-def test_chats_stay_whole_in_the_split(make, tmp_path):
-    found, corpus = examples_of(make("qwen"), tmp_path, CHAT, CHAT[:2])
-    assert [corpus.name(i) for i in range(3)] == [f"'chats.jsonl:{i}'" for i in (1, 1, 2)]
-    assert len(found) == 3
+@pytest.mark.parametrize("workers", [1, 2])
+def test_chats_stay_whole_in_the_split(make, tmp_path, workers):
+    make("qwen")
+    chats = [[{"role": "user", "content": f"question {i}"}, *CHAT[1:]] for i in range(30)]
+    for file in ("a", "b"):  # whose shards have the same chats
+        lines = (json.dumps({"messages": chat}) for chat in chats)
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(lines))
+    out, rows = tmp_path / "out", {"format": "chats", "names": {}, "now": None}
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "special_tokens": None, "held_out": 0.3}
+    more = {"shard_megabytes": 0.01, "workers": workers}
+    manifest = prepare(f"{tmp_path}/*.jsonl", out, rows=rows, **options, **more)
+    assert len(manifest.shards) > 1
+    assert manifest.duplicates == 60
+    prepared = open_prepared(out)
+    found = []
+    for corpus in (prepared.train, prepared.held_out):
+        names = [corpus.name(i) for i in range(len(corpus))]
+        assert names[::2] == names[1::2] != []
+        found += names[::2]
+        shown = [prepared.tokenizer.decode(corpus[i]) for i in range(len(corpus))]
+        # Each answer in its turn.
+        assert all(text.endswith("12 \u00e9") for text in shown[::2])
+        assert all(text.endswith("some text") for text in shown[1::2])
+    assert len(set(found)) == len(found) == 30
 
 
 def test_rows_of_chats_have_no_second_begin_or_end(make, tmp_path):
@@ -273,8 +293,7 @@ def test_tools_are_written_by_the_template(tools, ascii, make, tmp_path):
     template = make(source)
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CHAT[:2], "tools": tools}))
-    documents = read_rows(str(path), "chats", lambda: template).documents
-    corpus = completions.tokenize_chats(documents, template.tokenizer)
+    corpus = corpus_of(rows_in(str(path), "chats", lambda: template), template.tokenizer)
     shown = template.tokenizer.tokenizer.decode(corpus[0], skip_special_tokens=False)
     assert f"date 2026{json.dumps(TOOLS, ensure_ascii=ascii)}<|im_start|>" in shown
     eot = template.tokenizer.tokenizer.token_to_id("<eot>")
@@ -290,10 +309,10 @@ def test_tools_that_a_template_does_not_write_are_refused(make, tmp_path):
     ):
         path.write_text(json.dumps({"messages": CHAT[:2], "tools": tools}))
         with pytest.raises(ValueError, match=f"chats.jsonl, line 1: {message}"):
-            read_rows(str(path), "chats", lambda: make("chatml"))
+            rows_in(str(path), "chats", lambda: make("chatml"))
     for none in (None, [], ""):
         path.write_text(json.dumps({"messages": CHAT[:2], "tools": none}))
-        assert len(read_rows(str(path), "chats", lambda: make("chatml")).documents) == 1
+        assert len(rows_in(str(path), "chats", lambda: make("chatml"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -432,7 +451,8 @@ def test_masks_of_marked_templates_match_transformers(make, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     found = theirs.apply_chat_template(CHAT, tokenize=True, **options)
-    end = len(corpus.counts)
+    counts = corpus.counted(0)
+    end = len(counts)
     assert found["input_ids"][:end] == corpus[0].tolist()
-    assert found["assistant_masks"][:end] == corpus.counts.astype(int).tolist()
-    assert sum(found["assistant_masks"][end:]) == 0 < corpus.counts.sum() < end
+    assert found["assistant_masks"][:end] == counts.astype(int).tolist()
+    assert sum(found["assistant_masks"][end:]) == 0 < counts.sum() < end

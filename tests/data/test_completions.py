@@ -4,13 +4,12 @@ import jax
 import numpy as np
 import pytest
 from helpers import arrays, drawn_transformer
+from prepared_parts import corpus_of, rows_in
 from test_tokenizer import KINDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import losses
-from zoo.data import completions
 from zoo.data.chats import ChatTemplate
-from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
@@ -38,7 +37,7 @@ def counted(batch):
 
 def test_only_completion_tokens_have_weight(rows):
     tokenizer = ByteTokenizer()
-    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, tokenizer)
+    corpus = corpus_of(rows_in(rows, "completions"), tokenizer)
     assert corpus.num_bytes == len("4Parisbcd")
     plan = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
     batch = plan.batch(0)
@@ -48,7 +47,7 @@ def test_only_completion_tokens_have_weight(rows):
 
 
 def test_packed_rows_keep_completion_weights(rows):
-    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
+    corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
     options = {"seq_len": 7, "batch_size": 2, "seed": 0, "shuffle": False, "too_long": "split"}
     plan = PackedPlan(corpus, 256, **options)
     found = [
@@ -59,7 +58,7 @@ def test_packed_rows_keep_completion_weights(rows):
 
 
 def test_packing_never_cuts_a_completion_from_its_prompt(rows):
-    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
+    corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
     plan = PackedPlan(corpus, 256, seq_len=26, batch_size=2, seed=0)
     batch = plan.batch(0)
     assert plan.batches_per_epoch == 1
@@ -74,7 +73,7 @@ def test_packing_never_cuts_a_completion_from_its_prompt(rows):
 
 def test_no_gradient_comes_from_a_prompt(rows):
     model = drawn_transformer(vocab_size=320)
-    corpus = completions.tokenize_parts(read_rows(rows, "completions").documents, ByteTokenizer())
+    corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
     batch = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
     other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], 7)}
     assert not np.array_equal(other["targets"], batch["targets"])
@@ -99,13 +98,13 @@ def test_no_gradient_comes_from_a_prompt(rows):
 )
 def test_malformed_completions_are_refused(record, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        read_rows(write_lines(tmp_path / "rows.jsonl", record), "completions")
+        rows_in(write_lines(tmp_path / "rows.jsonl", record), "completions")
 
 
 def test_files_other_than_jsonl_are_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     with pytest.raises(ValueError, match=r"rows.txt has no fields"):
-        read_rows(str(tmp_path / "rows.txt"), "completions")
+        rows_in(str(tmp_path / "rows.txt"), "completions")
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
@@ -126,7 +125,7 @@ def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tm
     inner.add_special_tokens(["<s>", "</s>"])
     tokenizer = BPETokenizer(inner)
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": prompt, "completion": completion})
-    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    corpus = corpus_of(rows_in(path, "completions"), tokenizer)
     shown = inner.decode(corpus[0].tolist())
     if kind == "unigram, words apart":  # which has no text for a blank alone
         shown, prompt, completion = (x.replace(" ", "") for x in (shown, prompt, completion))
@@ -134,8 +133,8 @@ def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tm
     given = tokenizer.encode(prompt)
     if prompt and kind != "unigram, words apart":
         np.testing.assert_array_equal(corpus[0][: len(given)], given)
-        assert int(np.argmax(corpus.counts)) == len(given)
-    assert corpus.counts[-1]
+        assert int(np.argmax(corpus.counted(0))) == len(given)
+    assert corpus.counted(0)[-1]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_a_model_is_given_the_prompt_s_own_ids(kind, prompt, completion, apart, 
     tokenizer = BPETokenizer(KINDS[kind](["<s>", "</s>"]))
     record = {"prompt": prompt, "completion": completion}
     path = write_lines(tmp_path / "rows.jsonl", record, record)
-    corpus = completions.tokenize_parts(read_rows(path, "completions").documents, tokenizer)
+    corpus = corpus_of(rows_in(path, "completions"), tokenizer)
     assert "".join(map(tokenizer.tokenizer.id_to_token, corpus[1].tolist())) == apart
     given = tokenizer.encode(prompt)
     np.testing.assert_array_equal(corpus[0][: len(given)], given)
@@ -186,8 +185,7 @@ CHAT = [
 def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     template = ChatTemplate(tokenizer)
-    documents = read_rows(path, "chats", lambda: template).documents
-    corpus = completions.tokenize_chats(documents, tokenizer)
+    corpus = corpus_of(rows_in(path, "chats", lambda: template), tokenizer)
     batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
     end = 131
     # A model stops at the end of turn: neither the line break after it nor another end counts.
@@ -217,7 +215,7 @@ def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
     template = ChatTemplate(tokenizer)
     with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
-        read_rows(path, "chats", lambda: template)
+        rows_in(path, "chats", lambda: template)
 
 
 def test_templates_are_sandboxed_and_may_refuse(tokenizer):

@@ -1,39 +1,18 @@
+import gc
+
 import numpy as np
 import pytest
 
-from zoo.data import corpus
 from zoo.data.corpus import Corpus
-from zoo.data.documents import Document
-from zoo.data.tokenizer import ByteTokenizer
-
-BYTES = ByteTokenizer()
-
-
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
-
-# --- Corpus
-
-
-def test_documents_are_tokenized_losslessly():
-    documents = [Document("a", "abc"), Document("b", ""), Document("c", "é")]
-    tokens = corpus.tokenize(documents, BYTES)
-    assert len(tokens) == 3
-    assert tokens.tokens.dtype == np.uint16  # 257 ids do not fit a byte
-    assert tokens.num_bytes == 5
-    assert [BYTES.decode(tokens[i]) for i in range(3)] == ["abc", "", "é"]
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+    ("vocab_size", "dtype"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")]
 )
 def test_tokens_use_smallest_dtype(vocab_size, dtype):
     tokens = Corpus.from_arrays([np.array([0, vocab_size - 1])], vocab_size, num_bytes=2)
-    assert tokens.tokens.dtype == dtype
-    assert tokens.tokens[1] == vocab_size - 1
+    assert tokens[0].dtype == dtype
+    assert tokens[0][1] == vocab_size - 1
 
 
 @pytest.mark.parametrize("wrong", [-1, 10, 300])
@@ -46,21 +25,38 @@ def test_tokens_outside_vocabulary_are_refused(wrong):
         Corpus.from_arrays(arrays, 10, num_bytes=6)
 
 
-def test_ids_beyond_tokenizer_vocabulary_are_refused():
-    class Wrong(ByteTokenizer):
-        vocab_size = 100
-
-    with pytest.raises(ValueError, match=r"token id 122 at position 1 of document 'name'"):
-        corpus.tokenize([Document("name", "Az")], Wrong())
-
-
 @pytest.mark.parametrize("arrays", [[], [np.array([], int)]])
 def test_empty_corpora_are_refused(arrays):
     with pytest.raises(ValueError, match="the corpus is empty"):
         Corpus.from_arrays(arrays, 10, num_bytes=0)
 
 
-@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3]])
-def test_inconsistent_offsets_are_refused(offsets):
-    with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
-        Corpus(np.array([1, 2, 3]), np.array(offsets), num_bytes=3, vocab_size=10)
+def test_columns_are_those_of_the_documents():
+    arrays = [np.array([1, 2, 3]), np.array([], int), np.array([4, 5])]
+    counts = [np.array([False, True, True]), np.array([], bool), np.array([True, False])]
+    corpus = Corpus.from_arrays(arrays, 10, num_bytes=6, counts=counts)
+    assert [corpus[i].tolist() for i in range(3)] == [ids.tolist() for ids in arrays]
+    assert [corpus.counted(i).tolist() for i in range(3)] == [x.tolist() for x in counts]
+    assert (corpus.num_tokens, corpus.num_counted, corpus.num_bytes) == (5, 3, 6)
+    assert Corpus.from_arrays(arrays, 10, num_bytes=6).counted(0) is None
+
+
+@pytest.mark.parametrize("frame", [0, 1, 2])
+@pytest.mark.parametrize("framed", [False, True])
+def test_positions_are_those_of_the_frame(frame, framed):
+    lengths = [3, 0, 1, 7]
+    arrays = [np.ones(length, int) for length in lengths]
+    corpus = Corpus.from_arrays(arrays, 10, num_bytes=1, framed=framed).with_frame(frame)
+    expected = [max(length + frame - 1, 0) for length in lengths]
+    assert corpus.positions(0, 4).tolist() == expected
+    assert corpus.positions(2, 4).tolist() == expected[2:]
+    assert corpus.num_positions == sum(expected)
+
+
+def test_the_folder_of_a_corpus_goes_with_it():
+    corpus = Corpus.from_arrays([np.arange(5)], 10, num_bytes=5)
+    path = corpus.opened(0).path(".tokens")
+    assert path.exists()
+    del corpus
+    gc.collect()
+    assert not path.exists()

@@ -5,9 +5,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from zoo.data.sources.reading import read_split
 
 from zoo.data import documents
 from zoo.data.documents import Document, functions
+from zoo.data.sources.formats import TEXT, format_of
+from zoo.data.sources.splits import plan_splits
 
 
 def write(path, content):
@@ -20,6 +23,17 @@ def pairs(found):
     return [(document.name, document.text) for document in found]
 
 
+def read_documents(pattern, field="text", label=None):
+    """The documents of files, as they are read for a corpus."""
+    found = []
+    for split in plan_splits(pattern, shard_bytes=2**30):
+        for source, record, text, kind in read_split(split, field, label):
+            name = split.names[source]
+            name = name if format_of(name) is TEXT else f"{name}:{record}"
+            found.append(Document(name, text, kind))
+    return found
+
+
 # --- Text files
 
 
@@ -27,37 +41,31 @@ def test_text_files_are_found_by_glob(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/er/c.txt", "a.md"):
         write(tmp_path / "corpus" / name, f"text of {name}\r\n")
     expected = [Document(n, f"text of {n}\r\n") for n in ("a.txt", "b.txt", "deep/er/c.txt")]
-    assert documents.read_documents(f"{tmp_path}/corpus/**/*.txt") == expected
+    assert read_documents(f"{tmp_path}/corpus/**/*.txt") == expected
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert documents.read_documents("~/corpus/**/*.txt") == expected
+    assert read_documents("~/corpus/**/*.txt") == expected
     monkeypatch.chdir(tmp_path)
-    assert documents.read_documents("corpus/**/*.txt") == expected
-    assert documents.read_documents("corpus/*.txt, corpus/*.md")[-1].name == "a.md"
-    assert len(documents.read_documents(["corpus/*.txt", "corpus/a.*"])) == 3  # a.txt only once
-    assert documents.read_documents("corpus/a.txt") == expected[:1]
+    assert read_documents("corpus/**/*.txt") == expected
+    assert read_documents("corpus/*.txt, corpus/*.md")[-1].name == "a.md"
+    assert len(read_documents(["corpus/*.txt", "corpus/a.*"])) == 3  # a.txt only once
+    assert read_documents("corpus/a.txt") == expected[:1]
 
 
 def test_unmatched_globs_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as error:
-        documents.read_documents("corpus/*.txt")
+        read_documents("corpus/*.txt")
     assert "'corpus/*.txt'" in str(error.value)
     assert str(tmp_path) in str(error.value)
     write(tmp_path / "corpus/a.txt", "a")
     with pytest.raises(FileNotFoundError, match="'corpus' is a folder: add"):
-        documents.read_documents("corpus")
+        read_documents("corpus")
 
 
 def test_non_utf8_text_is_refused(tmp_path):
     write(tmp_path / "a.txt", b"good\xffbad")
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xff at offset 4"):
-        documents.read_documents(str(tmp_path / "a.txt"))
-
-
-def test_empty_documents_are_refused(tmp_path):
-    write(tmp_path / "a.txt", "")
-    with pytest.raises(ValueError, match="1 documents and no text"):
-        documents.read_documents(str(tmp_path / "a.txt"))
+        read_documents(str(tmp_path / "a.txt"))
 
 
 # --- JSON lines
@@ -66,12 +74,12 @@ def test_empty_documents_are_refused(tmp_path):
 def test_jsonl(tmp_path):
     lines = [json.dumps({"text": "a\u2028b"}, ensure_ascii=False), "", json.dumps({"text": "é"})]
     path = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
-    assert pairs(documents.read_documents(str(path))) == [
+    assert pairs(read_documents(str(path))) == [
         ("a.jsonl:1", "a\u2028b"),
         ("a.jsonl:3", "é"),
     ]
     write(path, '{"body": "x", "text": "y"}')
-    assert pairs(documents.read_documents(str(path), field="body")) == [("a.jsonl:1", "x")]
+    assert pairs(read_documents(str(path), field="body")) == [("a.jsonl:1", "x")]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_malformed_jsonl_is_refused(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
-        documents.read_documents(str(path))
+        read_documents(str(path))
 
 
 # --- Parquet and ArrayRecord
@@ -100,17 +108,17 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = str(tmp_path / "a.parquet")
     parquet.write_table(arrow.table({"text": ["one", "twö"], "n": [1, 2]}), path)
-    assert pairs(documents.read_documents(path)) == [("a.parquet:0", "one"), ("a.parquet:1", "twö")]
+    assert pairs(read_documents(path)) == [("a.parquet:0", "one"), ("a.parquet:1", "twö")]
     with pytest.raises(ValueError, match=r"no field 'body': its fields are \['text', 'n'\]"):
-        documents.read_documents(path, field="body")
+        read_documents(path, field="body")
     with pytest.raises(ValueError, match=r"row 0: field 'n' is a int, not a string"):
-        documents.read_documents(path, field="n")
+        read_documents(path, field="n")
     parquet.write_table(arrow.table({"text": ["one", None]}), path)
     with pytest.raises(ValueError, match=r"row 1: field 'text' is a NoneType"):
-        documents.read_documents(path)
+        read_documents(path)
     write(tmp_path / "a.parquet", "no such thing")
     with pytest.raises(ValueError, match="is no Parquet file"):
-        documents.read_documents(path)
+        read_documents(path)
 
 
 @pytest.mark.parametrize("suffix", [".array_record", ".arrayrecord"])
@@ -125,16 +133,16 @@ def test_array_record(tmp_path, suffix):
         writer.close()
 
     records("öne".encode(), b"two")
-    assert pairs(documents.read_documents(path)) == [
+    assert pairs(read_documents(path)) == [
         (f"a{suffix}:0", "öne"),
         (f"a{suffix}:1", "two"),
     ]
     records(b"fine", b"not\xff")
     with pytest.raises(ValueError, match="record 1 is not UTF-8: byte 0xff at offset 3"):
-        documents.read_documents(path)
+        read_documents(path)
     write(Path(path), "no such thing" * 10)
     with pytest.raises(ValueError, match="is no ArrayRecord file"):
-        documents.read_documents(path)
+        read_documents(path)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_array_record(tmp_path, suffix):
 def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"zoo\[{extra}\]"):
-        documents.read_documents(str(write(tmp_path / name, "x")))
+        read_documents(str(write(tmp_path / name, "x")))
 
 
 # --- CSV and labels
@@ -158,24 +166,24 @@ def test_what_is_no_text_is_not_read_as_text(tmp_path, name):
     write(tmp_path / name, '[{"text": "x"}]')
     write(tmp_path / "b.txt", "x")
     with pytest.raises(ValueError, match=rf"{name} cannot be read: .*leave it out of the pattern"):
-        documents.read_documents(f"{tmp_path}/*")
+        read_documents(f"{tmp_path}/*")
 
 
 def test_columns_of_one_name_that_are_not_read(tmp_path):
     path = write(tmp_path / "a.csv", "text,,\nx,1,2\n")
-    assert pairs(documents.read_documents(str(path))) == [("a.csv:2", "x")]
+    assert pairs(read_documents(str(path))) == [("a.csv:2", "x")]
 
 
 def test_csv(tmp_path):
     path = write(
         tmp_path / "a.csv", '\ufefftext,kind\r\n"two\nlines, one row",x\r\n"say ""hi""",y\n'
     )
-    found = documents.read_documents(str(path), label="kind")
+    found = read_documents(str(path), label="kind")
     assert found == [
         Document("a.csv:3", "two\nlines, one row", "x"),
         Document("a.csv:4", 'say "hi"', "y"),
     ]
-    assert pairs(documents.read_documents(str(path), field="kind")) == [
+    assert pairs(read_documents(str(path), field="kind")) == [
         ("a.csv:3", "x"),
         ("a.csv:4", "y"),
     ]
@@ -197,19 +205,19 @@ def test_csv(tmp_path):
 def test_malformed_csv_is_refused(tmp_path, rows, message):
     path = write(tmp_path / "a.csv", rows)
     with pytest.raises(ValueError, match=message):
-        documents.read_documents(str(path), label="kind")
+        read_documents(str(path), label="kind")
 
 
 def test_labels_are_read_from_jsonl(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
-    found = documents.read_documents(str(path), label="stars")
+    found = read_documents(str(path), label="stars")
     assert [document.label for document in found] == ["5", "1"]
     write(path, '{"text": "x", "stars": null}')
     with pytest.raises(ValueError, match="line 1: field 'stars' is None: a label is"):
-        documents.read_documents(str(path), label="stars")
+        read_documents(str(path), label="stars")
     write(tmp_path / "a.txt", "x")
-    with pytest.raises(ValueError, match=r"a\.txt has no field 'stars': labels come from \.jsonl"):
-        documents.read_documents(str(tmp_path / "a.txt"), label="stars")
+    with pytest.raises(ValueError, match=r"a\.txt has no field 'stars': labels are in \.jsonl"):
+        read_documents(str(tmp_path / "a.txt"), label="stars")
 
 
 # --- Functions
@@ -279,11 +287,10 @@ def numbered(n):
     return [Document(f"{i}.txt", f"text {i}") for i in range(n)]
 
 
-@pytest.mark.parametrize("by", ["text", "name"])
-def test_split_holds_out_by_a_hash(by):
-    train, held = documents.held_out_split(numbered(2000), 0.1, by=by)
+def test_split_holds_out_by_a_hash_of_the_name():
+    train, held = documents.held_out_split(numbered(2000), 0.1)
     unit = {
-        document: hashlib.sha256(getattr(document, by).encode()).digest()[0] / 256
+        document: hashlib.sha256(document.name.encode()).digest()[0] / 256
         for document in numbered(2000)
     }
     assert all(unit[document] <= 0.1 for document in held)
@@ -291,20 +298,9 @@ def test_split_holds_out_by_a_hash(by):
     assert 150 < len(held) < 250
     assert sorted(train + held) == sorted(numbered(2000))
     # The same on every machine and in every version: these are part of the contract.
-    first = {"text": ["12.txt", "13.txt", "19.txt"], "name": ["1.txt", "18.txt", "20.txt"]}
-    assert [d.name for d in held[:3]] == first[by]
+    assert [d.name for d in held[:3]] == ["1.txt", "18.txt", "20.txt"]
     shuffled = numbered(2000)[::-1]
-    assert set(documents.held_out_split(shuffled, 0.1, by=by)[1]) == set(held)
-
-
-def test_copies_of_a_text_are_in_one_part():
-    copies = [Document(f"copy of {name}", text) for name, text, _ in numbered(200)]
-    train, held = documents.held_out_split([*numbered(200), *copies], 0.1)
-    assert len(held) > 20
-    assert not {d.text for d in held} & {d.text for d in train}
-    assert {d.text for d in held} == {
-        d.text for d in documents.held_out_split(numbered(200), 0.1)[1]
-    }
+    assert set(documents.held_out_split(shuffled, 0.1)[1]) == set(held)
 
 
 def test_split_is_stable_under_additions():
@@ -321,26 +317,6 @@ def test_split_parts_are_never_empty(n, fraction):
     assert train
     assert held
     assert sorted(train + held) == numbered(n)
-    same_names = [Document("same", str(i)) for i in range(n)]
-    assert all(documents.held_out_split(same_names, fraction))
-
-
-def test_single_documents_hold_out_their_tail(caplog):
-    text = "".join(map(str, range(100)))
-    [[head], [tail]] = documents.held_out_split([Document("a", text)], 0.1)
-    assert head.text + tail.text == text
-    assert len(tail.text) == 19
-    assert "a is the only document: its last 10% is held out" in caplog.text
-    with pytest.raises(ValueError, match="too few to hold any out"):
-        documents.held_out_split([Document("a", "x")])
-    [[head], [tail]] = documents.held_out_split([Document("a", text), Document("b", text)], 0.1)
-    assert head.text + tail.text == text
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
-def test_invalid_held_out_fractions_are_refused(fraction):
-    with pytest.raises(ValueError, match=f"fraction={fraction} must lie between 0 and 1"):
-        documents.held_out_split(numbered(3), fraction)
 
 
 def test_documents_are_compressed_one_by_one():

@@ -74,7 +74,8 @@ def documents_of(folder: Path, manifest: Manifest, part: str) -> list[tuple[str,
         assert [row["hash"].tobytes() for row in rows] == hashed == sorted(hashed)
         positions = np.cumsum(rows["length"].astype(int) + manifest.frame - 1)
         np.testing.assert_array_equal(rows["end"], positions)
-        counts = (len(rows), sum(rows["length"]), positions[-1] if len(rows) else 0)
+        total = sum(rows["length"])
+        counts = (len(rows), total, total, positions[-1] if len(rows) else 0)
         size = sum(len(text.encode()) for text in texts)
         assert dataclasses.astuple(getattr(record, part)) == (*counts, size)
     return found

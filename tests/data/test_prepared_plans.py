@@ -9,8 +9,7 @@ import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.common import files
-from zoo.data import token_plans
-from zoo.data.prepared import rows
+from zoo.data import packing, token_plans
 
 BUCKETS = (8, 16, 32)
 
@@ -157,7 +156,7 @@ def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
     entries = sorted((tmp_path / "cache" / "rows").rglob("index.rows"))
     assert len(entries) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("zoo.data.prepared.rows._write", None)
+        patch.setattr("zoo.data.token_plans.write_index", None)
         for batch, other in zip(epoch_of(make_plan()), wanted, strict=True):
             assert_equal(batch, other)
     make_plan(too_long="truncate")
@@ -172,12 +171,10 @@ def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
 
 def test_mistakes(tmp_path):
     (part, _), _ = make_parts(tmp_path / "framed")
-    with pytest.raises(ValueError, match="was prepared for 2 per document"):
-        token_plans.PackedPlan(part, (None, 7), 16, 4, 0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         token_plans.PackedPlan(part, SEPARATOR, 0, 4, 0)
     with pytest.raises(ValueError, match="too_long='drop': choose 'error', 'truncate'"):
-        rows.row_index(part, np.array(BUCKETS), "drop", tmp_path)
+        next(packing.cut_documents(part, 8, "drop", 1, "", []))
     with pytest.raises(ValueError, match=r"buckets=\(8, 8\) must be different positive lengths"):
         token_plans.BucketPlan(part, SEPARATOR, (8, 8))
     (empty, _), _ = make_parts(tmp_path / "empty", [1, 1, 1, 5], frame=0)

@@ -11,9 +11,9 @@ import pytest
 from prepared_parts import make_parts, reading
 
 from zoo import text
+from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, compressed_size
 from zoo.data.prepared import format, opening
-from zoo.data.prepared.parts import Part
 from zoo.data.prepared.prepare import prepare
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
@@ -39,7 +39,7 @@ def folder(tmp_path):
 def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
     loaded = load(tmp_path, folder)
     assert isinstance(loaded.train, PackedPlan)
-    assert isinstance(loaded.train.corpus, Part)
+    assert isinstance(loaded.train.corpus, Corpus)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.fingerprint == format.read_manifest(folder).fingerprint
     assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
@@ -134,7 +134,7 @@ def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
     load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
     loaded = load_it()
     assert isinstance(loaded.train, PackedPlan)
-    assert isinstance(loaded.train.corpus, Part)
+    assert isinstance(loaded.train.corpus, Corpus)
     assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
     texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
     assert texts < set(DOCUMENTS)

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 from helpers import write_tokenizer
+from prepared_parts import rows_in
+from zoo.data.sources.reading import read_split
 
 import zoo
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
-from zoo.data.documents import read_documents
-from zoo.data.rows import read_rows
+from zoo.data.sources.splits import plan_splits
 from zoo.data.tokenizer import load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.tasks.finetuning.data import read_text
@@ -159,11 +160,13 @@ FILES = ("a.jsonl", "a.array.json", "lines.json", "a.jsonl.gz", "a.array.json.gz
 @pytest.mark.parametrize("file", FILES)
 def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path):
     for format, row, name, examples in FORMS:
-        found = read_rows(write(tmp_path / file, [row, row]), format, lambda: template)
-        assert [json.loads(document.text) for document in found.documents] == [examples] * 2
-        assert found.form.name.startswith(name), (row, found.form)
-        assert set(found.form.columns) <= row.keys()
-        assert found.form.is_chat == ("<|im_end|>" in found.documents[0].text)
+        found = rows_in(write(tmp_path / file, [row, row]), format, lambda: template)
+        shown = [json.loads(json.dumps(row.examples)) for row in found]
+        assert shown == [examples] * 2
+        form = found[0].form
+        assert form.name.startswith(name), (row, form)
+        assert set(form.columns) <= row.keys()
+        assert form.is_chat == ("<|im_end|>" in str(examples))
     tried = {(format, form.name) for format, forms in rows.FORMS.items() for form in forms}
     found = {
         (f, next(x.name for x in rows.FORMS[f] if x.name.startswith(n))) for f, _, n, _ in FORMS
@@ -174,8 +177,8 @@ def test_forms_are_known_by_their_columns_in_every_file(file, template, tmp_path
 def test_a_table_of_texts_has_rows_too(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer\n2+2=,4\n")
     names = {"prompt": "question", "completion": "answer"}
-    [document], _ = read_rows(str(tmp_path / "a.csv"), "completions", None, names)
-    assert json.loads(document.text) == [[["2+2=", False], ["4", True]]]
+    [row] = rows_in(str(tmp_path / "a.csv"), "completions", None, names)
+    assert row.examples == [[("2+2=", False), ("4", True)]]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -194,7 +197,7 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
         with pytest.raises(
             ValueError, match=rf"{file}, {place.get(file, 'line 3')}: .*first row"
         ) as e:
-            read_rows(path, format, lambda: template)
+            rows_in(path, format, lambda: template)
         assert all(column in str(e.value) for column in first)
 
 
@@ -215,23 +218,21 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
 def test_rows_of_no_form_are_refused(format, row, message, template, tmp_path):
     path = write(tmp_path / "a.jsonl", [row])
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: .*{message}"):
-        read_rows(path, format, lambda: template)
+        rows_in(path, format, lambda: template)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '[{"a": 1}', "{\n}", '[{"prompt": "\\ud800"'])
 def test_damaged_json_is_refused_by_its_file(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=r"a\.json"):
-        read_rows(str(tmp_path / "a.json"), "completions")
+        rows_in(str(tmp_path / "a.json"), "completions")
 
 
 def test_an_array_has_documents_of_text_too(tmp_path):
     write(tmp_path / "a.array.json", [{"text": "one"}, {"text": "two"}])
-    found = read_documents(str(tmp_path / "*.json"))
-    assert [tuple(document[:2]) for document in found] == [
-        ("a.array.json:0", "one"),
-        ("a.array.json:1", "two"),
-    ]
+    [split] = plan_splits(str(tmp_path / "*.json"), shard_bytes=2**20)
+    assert split.names == ["a.array.json"]
+    assert [(found.record, found.text) for found in read_split(split)] == [(0, "one"), (1, "two")]
 
 
 # --- The start of a run -----------------------------------------------------------------------
@@ -282,13 +283,13 @@ def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
     assert rows_of(one) == rows_of(two)
     rows = 18 if form == "preferences" else 9
     assert f"{4 * rows} special tokens parsed" in said
-    assert "9 rows" in said
+    assert "9 examples of " in said
     assert "texts (prompt, " in said
     assert "special tokens" not in also
     text, said = started(tmp_path, capsys, tokenizer, by_hand, format=form, special_tokens="text")
     special = list(tokenizer.special_ids)
-    assert not np.isin(text.train.corpus.tokens, special).any()
-    assert np.isin(one.train.corpus.tokens, special).any()
+    assert not np.isin(text.train.corpus[0], special).any()
+    assert np.isin(one.train.corpus[0], special).any()
     assert f"the text has {4 * rows} names of special tokens" in said
     assert "--data.special-tokens parse" in said
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.common.addresses import AddressError, location
-from zoo.data.documents import Document, read_documents, read_records
 from zoo.data.sources import readers
 from zoo.data.sources.readers import read_jsonl
 from zoo.data.sources.splits import SourceDocument, plan_splits, read_split, sample_texts
@@ -65,7 +64,7 @@ def read(pattern, shard_bytes=MIB, field="text") -> list[tuple[str, int, str]]:
     return [
         (split.names[source], record, text)
         for split in splits
-        for source, record, text in read_split(split, field)
+        for source, record, text, _ in read_split(split, field)
     ]
 
 
@@ -196,18 +195,11 @@ def test_formats_are_read(tmp_path, name, content, expected, suffix):
     elif suffix == ".zst":
         skippable = struct.pack("<II", 0x184D2A50, 3) + b"abc"
         content = skippable + zstd(content[:half], content[half:])
-    path = write(tmp_path / f"{name}{suffix}", content)
+    write(tmp_path / f"{name}{suffix}", content)
     write(tmp_path / "A.txt", "x")
     splits = plan_splits(f"{tmp_path}/*", shard_bytes=MIB)
     [_, *found] = read_split(splits[0])
     assert found == [SourceDocument(1, record, text) for record, text in expected]
-    if content and name != "a.PY":  # and so are they as documents of a small corpus
-        assert [document.text for document in read_documents(str(path))] == [t for _, t in expected]
-
-
-def test_compressed_lines_are_read_as_records_too(tmp_path):
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress(lines("xy")))
-    assert [name for name, _, _ in read_records(str(path))] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
 
 
 def test_large_fields_of_csv_are_read(tmp_path):
@@ -565,7 +557,6 @@ def test_lines_of_an_address_are_read_by_range(web):
     splits = plan_splits(f"{address}/a.jsonl,{address}/b.txt.gz", shard_bytes=8 * MIB)
     assert [split.names for split in splits][::3] == [["a.jsonl"], ["b.txt.gz"]]
     assert [d.text for split in splits for d in read_split(split)] == [*expected, "text"]
-    assert read_documents(f"{address}/b.txt.gz") == [Document("b.txt.gz", "text")]
     del sent[:]
     assert len(list(read_split(splits[1]))) > 5000
     assert sum(sent) < 16 * MIB

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from zoo import text
-from zoo.data import completions
 from zoo.data import documents as documents_of
-from zoo.data.documents import held_out_split, read_documents
+from zoo.data.corpus import Corpus
 from zoo.data.prepared import opening
-from zoo.data.rows import read_rows
 from zoo.data.token_plans import BucketPlan, PackedPlan
 from zoo.data.tokenizer import ByteTokenizer
 
@@ -123,46 +121,29 @@ class NoBegin(Framed):
     separator_id, begin_id, bos_id = 258, None, None
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": "bucketed", "buckets": (32, 64)}])
-def test_documents_begin_and_end_as_their_tokenizer_says(options, corpus):
-    config = text.Config(files=f"{corpus}/*.txt", seq_len=16, batch_size=4, cache=None, **options)
-    parts = held_out_split(read_documents(config.files))
+@pytest.mark.parametrize("kind", [PackedPlan, BucketPlan])
+def test_documents_begin_and_end_as_their_tokenizer_says(kind, corpus):
+    ids = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(corpus.iterdir())]
+    stored = Corpus.from_arrays(ids, 259, num_bytes=sum(map(len, ids)))
     found = {}
     for tokenizer in (ByteTokenizer(), Framed(), NoBegin()):
-        loaded = text.make_text(config, parts, tokenizer, seed=0)
-        plan = loaded.train
+        ends = tokenizer.begin_id, tokenizer.eos_ids[0]
+        plan = kind(stored, ends, 16 if kind is PackedPlan else (32, 64), 4, 0)
         batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
         kept = [(batch, batch["weights"] > 0) for batch in batches]
         tokens = np.concatenate([batch["tokens"][used] for batch, used in kept])
         targets = np.concatenate([batch["targets"][used] for batch, used in kept])
-        assert (targets == tokenizer.eos_ids[0]).sum() == len(plan.corpus)
+        assert (targets == tokenizer.eos_ids[0]).sum() == len(stored)
         if tokenizer.begin_id is None:
-            assert len(targets) == len(plan.corpus.tokens)
+            assert len(targets) == stored.num_tokens
             assert tokens.max() < 256
         else:
-            assert (tokens == tokenizer.begin_id).sum() == len(plan.corpus)
-            assert len(targets) == len(plan.corpus.tokens) + len(plan.corpus)
-        found[type(tokenizer)] = loaded
-    assert len({loaded.fingerprint for loaded in found.values()}) == 3
+            assert (tokens == tokenizer.begin_id).sum() == len(stored)
+            assert len(targets) == stored.num_tokens + len(stored)
+        found[type(tokenizer)] = text.Text(tokenizer, plan, plan, [])
+    assert len({loaded.train.fingerprint for loaded in found.values()}) == 3
     # A begin is free; without one the first byte, which has no loss, costs as much as the others.
     assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1
-
-
-def test_fingerprint_covers_the_packing_of_completions(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "c"}\n' * 9)
-    documents = read_rows(str(tmp_path / "rows.jsonl"), "completions").documents
-    kinds = {"packed": {"seq_len": 8}, "bucketed": {"buckets": (8,)}}
-    found = [
-        text.make_text(
-            text.Config(rows=rows, cache=None, **options),
-            (documents, documents),
-            ByteTokenizer(),
-            seed=0,
-            tokenize_rows=completions.tokenize_parts,
-        ).fingerprint
-        for rows, options in kinds.items()
-    ]
-    assert found[0] != found[1]  # the latter as it was when packed rows cut completions
 
 
 def test_compressors_take_documents_one_by_one(corpus):

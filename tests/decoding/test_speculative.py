@@ -16,9 +16,9 @@ from jaxtyping import Array
 
 import zoo
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampler, Sampling
+from zoo.decoding.drawing import Sampler, Sampling, State
 from zoo.decoding.sampling import Rows, _begin
-from zoo.decoding.speculative import Draft, Drafted, _step, extend
+from zoo.decoding.speculative import Draft, draft_and_judge, extend
 
 VOCAB = 7
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -216,11 +216,16 @@ def test_kept_and_redrawn_tokens_have_the_distribution_of_the_model(options: dic
     def run(key: Array) -> Array:
         sampler = Sampler.of(Sampling(**options), 4, key)
         before, empty = jnp.zeros(2, jnp.int32), jnp.zeros((2, 10), jnp.int32)
-        state = Drafted(
-            empty.at[:, 0].set(1), jnp.int32(1), before > 0, before, before, jnp.int32(0), None
+        state = State(
+            empty.at[:, 0].set(1),
+            jnp.int32(1),
+            before > 0,
+            before,
+            draft_cache=before,
+            steps=jnp.int32(0),
         )
         for _ in range(3):  # a token each, at least
-            state = _step(model, draft, sampler, jnp.zeros(0, jnp.int32), state)
+            state = draft_and_judge(model, draft, sampler, jnp.zeros(0, jnp.int32), state)
         return state.tokens[:, 1:4]
 
     found = jax.jit(jax.vmap(run))(jax.random.split(KEY, runs))

@@ -27,7 +27,7 @@ def library(*sources: str, training: str = "") -> list[Document]:
     """A library whose last file is held out."""
     documents = [Document(name, training) for name in TRAINING]
     documents.append(Document(HELD_OUT, "\n".join(map(textwrap.dedent, sources))))
-    assert held_out_split(documents, by="name")[1] == documents[-1:]
+    assert held_out_split(documents)[1] == documents[-1:]
     return documents
 
 
@@ -150,7 +150,7 @@ def test_a_task_is_written_as_it_is_made(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_tasks_of_this_python():
     documents = standard_library()
-    training, _ = held_out_split(documents, by="name")
+    training, _ = held_out_split(documents)
     text = "\n".join(document.text for document in training)
     bodies, signatures = python_bodies(), python_signatures()
     assert bodies == python_bodies(documents)

@@ -27,8 +27,8 @@ from zoo import hf, sharding, transformer
 from zoo.common import configuration
 from zoo.data import tokenizer
 from zoo.hf import hub
-from zoo.nn.layers import RopeScaling
 from zoo.publishing import PublishError, families, models
+from zoo.transformer.config import RopeScaling
 
 
 @pytest.fixture

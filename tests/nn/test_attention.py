@@ -1,7 +1,9 @@
 """zoo.nn.attention against softmax attention as the textbook has it, forward and backward."""
 
 import contextlib
+import functools
 import itertools
+import sys
 import tracemalloc
 from typing import Any
 
@@ -9,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import covering, equations, value_and_gradients
+from helpers import covering, equations, flash, value_and_gradients
 from jaxtyping import Array
 
 from zoo import sharding
-from zoo.nn.attention import attend_to_slots, attention, chunked, masks, splash
-from zoo.nn.attention.context_parallel import WHOLE
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention import attention, masks, splash
+from zoo.nn.attention.attention import attend_to_slots
+from zoo.nn.attention.masks import WHOLE, Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
 
 
@@ -116,7 +118,8 @@ def test_a_long_row_grows_no_program():
     ("mask", "count"), [(Mask(True, None), 10), (Mask(False, None), 16), (Mask(True, 100), 7)]
 )
 def test_pairs_are_those_that_see_each_other(mask: Mask, count: int):
-    pairs = [*masks.pairs(4 * 512 - 7, mask, 512, 512)]
+    length = 4 * 512 - 7
+    pairs = [*masks.pairs((0,), length, length, mask, 512, 512)]
     assert len(pairs) == len(set(pairs)) == count
 
 
@@ -126,10 +129,11 @@ def splash_and_chunked(
     """Outputs and gradients of the kernel, interpreted, and of the zoo's own."""
     *qkv, g = inputs(length, *heads)
     segment_ids = segments(length) if packed else None
-    options = {"blocks": Blocks(128, 128, 128), "interpret": True}
-    args = (segment_ids, mask, 0.3, soft_cap)
-    kernel = jax.jit(lambda *qkv: splash.splash(*qkv, *args, **options))
-    own = jax.jit(lambda *qkv: chunked.chunked(*qkv, *args))
+    options = {"soft_cap": soft_cap, "scale": 0.3}
+    blocks = {"blocks": Blocks(128, 128, 128), "interpret": True}
+    kernel = jax.jit(flash(mask, segment_ids, **options, **blocks))
+    options |= {"causal": mask.causal, "window": mask.window, "segment_ids": segment_ids}
+    own = jax.jit(functools.partial(attention, **options, implementation="chunked"))
     return value_and_gradients(kernel, g, *qkv), value_and_gradients(own, g, *qkv)
 
 
@@ -179,7 +183,7 @@ def test_blocks_of_lazy_masks_are_those_of_the_dense(mask: Mask):
 def splash_gradient(length: int) -> Any:
     """The jaxpr of the kernel's gradient."""
     q = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
-    call = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None)
+    call = flash(Mask(True, None))
     total = lambda *qkv: call(*qkv).astype(jnp.float32).sum()
     return jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q)
 
@@ -216,8 +220,8 @@ def test_auto_uses_splash_where_supported(
     case = {"length": 128, "dtype": jnp.bfloat16, "platform": "tpu", **changes}
     monkeypatch.setattr(jax, "default_backend", lambda: case["platform"])
     q, *_ = inputs(case["length"], dtype=case["dtype"])
-    kernel = lambda q, *_: jnp.full_like(q, 7)
-    monkeypatch.setattr("zoo.nn.attention.kernels.splash", kernel)
+    kernel = lambda q, *_, **options: jnp.full_like(q, 7)
+    monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
     attend = lambda **options: attention(
         q, q, q, causal=False, window=9, soft_cap=2.0, segment_ids=segments(len(q[0])), **options
     )

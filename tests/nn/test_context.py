@@ -1,6 +1,7 @@
 """The mesh axis "context": tokens of a row on several devices give the numbers of one device."""
 
 import functools
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -9,16 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import covering, value_and_gradients
+from helpers import covering, flash, value_and_gradients
 from recipe_cases import Recipe, shared
 from recipe_cases import losses as losses_of
 
 import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
-from zoo.nn.attention import attention, splash
-from zoo.nn.attention.context_parallel import pad_pieces, without_padding
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention import attention
+from zoo.nn.attention.masks import Mask, pad_pieces, without_padding
 from zoo.nn.attention.splash import Blocks
 from zoo.nn.attention.ulysses import Exchange, gathered_numbers
 from zoo.planning import collectives, hlo
@@ -146,11 +146,9 @@ def test_splash_over_split_rows(
     *qkv, g = inputs(length, (4, 2))
     ids = segments(length).astype(jnp.int32) if packed else None
     wanted = attend({"causal": mask.causal, "window": mask.window, "scale": 0.3}, packed, [*qkv, g])
-    options = {"blocks": Blocks(128, 128, 128), "interpret": True}
+    options = {"scale": 0.3, "blocks": Blocks(128, 128, 128), "interpret": True}
     with sharding.use(sharding.make_mesh(mesh)):
-        kernel = jax.jit(
-            lambda *qkv: splash.splash(*qkv, ids, mask, 0.3, None, transfer, **options)
-        )
+        kernel = jax.jit(flash(mask, ids, transfer, **options))
         assert_equal(value_and_gradients(kernel, g, *qkv), wanted, 1e-5)
 
 
@@ -482,7 +480,7 @@ def test_models_that_take_no_part_of_a_row_are_refused(make: Any, inputs: Any, m
 
 
 def test_kernels_of_whole_rows_are_refused(monkeypatch: Any):
-    monkeypatch.setattr("zoo.nn.attention.kernels.platform", lambda: "gpu")
+    monkeypatch.setattr(sys.modules[attention.__module__], "platform", lambda: "gpu")
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     call = functools.partial(attention, causal=True, implementation="cudnn")
     message = "takes whole rows, and context=2 of the mesh splits"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.nn import derivatives, grouped_products, tiles
+from zoo.nn import grouped_products, products
 from zoo.nn.grouped_products import grouped_product, megablox
 from zoo.planning import flops
 
@@ -90,7 +90,7 @@ def test_a_tpu_takes_the_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch
     assert is_kernel(jnp.float32)
     assert is_kernel(jnp.bfloat16)
     assert not is_kernel(jnp.float16)
-    with derivatives.forward_mode():
+    with products.forward_mode():
         assert not is_kernel(jnp.float32)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert not is_kernel(jnp.float32)
@@ -126,22 +126,23 @@ def test_tiles_take_little_more_than_the_products(inner, outer, groups, choices)
     By the chip's peaks of v5e, with 8 MiB for two blocks of each operand.
     """
     rows = 4 * 4096 * choices
-    products = tiles.Products(rows, groups, inner, outer, 2)
-    for of_tile in (tiles.of_products, tiles.of_sums):
+    products = grouped_products.Products(rows, groups, inner, outer, 2)
+    for of_tile in (grouped_products.tile_of_products, grouped_products.tile_of_sums):
         m, k, n = of_tile(products)
         steps = rows // m + groups - 1
         assert rows % m == 0
         assert steps * m / rows < 8 / 7
         parts, whole = -(-outer // n), k == inner
         moved = rows * (inner * parts + outer)
-        if of_tile is tiles.of_products:
+        if of_tile is grouped_products.tile_of_products:
             moved += (groups if whole else steps) * inner * outer
         else:
             moved += rows * outer * (-(-inner // k) - 1) + groups * inner * outer
         seconds = 2 * rows * inner * outer / 197e12
         assert moved * 2 / 819e9 < 8 / 7 * seconds
         assert (
-            2 * 2 * (m * k + k * n + m * n) + 4 * max(m, k if of_tile is tiles.of_sums else 0) * n
+            2 * 2 * (m * k + k * n + m * n)
+            + 4 * max(m, k if of_tile is grouped_products.tile_of_sums else 0) * n
             < 12 * 2**20
         )
 
@@ -150,7 +151,7 @@ def test_tiles_take_little_more_than_the_products(inner, outer, groups, choices)
     ("rows", "whole"), [(1, 128), (128, 128), (129, 256), (300, 512), (513, 1024)]
 )
 def test_rows_fill_tiles(rows, whole):
-    assert tiles.padded(rows) == whole
+    assert grouped_products.padded(rows) == whole
 
 
 def test_a_plan_names_kernels_that_have_no_name():

@@ -1,7 +1,6 @@
 """zoo.nn.layers: gradients written out by hand are those of the plain formulas."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ from jaxtyping import Array
 import zoo
 from zoo import sharding
 from zoo.nn import layers
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import unshard
 from zoo.planning import collectives, hlo
 
 KEY = jax.random.key(0)
@@ -136,42 +135,6 @@ def test_dropout_keeps_dtype_and_zeroes_nan():
     assert 0 < np.isnan(y.astype(jnp.float32)).sum() < 64
 
 
-# Rotary positions
-
-
-@jax.jit
-def rotate(x: Array, positions: Any) -> Array:
-    positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
-    return layers.rotate(x, layers.rotary_tables(positions, x.shape[-1], 100.0))
-
-
-def test_rotary_embedding_matches_complex_rotation():
-    x = np.asarray(jax.random.normal(KEY, (2, 6, 3, 8)), np.float64)
-    positions = np.array([[0, 1, 2, 0, 1, 7], [3, 1, 4, 1, 5, 900]])
-    frequencies = 100.0 ** (-np.arange(4) / 4)
-    turn = np.exp(1j * positions[:, :, None, None] * frequencies)
-    z = (x[..., :4] + 1j * x[..., 4:]) * turn
-    expected = np.concatenate([z.real, z.imag], -1)
-    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
-
-
-def test_rotary_products_depend_on_distance():
-    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (1, 2))
-    product = lambda at_q, at_k: float((rotate(q, [[at_q]]) * rotate(k, [[at_k]])).sum())
-    assert product(9, 4) == pytest.approx(product(5, 0), rel=1e-5)
-    assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
-    assert product(9, 4) != pytest.approx(product(4, 9), rel=1e-2)
-    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
-
-
-def test_rotary_positions_keep_the_compute_dtype():
-    x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
-    # In bf16 the positions 1000 and 1001 would be the same.
-    y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
-    assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
-    assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1
-
-
 def test_no_device_adds_up_the_gradient_of_a_whole_table():
     """Each has all tokens' vectors in its own columns; the rows of its own tokens were a table."""
     mesh = zoo.make_mesh("fsdp=8")
@@ -179,7 +142,7 @@ def test_no_device_adds_up_the_gradient_of_a_whole_table():
     embedding = layers.Embedding(4096, 64, key=KEY)
 
     def loss(embedding: layers.Embedding) -> Array:
-        rows = sharding.constrain(gather(embedding)(ids), "batch", "seq", None)
+        rows = sharding.constrain(unshard(embedding)(ids), "batch", "seq", None)
         return jnp.square(rows).sum()
 
     placed = sharding.shardings(embedding, mesh)

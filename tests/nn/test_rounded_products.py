@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from zoo import ensemble, losses, sharding
-from zoo.nn import derivatives, precision
+from zoo.nn import parameters, precision
 from zoo.nn.precision import in_precision
-from zoo.nn.products import matmul
+from zoo.nn.products import forward_mode, matmul
 from zoo.quantization import int8_training
 from zoo.quantization.int8_training import INT8, Rounded, rounded
 
@@ -148,7 +148,7 @@ def test_a_mesh_gives_what_one_device_does(name: str):
 @contextlib.contextmanager
 def rounding_fp32(model: Any) -> Iterator[Any]:
     """The model as it computes in fp32, but for products of codes: without bf16's noise."""
-    with in_precision(model, "fp32") as given, precision._scheme(INT8):
+    with in_precision(model, "fp32") as given, parameters._operands(INT8.operands):
         yield given
 
 
@@ -200,7 +200,7 @@ def test_the_matrices_of_blocks_alone_are_rounded():
 def test_nothing_is_rounded_in_another_precision():
     layer = drawn_transformer().blocks
     with in_precision(layer, "bf16"):
-        assert precision.with_operands(layer) is layer
+        assert parameters.with_operands(layer) is layer
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -321,7 +321,7 @@ def test_members_are_rounded_each_by_itself():
 def test_forward_mode_differentiates_the_plain_product():
     x, w = normal(0, (2, 3, 8)), normal(1, (8, 4))
     dx, dw = normal(2, x.shape), normal(3, w.shape)
-    with derivatives.forward_mode():
+    with forward_mode():
         y, dy = jax.jvp(lambda x, w: multiply(x, w, 1), (x, w), (dx, dw))
     np.testing.assert_allclose(y, multiply(x, w, 1), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(dy, dx @ w + x @ dw, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import make_transformer, small_config
+from helpers import flash, make_transformer, small_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import NamedSharding
@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from zoo import losses, optimizers, sharding, transformer
 from zoo.nn import remat
-from zoo.nn.attention import chunked, masks, splash
+from zoo.nn.attention import attention, masks
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.planning import (
     collectives,
     command,
+    costs,
     flops,
     hlo,
     planner,
@@ -34,7 +35,6 @@ from zoo.planning import (
     suggestions,
     targets,
     topology,
-    traffic,
 )
 from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
@@ -87,7 +87,7 @@ def test_async_gpu_collectives_are_counted():
         ("reduce-scatter", 3, 4, 4096 * 3 / 4),
     ]
     assert found[1].op_name == "jit(f)/while/body/gather"
-    assert collectives.unknown_loops(program) == []
+    assert hlo.unknown_loops(program) == []
 
 
 def test_fused_tpu_collectives_are_counted():
@@ -151,7 +151,7 @@ def test_unknown_loops_count_once():
     text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
     text = text.replace("constant(3)", "parameter(1)")
     program = hlo.read(text)
-    assert collectives.unknown_loops(program) == ["loop"]
+    assert hlo.unknown_loops(program) == ["loop"]
     assert {c.times for c in collectives.collectives(program)} == {1}
 
 
@@ -176,7 +176,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
     program = hlo.read(text)
     assert program.entry.root.name == "r"
     assert program.entry.instructions["k"].op_name == "jit(f)/kernel"
-    assert traffic.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
+    assert costs.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
 
 
 def test_text_without_program_is_refused():
@@ -251,7 +251,7 @@ def test_a_scan_gathers_each_layer_once():
 def test_scan_reads_one_layer_per_iteration():
     text = _scanned(zoo.make_mesh("fsdp=8")).as_text()
     stack = LAYERS * 64 * 64 * 4 / 8
-    moved = traffic.memory_traffic(hlo.read(text))
+    moved = costs.memory_traffic(hlo.read(text))
     # Parts once, whole layers written and read: of the order of 2·8 + 1 stacks, not 5 times that.
     assert 2 * 8 * stack < moved < 4 * 8 * stack
 
@@ -286,7 +286,7 @@ ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
 """
     gather, copy, part = 2 * 2 * 64 + 2 * 4, 2 * 32 * 8, 2 * 2 * 4 * 8
     fusion = 2 * 64 + 2 * 4 + 4 * 2 * 64
-    assert traffic.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+    assert costs.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
 
 
 def test_a_fusion_in_a_fusion_reads_what_it_slices():
@@ -311,7 +311,7 @@ ENTRY %main (t: f32[10,64], k: s32[]) -> f32[1,64] {
   ROOT %r = f32[1,64] fusion(%t, %k), kind=kLoop, calls=%fused
 }
 """
-    assert traffic.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
+    assert costs.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
 
 
 def test_fsdp_gathers_forward_and_backward():
@@ -516,12 +516,13 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
     q = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.float32)
 
     def counted(attend):
-        total = lambda *qkv: attend(*qkv, None, mask, 1.0, None).sum()
+        total = lambda *qkv: attend(*qkv).sum()
         return flops.count(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, q, q))
 
-    own = counted(chunked.chunked)
+    options = {"causal": mask.causal, "window": mask.window, "scale": 1.0}
+    own = counted(functools.partial(attention, **options, implementation="chunked"))
     with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
-        kernel = counted(functools.partial(splash.splash, blocks=Blocks(512, 512, 512)))
+        kernel = counted(flash(mask, blocks=Blocks(512, 512, 512)))
     # Of the same chunks; its two kernels of the backward pass both compute the logits.
     output_times_gradient = 2 * math.prod(q.shape)
     assert kernel == own * 9 / 7 + output_times_gradient
@@ -531,7 +532,7 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
 @pytest.mark.parametrize("policy", ["dots", "full"])
 def test_remat_runs_a_flash_kernel_forward_once(policy, mesh):
     q = jax.ShapeDtypeStruct((2, 256, 8, 128), jnp.bfloat16)
-    attend = lambda *qkv: splash.splash(*qkv, None, Mask(True, None), 1.0, None, blocks=BLOCKS)
+    attend = flash(Mask(True, None), blocks=BLOCKS)
 
     def counted(policy):
         call = remat.checkpoint(attend, policy)
@@ -600,7 +601,7 @@ def test_roofline_matches_hand_calculation():
     assert roof.interconnect == sent / chip.interconnect
     assert roof.seconds == max(roof.compute, roof.memory, roof.interconnect)
     utilization = estimate.model_flops / roof.seconds / 8 / chip.flops
-    assert roof.utilization(roof.seconds) == pytest.approx(utilization)
+    assert estimate.utilization(roof.seconds) == pytest.approx(utilization)
     assert getattr(roof, roof.bound) == roof.seconds
     assert any("estimate" in line for line in report.caveats(estimate))
 
@@ -621,7 +622,7 @@ def test_a_report_says_which_bound_is_which():
     assert roof.by_op.seconds > roof.seconds > 0
     assert by_op["step, at least"][0] != overlapped["step, at least"][0]
     assert "step, by published runs" not in by_op  # which are of TPUs
-    assert roof.utilization(roof.by_op.seconds) < roof.utilization(roof.seconds)
+    assert estimate.utilization(roof.by_op.seconds) < estimate.utilization(roof.seconds)
     assert "8 × h100 in 2 machines (fsdp=8)" in report.title(estimate)
     sent = {name: amount for name, amount, _ in rows["bytes sent per device and step"]}
     # Of all gathers of 7 parts one is fetched from the other machine.

@@ -11,7 +11,7 @@ from helpers import equations
 from jax.test_util import check_grads
 
 from zoo import losses, rnn, sharding
-from zoo.rnn import cudnn, recurrence, time
+from zoo.rnn import cudnn, recurrence
 from zoo.rnn.cells import CELLS
 from zoo.rnn.model import _use_cudnn
 from zoo.sharding.axes import keystr
@@ -169,7 +169,7 @@ def test_cells_match_equinox(cell):
         if cell == "gru":
             bias = jnp.concatenate([bias, theirs.bias_n[None]])
         weights = recurrence.Weights(gates(theirs.weight_ih), gates(theirs.weight_hh), bias)
-        return recurrence.recur(recurrence.Options(cell), weights, state, x, time.Marks())
+        return recurrence.recur(recurrence.Options(cell), weights, state, x, recurrence.Marks())
 
     def gradient(run):
         loss = lambda args: sum((y**2).sum() for y in jax.tree.leaves(run(*args)))
@@ -492,7 +492,7 @@ def test_cudnn_matches_scan(bidirectional):
 @pytest.mark.usefixtures("reference")
 def test_cudnn_is_chosen_where_supported():
     config = make().config
-    marks = time.Marks
+    marks = recurrence.Marks
     assert _use_cudnn(config, marks())
     assert not _use_cudnn(config, marks(valid=jnp.ones((1, 1), bool)))
     assert not _use_cudnn(make(remat="full").config, marks())

@@ -29,7 +29,7 @@ from test_loop import (
 import zoo
 from zoo import callbacks, losses, mlp, sharding
 from zoo.publishing.tensors import read_tensors
-from zoo.runs.callbacks.best import save_somehow
+from zoo.runs.callbacks.evaluations import save_somehow
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError

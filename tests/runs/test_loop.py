@@ -280,8 +280,8 @@ def test_a_run_of_many_steps_is_not_laid_out(tmp_path):
     given = config(tmp_path)
     with zoo.Run(given) as run:
         object.__setattr__(run.config, "steps", 2**50)
-        hooks = Hooks(run, described := training(schedule=optax.constant_schedule(1.0)), [])
-        recorder.Recorder(run, described, hooks)
+        described = training(schedule=optax.constant_schedule(1.0))
+        recorder.Recorder(Hooks(run, described, []))
 
 
 def test_epochs_without_steps_are_refused(tmp_path):
@@ -307,7 +307,7 @@ def test_a_step_without_memory_is_explained_by_the_planner(tmp_path, monkeypatch
     monkeypatch.setattr(zoo.Run, "planner", SimpleNamespace(explain=explain))
     monkeypatch.setattr("zoo.training.compiled.CompiledStep.__call__", fail)
     message = "RESOURCE_EXHAUSTED: allocating 2.00GiB"
-    with pytest.raises(zoo.types.RunError, match="--accumulate 2: RESOURCE_EXHAUSTED"):
+    with pytest.raises(RunError, match="--accumulate 2: RESOURCE_EXHAUSTED"):
         fit(config(tmp_path))
     message = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):

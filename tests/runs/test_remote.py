@@ -20,7 +20,7 @@ from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
-from zoo.runs.remote import copier, folder, lease
+from zoo.runs.remote import folder, lease
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
@@ -690,7 +690,7 @@ def failing(monkeypatch, error, *names):
 
 
 def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
-    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    monkeypatch.setattr(folder, "_PAUSES", (0.01,))
     with Run(config(tmp_path)) as run:
         run.settle()
         mended = failing(monkeypatch, ConnectionError("refused"))
@@ -707,7 +707,7 @@ def test_an_outage_is_waited_for(tmp_path, monkeypatch, bucket):
 
 @pytest.mark.parametrize("error", [ConnectionError("refused"), PermissionError("denied")])
 def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, monkeypatch):
-    monkeypatch.setattr(copier, "_PAUSES", (0.01,))
+    monkeypatch.setattr(folder, "_PAUSES", (0.01,))
     with Run(config(tmp_path)) as run:
         run.settle()
 
@@ -721,7 +721,7 @@ def test_a_long_outage_stops_the_run_and_says_what_is_where(error, tmp_path, mon
                 pass
             if isinstance(error, ConnectionError):
                 run.check_address(copies=True)
-                run._remote.copier._failing_since -= 60 * copier.MINUTES
+                run._remote.copier._failing_since -= 60 * folder.MINUTES
             run.check_address(copies=True)
 
     with pytest.raises(CheckpointError) as raised:

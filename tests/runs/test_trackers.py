@@ -21,8 +21,7 @@ from test_loop import config, training
 
 import zoo
 from zoo import callbacks
-from zoo.runs.callbacks.tracker import Tracker, all_up_to
-from zoo.runs.callbacks.trackers import TRACKERS
+from zoo.runs.callbacks.trackers import TRACKERS, Tracker, all_up_to
 from zoo.runs.config import TRACKER_NAMES
 from zoo.runs.metrics import read_metrics
 

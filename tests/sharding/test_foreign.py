@@ -22,7 +22,7 @@ from zoo.planning.job import Job, make_estimate
 from zoo.runs.config import Config as RunConfig
 from zoo.sharding import ShardingError, logical_axes, make_mesh
 from zoo.sharding.foreign import BUILT_IN
-from zoo.sharding.rules import axes_in_use
+from zoo.sharding.rules import in_force
 from zoo.training.state import abstract_state
 from zoo.wrappers import lora
 
@@ -646,7 +646,7 @@ def test_fit_shows_and_uses_the_given_names(tmp_path: Any, capsys: Any):
     seen = []
 
     def evaluate(model: Regression, whole: bool) -> dict[str, float]:
-        seen.append((axes_in_use(), model.table.sharding.spec))
+        seen.append((in_force.get().axes, model.table.sharding.spec))
         return {}
 
     options: dict = {"mesh": "fsdp=2,tensor=2", "precision": "fp32", "compilation_cache": None}

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import optimizers, sharding, transformer
-from zoo.nn.parameters import gather, gather_foreign
+from zoo.nn.parameters import unshard, unshard_foreign
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 from zoo.sharding.specs import between
 
 CUBE = "data=2,fsdp=2,tensor=2"
@@ -472,7 +472,7 @@ def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
     mesh, rules = make_mesh(CUBE), {**sharding.RULES, **rules}
     tree = eqx.filter_shard(part(), sharding.shardings(part(), zoo.Layout(mesh, rules)))
     assert tree.weight.sharding.spec == stored
-    found = inside(mesh, lambda tree: gather(tree).weight * 1, tree, rules)
+    found = inside(mesh, lambda tree: unshard(tree).weight * 1, tree, rules)
     assert found.is_equivalent_to(NamedSharding(mesh, used), 2)
     without = inside(mesh, lambda tree: tree.weight * 1, tree, rules)
     assert without.is_equivalent_to(NamedSharding(mesh, stored), 2)
@@ -500,7 +500,7 @@ def test_gathered_gradients_are_sharded_as_stored():
     tree = eqx.filter_shard(tree, sharding.shardings(tree, mesh))
 
     def gradient(tree: Any) -> jax.Array:
-        return jax.grad(lambda weight: gather(replace(weight)).weight.sum())(tree.weight)
+        return jax.grad(lambda weight: unshard(replace(weight)).weight.sum())(tree.weight)
 
     def replace(weight: jax.Array) -> Any:
         return eqx.tree_at(lambda tree: tree.weight, tree, weight)
@@ -514,21 +514,21 @@ def test_arrays_without_annotations_are_gathered_as_a_whole_model():
     stored = sharding.shardings(tree, zoo.Layout(mesh, axes={"table": "embed mlp"}))
     tree = eqx.filter_shard(tree, stored)
 
-    def uses(gather: Any) -> list[P]:
+    def uses(unshard: Any) -> list[P]:
         with sharding.use(zoo.Layout(axes={"table": "embed mlp"})):
             found = [
-                inside(mesh, lambda tree, get=get: get(gather(tree)) * 1, tree)
+                inside(mesh, lambda tree, get=get: get(unshard(tree)) * 1, tree)
                 for get in (lambda tree: tree["table"], lambda tree: tree["part"].weight)
             ]
         return [sharding.canonical(each) for each in found]
 
     whole, in_parts = (("fsdp",), ("tensor",)), ((), ("tensor",))
     assert uses(lambda tree: tree) == [whole, whole]
-    assert uses(gather) == [whole, in_parts]
-    assert uses(gather_foreign) == [in_parts, whole]
+    assert uses(unshard) == [whole, in_parts]
+    assert uses(unshard_foreign) == [in_parts, whole]
 
     def gradient(tree: Any) -> jax.Array:
-        loss = lambda table: gather_foreign({**tree, "table": table})["table"].sum()
+        loss = lambda table: unshard_foreign({**tree, "table": table})["table"].sum()
         return jax.grad(loss)(tree["table"])
 
     with sharding.use(zoo.Layout(axes={"table": "embed mlp"})):
@@ -539,8 +539,8 @@ def test_arrays_without_annotations_are_gathered_as_a_whole_model():
 
 def test_gather_without_mesh_is_identity():
     tree = part()
-    assert gather(tree) is tree
-    assert gather_foreign(tree) is tree
+    assert unshard(tree) is tree
+    assert unshard_foreign(tree) is tree
 
 
 def test_rules_and_mesh_are_scoped():

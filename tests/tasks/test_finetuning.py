@@ -23,9 +23,8 @@ from zoo.common import checksums
 from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
-from zoo.nn.layers import RopeScaling
-from zoo.nn.parameters import cast
 from zoo.nn.products import is_quantized
+from zoo.nn.stateful import cast
 from zoo.planning import planner, report, targets
 from zoo.planning.job import Job, make_estimate
 from zoo.publishing import PublishError
@@ -35,6 +34,7 @@ from zoo.runs.processes import RunError
 from zoo.tasks.generation import Chat
 from zoo.training.compiled import CompiledStep
 from zoo.training.state import TrainState
+from zoo.transformer.config import RopeScaling
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
@@ -262,8 +262,8 @@ def compiled(tune, monkeypatch):
     class Compiled(Exception):
         pass
 
-    def train(run, training, hooks, step_fn, state, *_):
-        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, training)
+    def train(running, step_fn, state, *_):
+        raise Compiled(step_fn.programs[0].memory_analysis(), state.model, running.training)
 
     monkeypatch.setattr(loop, "_train", train)
 
@@ -502,9 +502,9 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
 
 
 def test_one_chat_is_too_few(chat_run):
-    with pytest.raises(ValueError, match=r"chats.jsonl' has one line of chats, or copies of one"):
+    with pytest.raises(ValueError, match=r"'chats.jsonl' .* 1 different rows of chats"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
-    with pytest.raises(ValueError, match="or copies of one: give two or more that differ"):
+    with pytest.raises(ValueError, match="1 different rows of chats: two are needed"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)
 
 

@@ -12,7 +12,7 @@ from helpers import drawn_rnn, token_batch
 from jaxtyping import Array
 
 from zoo import losses
-from zoo.nn.readout import Readout
+from zoo.nn.layers import Readout
 
 LOGITS = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
 TARGETS = jax.random.randint(jax.random.key(1), (3, 4), 0, 7)

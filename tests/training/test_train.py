@@ -31,8 +31,8 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses, sharding, transformer
-from zoo.nn.parameters import cast
 from zoo.nn.precision import LossScale
+from zoo.nn.stateful import cast
 from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train

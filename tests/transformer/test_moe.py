@@ -25,15 +25,16 @@ from helpers import (
 )
 
 import zoo
-from zoo import lora, losses, optimizers, sharding
-from zoo.nn.parameters import cast, gather
+from zoo import lora, losses, optimizers, sharding, transformer
+from zoo.nn.parameters import unshard
 from zoo.nn.precision import in_precision
+from zoo.nn.stateful import cast
 from zoo.publishing import models
 from zoo.runs.checkpoint import Checkpointer
-from zoo.sharding.kinds import is_matrix
+from zoo.sharding.rules import is_matrix
 from zoo.tasks.finetuning.base import merge
 from zoo.training import state as state_module
-from zoo.transformer import ExpertsConfig, moe, routing
+from zoo.transformer import ExpertsConfig, moe
 from zoo.transformer import dispatch as exchanges
 
 EXPERTS, CHOICES = 8, 3
@@ -41,8 +42,9 @@ OPTIONS: dict[str, Any] = {"experts.num_experts": EXPERTS, "experts.per_token": 
 
 
 def layer(**changes: Any) -> moe.MoE:
-    config = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
-    return moe.MoE(config, 16, 12, activation=jax.nn.silu, num_layers=1, key=jax.random.key(1))
+    experts = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
+    config = transformer.Config(1, d_model=16, num_layers=1, d_ff=12, experts=experts)
+    return moe.MoE(config, key=jax.random.key(1))
 
 
 def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,7 +155,7 @@ def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
     def run(made: moe.MoE, x_BTE: Any) -> Any:
         def forward(made: moe.MoE, x_BTE: Any) -> Any:
             x_BTE = sharding.constrain(x_BTE, "batch", "inner_seq", "embed")
-            return gather(made)(x_BTE, counted)
+            return unshard(made)(x_BTE, counted)
 
         out, backward = eqx.filter_vjp(forward, made, x_BTE)
         return out, backward((g_BTE, jax.tree.map(jnp.ones_like, out[1])))
@@ -354,8 +356,8 @@ def with_prompts(batch: Batch) -> Batch:
 @pytest.mark.slow
 def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
     model, routes = drawn_transformer(**OPTIONS), []
-    batch, real = with_prompts(token_batch(8, 16)), routing.route
-    monkeypatch.setattr(routing, "route", lambda *given: routes.append(real(*given)) or routes[-1])
+    batch, real = with_prompts(token_batch(8, 16)), moe.route
+    monkeypatch.setattr(moe, "route", lambda *given: routes.append(real(*given)) or routes[-1])
     with jax.disable_jit():
         loss = losses.balanced_next_token(0.5, 0.25)
         total, weight, metrics = loss(model, jax.tree.map(jnp.asarray, batch), None)
@@ -456,7 +458,7 @@ def test_sigmoid_routers_match_independent_numpy_formula():
         for each in (layer(router="sigmoid", bias_rate=0.1, scale=scale) for scale in (1.0, 2.5))
     )
     logits = np.random.default_rng(0).normal(size=(2, 7, EXPERTS)).astype(np.float32)
-    got = routing.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
+    got = moe.route(jnp.asarray(logits), made.bias.value, CHOICES, "sigmoid")
     scores = 1 / (1 + np.exp(-logits))
     chosen = np.argsort(-(scores + bias), -1)[..., :CHOICES]
     assert (chosen != np.argsort(-scores, -1)[..., :CHOICES]).any()
@@ -520,7 +522,7 @@ def test_a_bias_chooses_the_experts_that_transformers_does():
     logits = jnp.asarray(GOLDEN["x"]) @ routed.router
     wanted = np.sort(GOLDEN["chosen"].reshape(2, 7, CHOICES))
     found, unbiased = (
-        np.sort(routing.route(logits, bias, CHOICES, "sigmoid").chosen)
+        np.sort(moe.route(logits, bias, CHOICES, "sigmoid").chosen)
         for bias in (routed.bias.value, None)
     )
     np.testing.assert_array_equal(found, wanted)
@@ -568,9 +570,9 @@ def test_a_step_moves_biases_against_the_load():
         counts.append(np.asarray(taken.sum((0, 1))))
         return found
 
-    routing_route = routing.route
+    routing_route = moe.route
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(routing, "route", counted)
+        patch.setattr(moe, "route", counted)
         model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})
     load = np.stack(counts)
     np.testing.assert_array_equal(first, -0.5 * np.sign(load - load.mean(-1, keepdims=True)))
@@ -687,10 +689,10 @@ def test_shared_experts_are_an_mlp_for_every_token():
     block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
     assert block.shared_mlp.w_up.shape == (32, 24)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
-    with_, _ = block._feed_forward(x, None, None)
-    without, _ = eqx.tree_at(lambda block: block.shared_mlp, block, None)._feed_forward(
-        x, None, None
-    )
+    block = eqx.tree_at(lambda block: block.attention.wo, block, replace_fn=jnp.zeros_like)
+    with_, _ = block(x, None, None, None, None)
+    alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
+    without, _ = alone(x, None, None, None, None)
     np.testing.assert_allclose(with_ - without, block.shared_mlp(block.mlp_norm(x)), atol=1e-4)
 
 

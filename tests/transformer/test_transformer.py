@@ -19,7 +19,8 @@ from helpers import (
 from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
-from zoo.nn.layers import RopeScaling
+from zoo.transformer import blocks
+from zoo.transformer.config import RopeScaling
 
 KEY = jax.random.key(0)
 
@@ -378,3 +379,39 @@ def test_sequences_beyond_learned_positions_are_refused():
     model = drawn_transformer(max_seq_len=8, **{"positions.kind": "learned"})
     with pytest.raises(ValueError, match="a sequence of 9 is longer than max_seq_len=8"):
         model(jnp.zeros((1, 9), jnp.int32))
+
+
+# Rotary positions
+
+
+@jax.jit
+def rotate(x: Array, positions: Any) -> Array:
+    positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
+    return blocks.rotate(x, blocks.rotary_tables(positions, x.shape[-1], 100.0))
+
+
+def test_rotary_embedding_matches_complex_rotation():
+    x = np.asarray(jax.random.normal(KEY, (2, 6, 3, 8)), np.float64)
+    positions = np.array([[0, 1, 2, 0, 1, 7], [3, 1, 4, 1, 5, 900]])
+    frequencies = 100.0 ** (-np.arange(4) / 4)
+    turn = np.exp(1j * positions[:, :, None, None] * frequencies)
+    z = (x[..., :4] + 1j * x[..., 4:]) * turn
+    expected = np.concatenate([z.real, z.imag], -1)
+    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
+
+
+def test_rotary_products_depend_on_distance():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (1, 2))
+    product = lambda at_q, at_k: float((rotate(q, [[at_q]]) * rotate(k, [[at_k]])).sum())
+    assert product(9, 4) == pytest.approx(product(5, 0), rel=1e-5)
+    assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
+    assert product(9, 4) != pytest.approx(product(4, 9), rel=1e-2)
+    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
+
+
+def test_rotary_positions_keep_the_compute_dtype():
+    x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
+    # In bf16 the positions 1000 and 1001 would be the same.
+    y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
+    assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
+    assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1

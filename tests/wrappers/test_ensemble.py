@@ -7,7 +7,7 @@ import pytest
 
 from zoo import ensemble, losses, mlp, optimizers, rnn, sharding, transformer
 from zoo.sharding.axes import logical_axes
-from zoo.sharding.kinds import is_matrix
+from zoo.sharding.rules import is_matrix
 from zoo.training.state import init_state
 from zoo.training.step import make_train_step
 from zoo.wrappers.ensemble import Ensemble

@@ -473,7 +473,7 @@ class Linear(parameters.CastsInputs):
     weight: Float[Array, "embed mlp"] | products.Operand
 
     def __call__(self, x):
-        return matmul(x, parameters.gather(self).weight)
+        return matmul(x, parameters.unshard(self).weight)
 
 
 KINDS = {

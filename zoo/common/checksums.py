@@ -76,7 +76,7 @@ def write(
     """
     listed: dict[str, dict] = of(folder, skip=skip, trusted=trusted, known=known)
     listed |= {name: digest.entry() for name, digest in (known or {}).items()}
-    files.replace(folder / NAME, lambda temporary: temporary.write_text(as_text(listed)))
+    files.replace(folder / NAME, as_text(listed))
 
 
 def as_text(listed: dict[str, dict]) -> str:

@@ -53,22 +53,13 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
         ValueError: another field, or a value that it can't have.
     """
     allowed = [*_names(config, _MAY_DIFFER), *_names(config, _OF_TRAINING)]
-    given = _leaves(values)
+    given = flat(values)
     if others := [name for name in given if name not in allowed]:
         raise ValueError(
             f"{others[0]}={given[others[0]]!r}: {', '.join(allowed)} can be another than a model "
             "is stored with, and no other field"
         )
     return replaced(config, values)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name, of dictionaries in each other."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict)
-        found |= _leaves(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return found
 
 
 def names_that_may_differ(config: Any) -> set[str]:
@@ -80,16 +71,12 @@ def _names(config: Any, mark: str, prefix: str = "") -> list[str]:
     names = []
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        if any(_marks(cls, field.name, mark) for cls in type(config).__mro__):
+        declared = (getattr(cls, "__dataclass_fields__", {}) for cls in type(config).__mro__)
+        if any(x[field.name].metadata.get(mark) for x in declared if field.name in x):
             names.append(name)
         if dataclasses.is_dataclass(value):
             names += _names(value, mark, f"{name}.")
     return names
-
-
-def _marks(cls: type, name: str, mark: str) -> bool:
-    fields = getattr(cls, "__dataclass_fields__", {})
-    return name in fields and bool(fields[name].metadata.get(mark))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,12 +88,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: nested(v) if isinstance(v, dict) else v for k, v in found.items()}
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration by dotted name, with the configurations in it."""
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration, or of dictionaries in each other, by dotted name."""
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
-        found |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    is_config = dataclasses.is_dataclass(values)
+    items = (
+        {x.name: getattr(values, x.name) for x in dataclasses.fields(values)}
+        if is_config
+        else values
+    )
+    for name, value in items.items():
+        inner = dataclasses.is_dataclass(value) or isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return found
 
 

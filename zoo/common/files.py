@@ -102,14 +102,14 @@ def leaves(folder: Path, path: Path) -> bool:
     return not (found.is_relative_to(root) or is_blob)
 
 
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically by the one that `write(temporary)` writes.
+def replace(path: Path, content: str | Callable[[Path], object]) -> None:
+    """Replace a file atomically by a text, or by the file that `content(temporary)` writes.
 
     Whenever this process dies or the power fails, `path` is the whole old or the whole new file.
     """
     temporary = path.with_name(path.name + ".tmp")
     with named(path):
-        write(temporary)
+        temporary.write_text(content) if isinstance(content, str) else content(temporary)
         sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

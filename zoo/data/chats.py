@@ -58,7 +58,6 @@ class ChatTemplate:
         assert isinstance(tokenizer, BPETokenizer)
         self.tokenizer, self.source, self.special_tokens = tokenizer, source, special_tokens
         self.has_marks = GENERATION.search(source) is not None
-        self.writes_time = "strftime_now" in source
         self._now = now
         self._template, self._takes_tools = _compile(source)
 
@@ -165,6 +164,12 @@ class ChatTemplate:
         return value
 
 
+def count_quoted(tokenizer: Tokenizer, text: str) -> int:
+    """The names of special tokens that are text in what `ChatTemplate.render` gives."""
+    assert isinstance(tokenizer, BPETokenizer)
+    return sum(1 for _ in re.finditer(f"(?:{tokenizer.names.pattern}){AS_TEXT}", text))
+
+
 class Refusal(Exception):
     """A template's own objection to a conversation."""
 
@@ -182,6 +187,11 @@ def _source(tokenizer: Tokenizer) -> str | None:
     if isinstance(source, list):  # several by name
         return next((one["template"] for one in source if one["name"] == "default"), None)
     return source
+
+
+def writes_time(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer has a chat template that writes the time."""
+    return "strftime_now" in (_source(tokenizer) or "")
 
 
 def with_chat_template(tokenizer: Tokenizer, path: str) -> Tokenizer:

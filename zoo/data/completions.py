@@ -1,19 +1,15 @@
 """Prompts with completions, and chats: texts of which only some parts count in the loss.
 
-Each becomes a document whose text is JSON, a list of examples, each of which is a list of
-[part, whether it counts]; a chat may be several examples. An example is tokenized as a whole, and
-divided into the ids of its parts.
+Each row becomes examples, in parts (text, whether it counts); a chat may be several examples. An
+example is tokenized as a whole, and divided into the ids of its parts.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from zoo.data.chats import ChatTemplate, Message, Part, Tools
-from zoo.data.corpus import Corpus
-from zoo.data.documents import Document
 from zoo.data.special_tokens import AS_TEXT, end_id, unframed
 from zoo.data.tokenizer import BPETokenizer, Tokenizer, reading
 
@@ -220,42 +216,32 @@ def text_of(record: Record, field: str) -> str:
     return value
 
 
-def texts_of(documents: Sequence[Document]) -> Iterator[str]:
-    """The text of each example."""
-    for document in documents:
-        for example in json.loads(document.text):
-            yield "".join(text for text, _ in example)
+def encode_text(tokenizer: Tokenizer, parts: list[Part]) -> Counted:
+    """The ids of an example, and whether they count.
 
-
-def tokenize_parts(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
-    """The corpus of documents of parts, with the tokens that count.
-
-    A begin or an end of text at the ends of an example is left out, as rows have their own.
+    A begin or an end of text at its ends is left out, as rows have their own.
     """
-
-    def encode(parts: list[Part]) -> Counted:
-        ids, counted = encode_parts(tokenizer, parts)
-        inner = unframed(tokenizer, ids)
-        return ids[inner], counted[inner]
-
-    return _tokenize(documents, tokenizer.vocab_size, encode)
+    ids, counted = encode_parts(tokenizer, parts)
+    inner = unframed(tokenizer, ids)
+    return ids[inner], counted[inner]
 
 
-def tokenize_chats(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
-    """As `tokenize_parts`, of conversations that begin and end as their template does.
+def encode_chat(tokenizer: Tokenizer, parts: list[Part]) -> Counted:
+    """As `encode_text`, of a conversation that begins and ends as its template does.
 
     One that ends with no special token gets the tokenizer's end.
     """
     tokenizer = reading(tokenizer, "parse")
     assert isinstance(tokenizer, BPETokenizer)
+    ids, counted = encode_parts(tokenizer, parts)
+    if int(ids[-1]) not in tokenizer.special_ids:
+        ids, counted = np.append(ids, np.int32(end_id(tokenizer))), np.append(counted, True)
+    return ids, counted
 
-    def encode(parts: list[Part]) -> Counted:
-        ids, counted = encode_parts(tokenizer, parts)
-        if int(ids[-1]) not in tokenizer.special_ids:
-            ids, counted = np.append(ids, np.int32(end_id(tokenizer))), np.append(counted, True)
-        return ids, counted
 
-    return _tokenize(documents, tokenizer.vocab_size, encode, framed=True)
+def counted_bytes(parts: list[Part]) -> int:
+    """The size in UTF-8 of the parts that count."""
+    return sum(len(text.replace(AS_TEXT, "").encode()) for text, counts in parts if counts)
 
 
 def encode_parts(tokenizer: Tokenizer, parts: list[Part], inside: bool = False) -> Counted:
@@ -282,22 +268,3 @@ def encode_parts(tokenizer: Tokenizer, parts: list[Part], inside: bool = False) 
         counted |= (starts >= begin) & (starts < begin + len(text)) & counts
         begin += len(text)
     return ids, counted
-
-
-def _tokenize(
-    documents: Sequence[Document],
-    vocab_size: int,
-    encode: Callable[[list[Part]], Counted],
-    framed: bool = False,
-) -> Corpus:
-    names, arrays, all_counted, num_bytes = [], [], [], 0
-    for document in documents:
-        for example in json.loads(document.text):
-            parts = [(text, counts) for text, counts in example]
-            ids, counted = encode(parts)
-            names.append(document.name)
-            arrays.append(ids)
-            all_counted.append(counted)
-            counting = (text.replace(AS_TEXT, "") for text, counts in parts if counts)
-            num_bytes += sum(len(text.encode()) for text in counting)
-    return Corpus.from_arrays(arrays, vocab_size, num_bytes, names, all_counted, framed)

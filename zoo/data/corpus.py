@@ -1,117 +1,76 @@
-"""The `Corpus`: token ids of documents in memory."""
+"""The `Corpus`: token ids of documents on disk, with what is known of each; shards are mapped."""
 
-import dataclasses
+import bisect
+import copy
 import functools
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import itertools
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer
 
 from zoo.common import checksums
-from zoo.data.documents import Document
-from zoo.data.special_tokens import unframed
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.prepared import format, hashes
+from zoo.data.prepared.format import RECORD, SOURCES, TOKENS, WEIGHTS, Manifest, Shard
+
+OPEN_SHARDS = 32
+_AHEAD = 128  # records read at a time: a fraction of a block
+_SLICE = 2**15  # documents
 
 
-@runtime_checkable
-class Tokenized(Protocol):
-    """The interface of tokenized documents for the plans: a `Corpus`, or `prepared` on disk."""
+class Piece(NamedTuple):
+    """Positions [start, stop) of a document between its begin and its end."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids; each is below it."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the text in UTF-8."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        ...
-
-    @property
-    def counts(self) -> Bool[np.ndarray, "num_tokens"] | None:
-        """Which tokens count, if not all do."""
-        ...
-
-    @property
-    def framed(self) -> bool:
-        """Whether documents have their begin and their end among their tokens."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of it."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]: ...
-
-    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
-        """Ids [start, stop) of document i, or those of them that it has."""
-        ...
-
-    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
-        """Which tokens of document i count; None: all."""
-        ...
-
-    def name(self, i: int) -> str:
-        """The name of document i for messages."""
-        ...
+    document: int
+    start: int
+    stop: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class Place(NamedTuple):
+    """A position of a corpus: a document, and the position in it."""
+
+    document: int
+    offset: int
+
+
 class Corpus:
-    """Token ids of all documents end to end, without separators.
+    """The documents to train on, or those held out, in the order in which they are stored.
 
-    `tokens` has any integer dtype and is kept in the smallest unsigned one. Document i is
-    `tokens[offsets[i]:offsets[i + 1]]`, or `corpus[i]`. `num_bytes` is the size of the text in
-    UTF-8, for bits per byte. `names` are for messages. `counts`, if given, is True for the tokens
-    that count in a loss and in `num_bytes`, such as those of completions. `framed` documents have
-    their begin and their end among their tokens, as chats do.
+    A document has length + frame - 1 positions, or none, where `frame` is how many of begin and end
+    it is put between; `framed` documents have both among their tokens, as chats do. Of documents
+    that are `weighted` some tokens alone count in a loss and in `num_bytes`, the size of the text
+    in UTF-8, such as those of completions. `opened(number)` is a shard; a document is read from the
+    shard's files when it is asked for, and nothing is kept.
 
     Raises:
-        ValueError: there is no token, the offsets do not fit, or a token is outside the vocabulary.
+        DamagedError: while reading, a file is not what was written.
     """
 
-    tokens: Integer[np.ndarray, "num_tokens"]
-    offsets: Int64[np.ndarray, "num_offsets"]
-    num_bytes: int
-    vocab_size: int
-    names: Sequence[str] | None = None
-    counts: Bool[np.ndarray, "num_tokens"] | None = None
-    framed: bool = False
+    limit = ""  # in words, of the first documents of a corpus
 
-    def __post_init__(self):
-        if len(self.tokens) == 0:
-            raise ValueError("the corpus is empty: it has no tokens")
-        ends = (self.offsets[0], self.offsets[-1])
-        if ends != (0, len(self.tokens)) or np.any(np.diff(self.offsets) < 0):
-            raise ValueError(
-                f"offsets must rise from 0 to {len(self.tokens)}, the number of tokens; they go "
-                f"from {ends[0]} to {ends[1]}"
-            )
-        if self.tokens.max() >= self.vocab_size or self.tokens.min() < 0:
-            wrong = (self.tokens < 0) | (self.tokens >= self.vocab_size)
-            position = int(np.argmax(wrong))
-            document = int(np.searchsorted(self.offsets, position, side="right")) - 1
-            raise ValueError(
-                f"token id {self.tokens[position]} at position "
-                f"{position - self.offsets[document]} of document {self.name(document)} is outside "
-                f"the vocabulary: vocab_size={self.vocab_size}"
-            )
-        dtype = np.min_scalar_type(self.vocab_size - 1)
-        object.__setattr__(self, "tokens", self.tokens.astype(dtype, copy=False))
+    num_positions: int
+    """Positions of all documents."""
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of the tokens, of where documents begin, and of which tokens count."""
-        return checksums.of_values([self.tokens, self.offsets, self.counts, self.framed])
+    def __init__(self, manifest: Manifest, part: str, opened: Callable[[int], Shard]):
+        self.opened, self._suffix, self._whole = opened, f".{part}", manifest.whole
+        stored = [getattr(shard, part) for shard in manifest.shards]
+        self._documents = _rising([record.documents for record in stored])
+        self._positions = _rising([record.positions for record in stored])
+        self._ends: list[np.ndarray] | None = None  # of documents, where those stored do not hold
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self.vocab_size, self.frame = manifest.vocab_size, manifest.frame
+        self.framed, self.weighted = manifest.framed, manifest.weighted
+        self.num_tokens = sum(record.tokens for record in stored)
+        self.num_counted = sum(record.counted for record in stored)
+        self.num_bytes = sum(record.bytes for record in stored)
+        self.num_positions = int(self._positions[-1])
+        self.fingerprint = f"{manifest.fingerprint} {part}"
 
     @classmethod
     def from_arrays(
@@ -123,45 +82,288 @@ class Corpus:
         counts: Sequence[Bool[np.ndarray, "_"]] | None = None,
         framed: bool = False,
     ) -> "Corpus":
-        """A corpus of one array of ids per document and, optionally, one of booleans, `counts`."""
-        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
-        counted = np.concatenate(counts) if counts else None
-        return cls(tokens, offsets, num_bytes, vocab_size, names, counted, framed)
+        """A corpus of one array of ids per document, in a temporary folder that goes with it.
+
+        `counts`, if given, are True for the tokens that count; `names` are for messages.
+
+        Raises:
+            ValueError: there is no token, or a token is outside the vocabulary.
+        """
+        if not any(map(len, documents)):
+            raise ValueError("the corpus is empty: it has no tokens")
+        for i, ids in enumerate(documents):
+            name = str(i) if names is None else repr(names[i])
+            format.check_ids(ids, vocab_size, name)
+        folder = Path(tempfile.mkdtemp(prefix="zoo-corpus-"))
+        dtype = format.dtype_of(vocab_size)
+        columns = {TOKENS: np.concatenate(documents).astype(f"<{np.dtype(dtype).str[1:]}")}
+        if counts is not None:
+            columns[WEIGHTS] = np.concatenate(counts).astype(np.uint8)
+        raw = np.zeros(len(documents), hashes.RAW)
+        raw["length"] = [len(ids) for ids in documents]
+        raw["counted"] = raw["length"] if counts is None else [x.sum() for x in counts]
+        raw["start"] = np.cumsum(raw["length"], dtype=np.int64) - raw["length"]
+        raw["low"] = raw["record"] = np.arange(len(documents))  # as the order has no other reason
+        if names is not None:
+            raw["source"], raw["record"] = raw["record"], 0
+        raw["part"] = hashes.NEVER_HELD_OUT
+        frame = 0 if framed else 2
+        hashes.write_columns(folder, columns, raw, [] if names is None else [*names])
+        _, shard = hashes.write_parts(0, 0, 0, frame, frozenset(), (), folder)
+        manifest = Manifest(
+            options={},
+            tokenizer="",
+            dtype=dtype,
+            vocab_size=vocab_size,
+            frame=frame,
+            shards=(shard,),
+            framed=framed,
+            weighted=counts is not None,
+        )
+        corpus, _ = parts_of(manifest, functools.partial(format.shard_file, folder, suffix=""))
+        corpus.num_bytes = num_bytes
+        weakref.finalize(corpus.opened, shutil.rmtree, folder, ignore_errors=True)
+        return corpus
+
+    def with_frame(self, frame: int) -> "Corpus":
+        """The same documents between another number of begins and ends."""
+        if frame == self.frame:
+            return self
+        other = copy.copy(self)
+        lengths = [self._column(shard, "length") for shard in range(len(self._documents) - 1)]
+        other._ends = [np.cumsum(np.maximum(x.astype(np.int64) + frame - 1, 0)) for x in lengths]
+        other._positions = _rising([int(ends[-1]) if len(ends) else 0 for ends in other._ends])
+        other.frame, other.num_positions = frame, int(other._positions[-1])
+        return other
+
+    def first(self, documents: int | None = None, tokens: int | None = None) -> "Corpus":
+        """So many of its first documents, or those of the first tokens; one document at least.
+
+        They come in the order of the shards and, within a shard, of their hashes. The bytes of
+        their text are in proportion to their tokens.
+        """
+        count = len(self) if documents is None else min(documents, len(self))
+        if tokens is not None:
+            count = min(count, max(1, self._documents_of(tokens)))
+        if count == len(self):
+            return self
+        part = copy.copy(self)
+        part.num_positions = self._positions_before(count)
+        part.num_tokens = part.num_positions - count * (self.frame - 1)
+        part.num_bytes = round(self.num_bytes * part.num_tokens / self.num_tokens)
+        part._documents = np.minimum(self._documents, count)
+        part._positions = np.minimum(self._positions, part.num_positions)
+        part.limit = f" first {count}"
+        part.fingerprint = f"{self.fingerprint}{part.limit}"
+        return part
+
+    def _documents_of(self, tokens: int) -> int:
+        """How many of the first documents have at most so many tokens; reads one shard at most."""
+        ends = self._positions - self._documents * (self.frame - 1)
+        shard = int(np.searchsorted(ends, tokens, side="right")) - 1
+        if shard == len(ends) - 1:
+            return len(self)
+        first, last = self._documents[shard : shard + 2].tolist()
+        tokens_of = lambda i: self._positions_before(i) - i * (self.frame - 1)  # noqa: E731
+        return first + bisect.bisect_right(range(first + 1, last), tokens, key=tokens_of)
+
+    def _positions_before(self, i: int) -> int:
+        """Positions of the documents before that one."""
+        shard, number = self._shard_of(i)
+        return int(self._positions[shard]) + self._end_before(shard, number)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return int(self._documents[-1])
 
     def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
-        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return len(self.tokens)
+        return self.ids(i, 0, 2**62)
 
     def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
         """Ids [start, stop) of document i, or those of them that it has."""
-        return self[i][start:stop]
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        first, stop = int(record["start"]), min(stop, int(record["length"]))
+        begin, end = (self._dtype.itemsize * (first + id) for id in (min(start, stop), stop))
+        return self.opened(shard).read(TOKENS, begin, end).view(self._dtype)
 
     def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
         """Which tokens of document i count; None: all."""
-        return None if self.counts is None else self.counts[slice(*self.offsets[i : i + 2])]
+        if not self.weighted:
+            return None
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        start, length = int(record["start"]), int(record["length"])
+        return self.opened(shard).read(WEIGHTS, start, start + length).view(bool)
+
+    def labels(self) -> Int32[np.ndarray, "documents"]:
+        """The label of each document."""
+        shards = range(len(self._documents) - 1)
+        return np.concatenate([self._column(shard, "label") for shard in shards]).astype(np.int32)
 
     def name(self, i: int) -> str:
-        """The name of document i, or else its number."""
-        return str(i) if self.names is None else repr(self.names[i])
+        """The file of document i and, in a file of several, its line, row or record."""
+        shard, number = self._shard_of(i)
+        record = self._records(shard, number, number + 1)[0]
+        names = json.loads(self.opened(shard).path(SOURCES).read_text())
+        if not names:
+            return str(record["record"])
+        name = names[record["source"]]
+        return repr(f"{name}:{record['record']}" if record["record"] else name)
+
+    def hashes(self, begin: int, end: int) -> np.ndarray:
+        """The hashes in [begin, end) of its documents' texts, one shard after the other.
+
+        Where a part has the end of the only document, both have that document's.
+        """
+        if self._whole is not None:
+            kept = begin <= int(self._whole, 16) < end
+            return np.frombuffer(bytes.fromhex(self._whole) * kept, hashes.HASH)
+        found = [np.zeros(0, "V16")]
+        for shard, (first, last) in enumerate(itertools.pairwise(self._documents.tolist())):
+            hash_at = lambda i: int.from_bytes(self._records(shard, i, i + 1)["hash"].tobytes())  # noqa: B023, E731
+            documents = range(last - first)
+            bounds = (bisect.bisect_left(documents, bound, key=hash_at) for bound in (begin, end))
+            found.append(self._records(shard, *bounds)["hash"])
+        return np.concatenate(found).view(hashes.HASH)  # of HASH it would turn native
+
+    def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
+        """The positions of each of the documents [begin, end), which are of one shard."""
+        shard, first = self._shard_of(begin)
+        before = self._end_before(shard, first)
+        if self._ends is None:
+            ends = self._records(shard, first, first + end - begin)["end"].astype(np.int64)
+        else:
+            ends = self._ends[shard][first : first + end - begin]
+        return np.diff(ends, prepend=before)
+
+    def slices(self, size: int = _SLICE) -> Iterator[range]:
+        """All documents in ranges of at most `size`, each of one shard."""
+        for begin, end in itertools.pairwise(self._documents.tolist()):
+            for first in range(begin, end, size):
+                yield range(first, min(first + size, end))
+
+    def locate(self, position: int) -> Place:
+        """The document that a position is in, and where in it."""
+        if not 0 <= position < self.num_positions:
+            raise IndexError(f"position {position} of {self.num_positions}")
+        shard = int(np.searchsorted(self._positions, position, side="right")) - 1
+        inside = position - int(self._positions[shard])
+        count = int(self._documents[shard + 1] - self._documents[shard])
+        end_of = lambda i: self._end_before(shard, i + 1)  # noqa: E731
+        number = bisect.bisect_right(range(count), inside, key=end_of)
+        offset = inside - self._end_before(shard, number)
+        return Place(int(self._documents[shard]) + number, offset)
+
+    def pieces(self, begin: int, end: int) -> list[Piece]:
+        """The pieces of documents that positions [begin, end) consist of, in order."""
+        document, start = self.locate(begin)
+        pieces, left = [], end - begin
+        while left:
+            last = int(self._documents[self._shard_of(document)[0] + 1])
+            for length in self.positions(document, min(document + _AHEAD, last)).tolist():
+                if taken := min(length - start, left):
+                    pieces.append(Piece(document, start, start + taken))
+                left, start, document = left - taken, 0, document + 1
+                if not left:
+                    break
+        return pieces
+
+    def _shard_of(self, i: int) -> tuple[int, int]:
+        """(the shard of document i, its number there)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        shard = int(np.searchsorted(self._documents, i, side="right")) - 1
+        return shard, i - int(self._documents[shard])
+
+    def _records(self, shard: int, begin: int, end: int) -> np.ndarray:
+        size = RECORD.itemsize
+        return self.opened(shard).read(self._suffix, begin * size, end * size).view(RECORD)
+
+    def _column(self, shard: int, field: str) -> np.ndarray:
+        count = int(self._documents[shard + 1] - self._documents[shard])
+        return self._records(shard, 0, count)[field]
+
+    def _end_before(self, shard: int, number: int) -> int:
+        """Positions of the documents of a shard before that number."""
+        if self._ends is not None:
+            return int(self._ends[shard][number - 1]) if number else 0
+        return int(self._records(shard, number - 1, number)["end"][0]) if number else 0
 
 
-def tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
-    """The corpus of the documents.
+class JoinedCorpus:
+    """The documents of several corpora, one corpus after the other."""
 
-    A begin and an end of text that a document has are left out, as rows have their own.
+    def __init__(self, corpora: Sequence[Corpus]):
+        self.corpora = corpora
+        self.begins = [0, *itertools.accumulate(map(len, corpora))]
+        self.vocab_size, self.framed = corpora[0].vocab_size, corpora[0].framed
+        self.num_tokens = sum(corpus.num_tokens for corpus in corpora)
+        self.num_positions = sum(corpus.num_positions for corpus in corpora)
+        self.num_counted = sum(corpus.num_counted for corpus in corpora)
+        self.num_bytes = sum(corpus.num_bytes for corpus in corpora)
+
+    def with_frame(self, frame: int) -> "JoinedCorpus":
+        """The same: each of them has its own."""
+        return self
+
+    def __len__(self) -> int:
+        return self.begins[-1]
+
+    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
+        corpus, i = self._locate(i)
+        return corpus[i]
+
+    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
+        """Ids [start, stop) of document i, or those of them that it has."""
+        corpus, i = self._locate(i)
+        return corpus.ids(i, start, stop)
+
+    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
+        """Which tokens of document i count; None: all."""
+        corpus, i = self._locate(i)
+        return corpus.counted(i)
+
+    def name(self, i: int) -> str:
+        """The name of document i."""
+        corpus, i = self._locate(i)
+        return corpus.name(i)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it."""
+        return checksums.of_values([corpus.fingerprint for corpus in self.corpora])
+
+    def _locate(self, i: int) -> tuple[Corpus, int]:
+        source = bisect.bisect_right(self.begins, i) - 1
+        return self.corpora[source], i - self.begins[source]
+
+
+def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Corpus, Corpus]:
+    """The documents to train on, and those held out; they share the open shards.
+
+    `stem_of(number)` is the path of a shard's files without their suffixes.
     """
-    arrays: list[np.ndarray] = []
-    for start in range(0, len(documents), 1024):  # to bound the memory of the encodings
-        encoded = tokenizer.encode_batch([d.text for d in documents[start : start + 1024]])
-        arrays += [ids[unframed(tokenizer, ids)] for ids in encoded]
-    num_bytes = sum(len(document.text.encode()) for document in documents)
-    names = [document.name for document in documents]
-    return Corpus.from_arrays(arrays, tokenizer.vocab_size, num_bytes, names)
+    verified: dict[int, bytearray] = {}
+
+    @functools.lru_cache(maxsize=OPEN_SHARDS)
+    def opened(number: int) -> Shard:
+        record, stem = manifest.shards[number], stem_of(number)
+        shard = Shard(stem, record.sizes, record.sums, remedy(stem), verified.get(number))
+        verified[number] = shard.verified
+        return shard
+
+    return Corpus(manifest, "train", opened), Corpus(manifest, "held_out", opened)
+
+
+def _rising(counts: list[int]) -> Int64[np.ndarray, "ends"]:
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def remedy(stem: Path) -> str:
+    """How to get the files of a shard back."""
+    if stem.parent.name != format.SHARDS:
+        return f"remove {stem.parent}, which is copied again"
+    return (
+        f"put {stem.name}.* back from a copy, or remove {stem.parent.parent} and run `python -m "
+        "zoo prepare` again"
+    )

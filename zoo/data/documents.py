@@ -1,4 +1,4 @@
-"""Documents: the texts of files, of records with fields, and of Python's standard library."""
+"""Documents: the texts that come with Python, the functions in a text, and how small texts get."""
 
 import ast
 import gzip
@@ -12,12 +12,9 @@ import textwrap
 import tokenize as python_tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from zoo.data.prepared.hashes import hash_of, limit_between
-from zoo.data.sources.formats import FORMATS, TEXT, format_of
-from zoo.data.sources.readers import Fields, field_of, text_of
-from zoo.data.sources.splits import files_of
+from zoo.data.prepared.hashes import limit_between, number_of_key
 
 logger = logging.getLogger(__name__)
 
@@ -28,73 +25,6 @@ class Document(NamedTuple):
     name: str
     text: str
     label: str | None = None
-
-
-def read_documents(
-    pattern: str | Sequence[str], *, field: str = "text", label: str | None = None
-) -> list[Document]:
-    """The documents of all matching files, sorted by path; a file's suffix names its format.
-
-    `pattern` is a glob, several separated by commas, or a list of globs; `~` and `**` work.
-    `.jsonl`, `.json` (an array), `.csv` (its first line names the columns) and `.parquet`: one
-    document per line, element or row, its text in `field` and, if `label` is given, its label in
-    that field; `.array_record` and `.arrayrecord`: one document per record; any other file is one
-    document. `.gz` and `.zst` may follow `.jsonl`, `.json`, `.csv` and the suffixes of text. All
-    text is UTF-8.
-
-    Raises:
-        FileNotFoundError: a pattern matches no file.
-        ImportError: the file's format needs an extra that is not installed.
-        ValueError: the text cannot be read (the message names the place), or is empty.
-    """
-    fields = Fields(field, label)
-    documents: list[Document] = []
-    for file in files_of(pattern):
-        format = format_of(file.path)
-        if label is not None and not format.fields:
-            labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
-            raise ValueError(
-                f"{file.path} has no field {label!r}: labels come from {labelled} files"
-            )
-        documents += [
-            _document(
-                file.name if format is TEXT else f"{file.name}:{number}", where, record, fields
-            )
-            for number, where, record in format.read(file, fields)
-        ]
-    if not any(document.text for document in documents):
-        raise ValueError(f"{pattern!r} has {len(documents)} documents and no text in them")
-    return documents
-
-
-def read_records(pattern: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, location, record) of each record of the matching files with fields.
-
-    Those are JSON lines, JSON arrays, CSV and Parquet.
-
-    Raises:
-        FileNotFoundError, ImportError, ValueError: as `read_documents`, or a file has no fields.
-    """
-    records = []
-    for file in files_of(pattern):
-        format = format_of(file.path)
-        if not format.fields:
-            known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
-            raise ValueError(f"{file.path} has no fields: rows are read from {known} files")
-        for number, where, record in format.read(file):
-            records.append((f"{file.name}:{number}", where, record))
-    return records
-
-
-def _document(name: str, where: str, record: dict[str, Any], fields: Fields) -> Document:
-    text, label = text_of(record, where, fields.text), None
-    if fields.label is not None:
-        label = field_of(record, where, fields.label)
-        if not isinstance(label, str | int) or label == "":
-            raise ValueError(
-                f"{where}: field {fields.label!r} is {label!r}: a label is a string or an integer"
-            )
-    return Document(name, text, None if label is None else str(label))
 
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -179,32 +109,10 @@ def functions_of(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def held_out_split(
-    documents: Sequence[Document],
-    fraction: float = 0.05,
-    *,
-    by: Literal["text", "name"] = "text",
+    documents: Sequence[Document], fraction: float = 0.05
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents, about `fraction` of them held out.
-
-    A hash of a document's text decides its part, as in a prepared corpus: copies are in one part,
-    the split is the same on every machine, and a new document moves no other. It is the hash of
-    its name for the built-in text, whose names differ. Neither part is ever empty: with too few
-    documents, the one with the nearest hash changes parts. One text alone is split into its head
-    and its tail.
-    """
-    if not 0 < fraction < 1:
-        raise ValueError(f"held-out fraction={fraction} must lie between 0 and 1")
-    if not documents:
-        raise ValueError("there is no document to split")
-    keys = [document.text if by == "text" else document.name for document in documents]
-    numbers = [int.from_bytes(hash_of(key.encode()), "big") for key in keys]
-    if min(numbers) == max(numbers):
-        name, text, label = documents[0]
-        cut = len(text) - max(1, round(fraction * len(text)))
-        if cut < 1:
-            raise ValueError(f"{name} has {len(text)} characters: too few to hold any out")
-        logger.warning("%s is the only document: its last %.0f%% is held out", name, 100 * fraction)
-        return [Document(name, text[:cut], label)], [Document(name, text[cut:], label)]
+    """(training, held-out) documents of the built-in text, by the hashes of their names."""
+    numbers = [number_of_key(document.name.encode()) for document in documents]
     limit = limit_between(min(numbers), max(numbers), fraction)
     train, held_out = list[Document](), list[Document]()
     for document, number in zip(documents, numbers, strict=True):

@@ -1,43 +1,18 @@
-"""Packing: which pieces of documents share a row, and where documents are cut."""
+"""Packing: which pieces of documents share a row, where documents are cut, and rows by bucket."""
 
-import itertools
-import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64
 
-from zoo.data.corpus import Corpus, Tokenized
+from zoo.data.corpus import Corpus, Piece
+from zoo.data.prepared.format import Shard, write_sums
 
-logger = logging.getLogger(__name__)
-
-
-class Piece(NamedTuple):
-    """Positions [start, stop) of a document between its begin and its end."""
-
-    document: int
-    start: int
-    stop: int
-
-
-class EndToEnd:
-    """Documents of some lengths end to end, in memory."""
-
-    def __init__(self, lengths: Int64[np.ndarray, "documents"]):
-        self._begins = np.concatenate([[0], np.cumsum(lengths)])
-        self.num_positions = int(self._begins[-1])
-
-    def pieces(self, begin: int, end: int) -> list[Piece]:
-        """The pieces of documents that positions [begin, end) consist of, in order."""
-        first = int(np.searchsorted(self._begins, begin, side="right")) - 1
-        last = int(np.searchsorted(self._begins, end, side="left"))
-        bounds = self._begins[first : last + 1].tolist()
-        return [
-            Piece(first + i, max(begin - start, 0), min(end, stop) - start)
-            for i, (start, stop) in enumerate(itertools.pairwise(bounds))
-            if start < stop
-        ]
+Rows: TypeAlias = Int64[np.ndarray, "rows 3"]  # document, start, stop
+_ROW = 3 * 8  # bytes
 
 
 class Whole:
@@ -92,74 +67,47 @@ def first_fit(lengths: Int64[np.ndarray, "items"], room: int) -> Int64[np.ndarra
 
 
 def cut_documents(
-    corpus: Corpus,
-    lengths: Int64[np.ndarray, "documents"],
-    longest: int,
-    too_long: str,
-    first: int,
-    room: str,
-) -> Int64[np.ndarray, "pieces 3"]:
-    """The documents as rows (document, start, stop), none longer than `longest`.
+    corpus: Corpus, longest: int, too_long: str, first: int, room: str, left_out: list[str]
+) -> Iterator[Rows]:
+    """The documents as rows (document, start, stop), none longer than `longest`, slice by slice.
 
-    A document of which nothing that counts is left after a truncation is dropped, with a warning.
-    `first` is the position of a document's first token in `lengths`, and `room` says in an error
-    what is too small, and what to do about it.
+    A document of which nothing that counts is left after a truncation is dropped; in the end
+    `left_out` says so. `first` is the position of a document's first token in its positions, and
+    `room` says in an error what is too small, and what to do about it.
 
     Raises:
         ValueError: a document is too long and `too_long` is "error", or all are dropped.
     """
     if too_long not in ("error", "truncate", "split"):
         raise ValueError(f"too_long={too_long!r}: choose 'error', 'truncate' or 'split'")
-    cut = lengths > longest
-    if too_long == "error" and cut.any():
-        row = int(np.argmax(cut))
-        raise too_long_error(corpus, row, int(lengths[row]), int(cut.sum()), room)
-    if too_long == "truncate":
-        lengths = np.minimum(lengths, longest)
-        lengths = np.where(cut & ~_counts_within(corpus, longest, first), 0, lengths)
-        _warn_of_dropped(corpus, cut & (lengths == 0), room)
-    return cut_lengths(lengths, longest)
-
-
-ROOM_IN_BUCKETS = "the largest bucket {}: add a larger bucket"
-
-
-def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
-    """The buckets in ascending order; a ValueError unless they are different and positive."""
-    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
-        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
-    return np.sort(np.asarray(buckets, np.int64))
-
-
-class BucketRows:
-    """Rows of pieces by bucket, those of the shortest one first.
-
-    `counts` and `tokens` are of each of the `lengths`: its rows, and all of their tokens.
-    """
-
-    def __init__(self, rows: Int64[np.ndarray, "rows 3"], lengths: Int64[np.ndarray, "buckets"]):
-        sizes = rows[:, 2] - rows[:, 1]
-        bucket = np.searchsorted(lengths, sizes)
-        self.lengths: list[int] = lengths.tolist()
-        self.counts: list[int] = np.bincount(bucket, minlength=len(lengths)).tolist()
-        self.tokens = [int(sizes[bucket == i].sum()) for i in range(len(lengths))]
-        self._rows = rows[np.argsort(bucket, kind="stable")]
-        self._first = np.cumsum([0, *self.counts]).tolist()
-
-    def row(self, bucket: int, i: int) -> Piece:
-        """Row i of the bucket of that number."""
-        return Piece(*self._rows[self._first[bucket] + i].tolist())
-
-
-def too_long_error(
-    corpus: Tokenized, document: int, length: int, count: int, room: str
-) -> ValueError:
-    """The error that a document, the first of `count`, is too long."""
-    return ValueError(
-        f"document {corpus.name(document)} has {length} tokens with its separator, and {room}, or "
-        f"set too_long to 'truncate' or 'split' (now 'error'); {count} of {len(corpus)} documents "
-        "are too long"
-    )
+    number_cut, example, dropped = 0, (0, 0), list[int]()
+    for documents in corpus.slices():
+        lengths = corpus.positions(documents.start, documents.stop)
+        cut = np.flatnonzero(lengths > longest).tolist()
+        if cut and not number_cut:
+            example = documents.start + cut[0], int(lengths[cut[0]])
+        number_cut += len(cut)
+        if too_long == "truncate":
+            lengths = np.minimum(lengths, longest)
+            for i in cut:
+                counted = corpus.counted(documents.start + i)
+                if counted is not None and not counted[1 - first : longest + 1 - first].any():
+                    dropped.append(documents.start + i)
+                    lengths[i] = 0
+        yield cut_lengths(lengths, longest) + np.array([documents.start, 0, 0])
+    if too_long == "error" and number_cut:
+        raise ValueError(
+            f"document {corpus.name(example[0])} has {example[1]} tokens with its separator, and "
+            f"{room}, or set too_long to 'truncate' or 'split' (now 'error'); {number_cut} of "
+            f"{len(corpus)} documents are too long"
+        )
+    if dropped:
+        left_out.append(
+            f"{len(dropped)} of {len(corpus)} documents, {corpus.name(dropped[0])} the first, have "
+            f"no token that counts before they are truncated: {room}"
+        )
+    if len(dropped) == len(corpus):
+        raise ValueError(left_out[0])
 
 
 def cut_lengths(
@@ -173,24 +121,91 @@ def cut_lengths(
     return np.stack([documents, starts, np.minimum(starts + longest, lengths[documents])], 1)
 
 
-def _counts_within(corpus: Corpus, longest: int, first: int) -> np.ndarray:
-    """Whether a target that counts is at the first `longest` positions of each document."""
-    if corpus.counts is None:
-        return np.ones(len(corpus), bool)
-    counted = np.concatenate([[0], np.cumsum(corpus.counts)])
-    begins, ends = corpus.offsets[:-1], corpus.offsets[1:]
-    begins, ends = (np.minimum(begins + n + 1 - first, ends) for n in (0, longest))
-    return counted[ends] > counted[begins]
+def bucket_lengths(buckets: Sequence[int]) -> Int64[np.ndarray, "buckets"]:
+    """The buckets in ascending order; a ValueError unless they are different and positive."""
+    if not buckets or min(buckets) < 1 or len(set(buckets)) < len(buckets):
+        raise ValueError(f"buckets={tuple(buckets)} must be different positive lengths")
+    return np.sort(np.asarray(buckets, np.int64))
 
 
-def _warn_of_dropped(corpus: Corpus, dropped: np.ndarray, room: str) -> None:
-    if not dropped.any():
-        return
-    first = corpus.name(int(np.argmax(dropped)))
-    message = (
-        f"{dropped.sum()} of {len(dropped)} documents, {first} the first, have no token that "
-        f"counts before they are truncated: {room}"
-    )
-    if dropped.all():
-        raise ValueError(message)
-    logger.warning("%s; they are left out", message)
+Held = tuple[int, int] | None  # (bucket, row of it), or padding
+
+
+def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dict[int, list[Held]]]:
+    """(batches of each bucket, the last batch of each bucket that has not rows enough for it).
+
+    `counts` are the rows of the buckets, in ascending order of their lengths.
+    """
+    num_batches = [0] * len(counts)
+    last: dict[int, list[Held]] = {}
+    free: list[tuple[int, int]] = []  # (bucket, place in its last batch)
+    for bucket in reversed(range(len(counts))):
+        num_batches[bucket], left = divmod(counts[bucket], batch_size)
+        remaining = [(bucket, counts[bucket] - left + i) for i in range(left)]
+        if left <= len(free):
+            for (larger, place), row in zip(free, remaining, strict=False):
+                last[larger][place] = row
+            free = free[left:]
+        else:
+            num_batches[bucket] += 1
+            last[bucket] = [*remaining, *[None] * (batch_size - left)]
+            free = [*((bucket, place) for place in range(left, batch_size)), *free]
+    return num_batches, last
+
+
+class RowIndex:
+    """Rows of pieces by bucket on disk, those of the shortest one first.
+
+    `counts` and `tokens` are of each of the `lengths`: its rows, and all of their tokens.
+    `left_out` says which documents have none.
+    """
+
+    def __init__(self, folder: Path):
+        found = json.loads((folder / "index.json").read_text())
+        self.lengths: list[int] = found["lengths"]
+        self.counts: list[int] = found["counts"]
+        self.tokens: list[int] = found["tokens"]
+        self.left_out: list[str] = found["left_out"]
+        self._first = np.cumsum([0, *self.counts]).tolist()
+        remedy = f"remove {folder}, which is made again"
+        sizes = {".rows": _ROW * self._first[-1]}
+        self._files = Shard(folder / "index", sizes, found["digest"], remedy)
+
+    def row(self, bucket: int, i: int) -> Piece:
+        """Row i of the bucket of that number."""
+        begin = (self._first[bucket] + i) * _ROW
+        return Piece(*self._files.read(".rows", begin, begin + _ROW).view("<i8").tolist())
+
+
+def write_index(
+    folder: Path,
+    lengths: Int64[np.ndarray, "buckets"],
+    cut: Callable[[list[str]], Iterator[Rows]],
+) -> None:
+    """Write the index of the rows that `cut(left_out)` makes, slice by slice."""
+    counts, tokens, left_out = np.zeros_like(lengths), np.zeros_like(lengths), list[str]()
+    found = folder / "found.rows"
+    with open(found, "wb") as file:
+        for rows in cut(left_out):
+            sizes = rows[:, 2] - rows[:, 1]
+            bucket = np.searchsorted(lengths, sizes)
+            counts += np.bincount(bucket, minlength=len(lengths))
+            np.add.at(tokens, bucket, sizes)
+            file.write(rows.astype("<i8").tobytes())
+    total = int(counts.sum())
+    rows = np.memmap(folder / "index.rows", "<i8", "w+", shape=(total, 3))
+    free = np.cumsum(counts) - counts
+    with open(found, "rb") as file:
+        while content := file.read(2**15 * _ROW):
+            pieces = np.frombuffer(content, "<i8").reshape(-1, 3)
+            bucket = np.searchsorted(lengths, pieces[:, 2] - pieces[:, 1])
+            for number in np.unique(bucket).tolist():
+                here = pieces[bucket == number]
+                rows[free[number] : free[number] + len(here)] = here
+                free[number] += len(here)
+    rows.flush()
+    found.unlink()
+    sizes = {"lengths": lengths.tolist(), "counts": counts.tolist(), "tokens": tokens.tolist()}
+    digest = write_sums(folder / "index", [".rows"])
+    index = {**sizes, "left_out": left_out, "digest": digest}
+    (folder / "index.json").write_text(json.dumps(index))

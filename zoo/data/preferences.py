@@ -1,118 +1,19 @@
 """Preferences: pairs of answers to a prompt, of which one was chosen and the other rejected.
 
-A pair is a document of two examples (see `zoo.data.completions`), the chosen one first, and so two
-neighbouring documents of a corpus.
+A pair is two neighbouring documents of a corpus, the chosen example first.
 """
 
 import copy
-import itertools
-import logging
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from zoo.data import completions, text
-from zoo.data.chats import ChatTemplate, Message, Part
-from zoo.data.corpus import Corpus
-from zoo.data.documents import Document, held_out_split
-from zoo.data.packing import Piece
+from zoo.data.corpus import Corpus, Piece
+from zoo.data.packing import Rows
 from zoo.data.plans import HostBatch, Row
-from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.token_plans import BucketPlan
-from zoo.data.tokenizer import Tokenizer, reading
-
-logger = logging.getLogger(__name__)
-
-SIDES = ("chosen", "rejected")
-
-
-def of_texts(record: dict[str, Any], template: None) -> list[list[Part]]:
-    """Both examples of a pair of texts; without a prompt it is the words they both begin with.
-
-    Raises:
-        ValueError: a side that is empty or no text, equal sides, or no common beginning.
-    """
-    sides = [completions.text_of(record, side) for side in SIDES]
-    _check_sides(*sides)
-    if "prompt" in record:
-        prompt = completions.text_of(record, "prompt")
-    else:
-        prompt = _common_words(*sides)
-        if not prompt:
-            raise ValueError(
-                "no field 'prompt', and chosen and rejected have no common beginning that would "
-                "be the prompt: give it in 'prompt'"
-            )
-        sides = [side[len(prompt) :] for side in sides]
-        _check_sides(*sides)
-    return [[(prompt, False), (side, True)] for side in sides]
-
-
-def _common_words(one: str, other: str) -> str:
-    """The words that two texts begin with, without the space after them."""
-    same = one[: _count_same(one, other)]
-    following = (one[len(same) :], other[len(same) :])
-    if any(text and not text[0].isspace() for text in following):
-        same = re.sub(r"\S+\Z", "", same)
-    return same.rstrip()
-
-
-def _count_same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The length of the common beginning of two sequences."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def of_messages(record: dict[str, Any], template: ChatTemplate) -> list[list[Part]]:
-    """Both examples of a pair of messages, each with one answer of the assistant.
-
-    Without a list of messages as the prompt, the sides are whole conversations, whose common
-    beginning is the prompt.
-
-    Raises:
-        ValueError: as `of_texts`, of messages.
-    """
-    sides = [completions.messages_of(record, side) for side in SIDES]
-    _check_sides(*sides)
-    if isinstance(record.get("prompt"), list):
-        prompt = completions.messages_of(record, "prompt")
-    else:
-        count = _count_same(*sides)
-        prompt, sides = sides[0][:count], [side[count:] for side in sides]
-        _check_prompt(record, prompt)
-    tools = completions.tools_of(record)
-    examples = [
-        completions.answer_parts(prompt, side, template, tools, name)
-        for name, side in zip(SIDES, sides, strict=True)
-    ]
-    _check_sides(*(side[0].get("content") for side in sides))
-    return examples
-
-
-def _check_prompt(record: dict[str, Any], prompt: list[Message]) -> None:
-    """Refuse conversations without a common beginning, or another than the prompt that is given."""
-    if not prompt:
-        raise ValueError(
-            "no list of messages in 'prompt', and chosen and rejected have no common beginning"
-        )
-    given = record.get("prompt")
-    if given is not None and given != prompt[-1].get("content"):
-        raise ValueError(
-            f"'prompt' is {given!r:.80}, and the common beginning of chosen and rejected ends in "
-            f"{prompt[-1].get('content')!r:.80}: the prompt must be their common beginning"
-        )
-
-
-def _check_sides(chosen: Any, rejected: Any) -> None:
-    """Refuse sides that are equal or empty."""
-    for name, side in zip(SIDES, (chosen, rejected), strict=True):
-        if not (side.strip() if isinstance(side, str) else side):
-            raise ValueError(f"{name!r} is empty: give an answer")
-    if chosen == rejected:
-        raise ValueError("'chosen' and 'rejected' are equal: a pair must differ")
 
 
 class PairPlan(BucketPlan):
@@ -132,48 +33,46 @@ class PairPlan(BucketPlan):
     reference: Float32[np.ndarray, "pairs 2"] | None = None
     """Log-probabilities of the chosen and the rejected examples under a reference model."""
 
-    def _cut(
-        self, corpus: Corpus, longest: int, too_long: str, room: str
-    ) -> Int64[np.ndarray, "rows 3"]:
-        """The pairs as rows (pair, 0, length)."""
+    def _cut(self, longest: int, too_long: str, room: str, left_out: list[str]) -> Iterator[Rows]:
+        """The pairs as rows (pair, 0, length), slice by slice."""
+        corpus = self.corpus
+        assert isinstance(corpus, Corpus)
         if len(corpus) % 2:
             raise ValueError(f"{len(corpus)} documents are no pairs: their number must be even")
         if too_long not in ("error", "truncate"):
             raise ValueError(
                 f"too_long={too_long!r}: a pair is in one row: choose 'error' or 'truncate'"
             )
-        lengths = self._positions(corpus).reshape(-1, 2)
-        cut = lengths.sum(1) > longest
-        if too_long == "error" and cut.any():
-            first = int(np.argmax(cut))
+        number_cut, example, useless = 0, (0, 0), list[int]()
+        for documents in corpus.slices():
+            lengths = corpus.positions(documents.start, documents.stop).reshape(-1, 2)
+            cut, first = np.flatnonzero(lengths.sum(1) > longest).tolist(), documents.start // 2
+            if cut and not number_cut:
+                example = first + cut[0], int(lengths[cut[0]].sum())
+            number_cut += len(cut)
+            lengths = _fitting(lengths, longest)
+            wrong = [i for i in cut if not self._is_of_use(corpus, first + i, lengths[i])]
+            useless += [first + i for i in wrong]
+            pairs = np.delete(np.arange(len(lengths)), wrong)
+            yield np.stack([first + pairs, 0 * pairs, lengths[pairs].sum(1)], 1)
+        if too_long == "error" and number_cut:
             raise ValueError(
-                f"the pair {corpus.name(2 * first)} has {lengths[first].sum()} tokens in both of "
-                f"its examples, and {room}, or set too_long to 'truncate' (now 'error'); "
-                f"{cut.sum()} of {len(lengths)} pairs are too long"
+                f"the pair {corpus.name(2 * example[0])} has {example[1]} tokens in both of its "
+                f"examples, and {room}, or set too_long to 'truncate' (now 'error'); {number_cut} "
+                f"of {self.num_pairs} pairs are too long"
             )
-        other = lengths[:, ::-1]
-        room_left = np.maximum(longest - other, longest // 2)
-        self._pair_lengths = np.where(cut[:, None], np.minimum(lengths, room_left), lengths)
-        kept = ~cut
-        for pair in np.flatnonzero(cut):
-            kept[pair] = self._is_of_use(corpus, int(pair))
-        if not kept.all():
-            message = (
-                f"{(~kept).sum()} of {len(kept)} pairs, {corpus.name(2 * int(np.argmin(kept)))} "
-                f"the first, have no answers that differ once they are truncated: {room}"
+        if useless:
+            left_out.append(
+                f"{len(useless)} of {self.num_pairs} pairs, {corpus.name(2 * useless[0])} the "
+                f"first, have no answers that differ once they are truncated: {room}"
             )
-            if not kept.any():
-                raise ValueError(message)
-            logger.warning("%s; they are left out", message)
-        pairs = np.flatnonzero(kept)
-        return np.stack([pairs, 0 * pairs, self._pair_lengths[pairs].sum(1)], 1)
+        if len(useless) == self.num_pairs:
+            raise ValueError(left_out[0])
 
-    def _is_of_use(self, corpus: Corpus, pair: int) -> bool:
+    def _is_of_use(self, corpus: Corpus, pair: int, lengths: Int64[np.ndarray, "2"]) -> bool:
         """Whether the examples of a truncated pair have tokens that count, and differ."""
         first, kept = int(self.begin_id is not None), []
-        for document, length in zip(
-            (2 * pair, 2 * pair + 1), self._pair_lengths[pair], strict=True
-        ):
+        for document, length in zip((2 * pair, 2 * pair + 1), lengths, strict=True):
             counted = corpus.counted(document)
             stop = int(length) + 1 - first
             if counted is not None and not counted[1 - first : stop].any():
@@ -184,11 +83,13 @@ class PairPlan(BucketPlan):
 
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The two pieces in a row of an epoch; none in a row of padding."""
-        return [
-            Piece(2 * pair + side, 0, int(length))
-            for pair, _, _ in super().row_pieces(epoch, row)
-            for side, length in enumerate(self._pair_lengths[pair])
-        ]
+        pieces = super().row_pieces(epoch, row)
+        if not pieces:
+            return []
+        assert isinstance(self.corpus, Corpus)
+        pair, longest = pieces[0].document, self._rows.lengths[-1]
+        lengths = _fitting(self.corpus.positions(2 * pair, 2 * pair + 2)[None], longest)[0]
+        return [Piece(2 * pair + side, 0, int(length)) for side, length in enumerate(lengths)]
 
     @property
     def num_pairs(self) -> int:
@@ -226,27 +127,8 @@ class PairPlan(BucketPlan):
         return batch
 
 
-def make_pairs(
-    config: text.Source,
-    documents: list[Document],
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    tokenize: Any,
-) -> text.Text:
-    """The plans of the pairs to train on and of the held-out ones, by `tokenize`."""
-    parts = held_out_split(documents, config.held_out)
-    reader = reading(tokenizer, config.reading)
-    ends = begin_id(tokenizer), end_id(tokenizer)
-    train, held_out = (
-        PairPlan(
-            tokenize(part, reader),
-            ends,
-            config.buckets,
-            config.batch_size,
-            seed,
-            config.too_long,
-        )
-        for part in parts
-    )
-    return text.Text(tokenizer, train, held_out, parts[1])
+def _fitting(lengths: Int64[np.ndarray, "pairs 2"], longest: int) -> Int64[np.ndarray, "pairs 2"]:
+    """The lengths of pairs: of one that is too long, the longer example's is cut, then both."""
+    room_left = np.maximum(longest - lengths[:, ::-1], longest // 2)
+    cut = lengths.sum(1, keepdims=True) > longest
+    return np.where(cut, np.minimum(lengths, room_left), lengths)

@@ -1,29 +1,25 @@
 """Text for language models: from files to a tokenizer and the plans of both parts of a corpus."""
 
-import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
 import tyro
 
-from zoo.common import checksums, configuration
+from zoo.common import configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
-from zoo.data.corpus import Corpus, tokenize
+from zoo.data.corpus import Corpus
 from zoo.data.documents import (
     Document,
     compressed_size,
-    held_out_split,
-    read_documents,
     standard_library,
 )
 from zoo.data.mixtures.spec import is_mixture
+from zoo.data.preferences import PairPlan
 from zoo.data.prepared.opening import (
     Prepared,
     Sample,
@@ -34,17 +30,14 @@ from zoo.data.prepared.opening import (
     prepared_folder,
     same_ids,
 )
-from zoo.data.prepared.parts import Part
+from zoo.data.rows import RowOptions
 from zoo.data.sources.splits import Given
 from zoo.data.special_tokens import begin_id, described, end_id
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import (
-    BPETokenizer,
     Reading,
     Tokenizer,
-    get_tokenizer,
     load_tokenizer,
-    reading,
 )
 
 
@@ -119,9 +112,8 @@ class Config(Source):
 class Text:
     """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
 
-    `classes` names the labels 0, 1, … of labelled rows. Text that is `prepared` has a sample of its
-    held-out documents only. `special_tokens` says how many of them the text has, and how their
-    names are read.
+    Those documents are a sample. `classes` names the labels 0, 1, … of labelled rows.
+    `special_tokens` says how many of them the text has, and how their names are read.
     """
 
     tokenizer: Tokenizer
@@ -135,13 +127,8 @@ class Text:
     @property
     def fingerprint(self) -> str:
         """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
-        if self.prepared is not None:
-            return self.prepared.fingerprint
-        content: list[Any] = []
-        for plan in (self.train, self.held_out):
-            content += [plan.corpus.fingerprint, plan.begin_id, plan.end_id, type(plan).__name__]
-            content.append(plan.labels if isinstance(plan, LabelledPlan) else None)
-        return checksums.of_values(content)
+        assert self.prepared is not None  # of a mixture each source is
+        return self.prepared.fingerprint
 
     def vocab_size(self, at_least: int = 0) -> int:
         """A model's vocabulary: all ids of the tokenizer, in a multiple of 64 to be sharded."""
@@ -154,16 +141,13 @@ class Text:
         that nothing precedes, so that the loss leaves it out, is charged with the mean.
         """
         corpus, ends = self.held_out.corpus, self.held_out.end_id is not None
-        num_tokens = corpus.num_tokens if corpus.counts is None else int(corpus.counts.sum())
-        num_tokens += len(corpus) * ends
+        num_tokens = corpus.num_counted + len(corpus) * ends
         return loss / math.log(2) * num_tokens / corpus.num_bytes
 
     @functools.cached_property
     def compressors(self) -> dict[str, float]:
         """Bits per byte of `gzip -9` and `xz -9` on the held-out documents, one by one."""
-        num_bytes = self.held_out.corpus.num_bytes
-        if self.prepared is not None:
-            num_bytes = sum(len(document.text.encode()) for document in self.held_out_documents)
+        num_bytes = sum(len(document.text.encode()) for document in self.held_out_documents)
         return {
             f"{method} -9": 8 * compressed_size(self.held_out_documents, method) / num_bytes
             for method in ("gzip", "xz")
@@ -189,30 +173,14 @@ def read_text(
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
-    if label is not None:
-        return _labelled(config, label, seed, tokenizer_folder)
-    named = (config, default or Config())
-    prepared = open_text(*named, config.tokenizer, config.vocab_size)
+    open_with = functools.partial(open_text, config, default or Config(), label=label)
+    prepared = open_with(config.tokenizer, config.vocab_size)
     folder = tokenizer_folder(prepared.tokenizer.save)
     tokenizer = load_tokenizer(folder)
     if not same_ids(tokenizer, prepared.tokenizer):  # the text has changed since it was trained
-        prepared = open_text(*named, tokenizer)
+        prepared = open_with(tokenizer)
         check_tokenizer(prepared, tokenizer, str(folder))
     return prepared_text(config, prepared, seed=seed)
-
-
-def _labelled(config: Config, label: str, seed: int, tokenizer_folder: Callable[..., Path]) -> Text:
-    parts = split(config, label)
-
-    def make(folder: Path) -> None:
-        if config.tokenizer == "bpe":
-            texts = [document.text for document in parts[0]]
-            BPETokenizer.train(texts, config.vocab_size).save(folder)
-        else:
-            get_tokenizer(config.tokenizer).save(folder)
-
-    tokenizer = load_tokenizer(tokenizer_folder(make))
-    return make_text(config, parts, tokenizer, seed=seed, label=label)
 
 
 def open_text(
@@ -223,11 +191,14 @@ def open_text(
     *,
     built_in: Callable[[], list[Document]] = standard_library,
     without: Set[bytes] = frozenset(),
+    label: str | None = None,
+    rows: RowOptions | None = None,
 ) -> Prepared:
     """The text of a configuration, on disk: prepared by `python -m zoo prepare`, or now.
 
     Without files it is the `built_in` one, which is held out by its documents' names. What hashes
-    `without` name is not trained on.
+    `without` name is not trained on. Documents have a `label` in a field of that name, or are the
+    examples of `rows`.
 
     Raises:
         ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
@@ -238,7 +209,7 @@ def open_text(
         given: Given | None = None
         if not config.files:
             given = Given(tuple((document.name, document.text) for document in built_in()))
-        return prepared_by_itself(config, tokenizer, vocab_size, given, without)
+        return prepared_by_itself(config, tokenizer, vocab_size, given, without, label, rows)
     if config.documents == "functions":
         raise ValueError(
             f"data.files={config.files!r} is prepared: it has whole documents; give the files "
@@ -260,18 +231,24 @@ def _check_one_source(config: Source) -> None:
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
     """The plans of both parts of a prepared corpus."""
-    tokenizer, ends = prepared.tokenizer, (begin_id(prepared.tokenizer), end_id(prepared.tokenizer))
+    tokenizer, manifest = prepared.tokenizer, prepared.manifest
+    ends = begin_id(tokenizer), end_id(tokenizer)
 
-    def plan(part: Part) -> TokenPlan:
+    def plan(corpus: Corpus) -> TokenPlan:
         if config.rows == "packed":
-            return PackedPlan(part, ends, config.seq_len, config.batch_size, seed)
+            packed = (config.seq_len, config.batch_size, seed)
+            return PackedPlan(corpus, ends, *packed, too_long=config.too_long)
         bucketed = (ends, config.buckets, config.batch_size, seed, config.too_long)
-        return BucketPlan(part, *bucketed, cache=config.cache)
+        if manifest.classes:
+            return LabelledPlan(corpus, corpus.labels(), *bucketed, cache=config.cache)
+        pairs = manifest.options.get("rows", {}).get("format") == "preferences"
+        kind = PairPlan if pairs else BucketPlan
+        return kind(corpus, *bucketed, cache=config.cache)
 
     train, held_out = plan(prepared.train), plan(prepared.held_out)
-    found = described(prepared.manifest.special_tokens, prepared.reading == "parse")
+    found = described(manifest.special_tokens, prepared.reading == "parse")
     sample = Sample(prepared.held_out, tokenizer)
-    return Text(tokenizer, train, held_out, sample, (), prepared, found)
+    return Text(tokenizer, train, held_out, sample, manifest.classes, prepared, found)
 
 
 def check_label(config: Source, label: str | None) -> None:
@@ -288,95 +265,3 @@ def check_label(config: Source, label: str | None) -> None:
             f"label={label!r}: data.files={config.files!r} is prepared, and has no labels; give "
             "the files themselves"
         )
-
-
-def split(config: Source, label: str) -> tuple[list[Document], list[Document]]:
-    """The labelled documents to train on and those held out, by the hash of their text."""
-    _check_one_source(config)
-    documents = read_documents(config.files, field=config.field, label=label)
-    return held_out_split(documents, config.held_out)
-
-
-def make_text(
-    config: Source,
-    parts: tuple[list[Document], list[Document]],
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    label: str | None = None,
-    tokenize_rows: Callable[..., Corpus] | None = None,
-) -> Text:
-    """The plans of the documents to train on and of the held-out ones.
-
-    `tokenize_rows(documents, tokenizer)` makes the corpus of each part where the
-    documents are no plain text.
-    """
-    train, held_out = parts
-    classes = sorted({document.label for document in train if document.label is not None})
-    if label is not None:
-        _check_classes(classes, held_out, label)
-    reader = reading(tokenizer, config.reading)
-    make_corpus = tokenize_rows or tokenize
-    corpora = [make_corpus(documents, reader) for documents in parts]
-    plans = [
-        _plan(config, documents, corpus, tokenizer, seed, classes)
-        for documents, corpus in zip(parts, corpora, strict=True)
-    ]
-    data = Text(tokenizer, plans[0], plans[1], held_out, tuple(classes))
-    if tokenize_rows is not None:
-        return data
-    texts = (document.text for documents in parts for document in documents)
-    return describe_special_tokens(data, config.reading, texts)
-
-
-def describe_special_tokens(
-    data: Text, reading: Reading, texts: Iterable[str], behind: str = ""
-) -> Text:
-    """The same text, which says how many special tokens it has, or names of them as characters.
-
-    Those are the names in `texts` with `behind` after them.
-    """
-    tokenizer = data.tokenizer
-    if not isinstance(tokenizer, BPETokenizer):
-        return data
-    if reading == "parse":
-        ids, plans = list(tokenizer.special_ids), (data.train, data.held_out)
-        count = sum(int(np.isin(_tokens(plan), ids).sum()) for plan in plans)
-    else:
-        pattern = re.compile(f"(?:{tokenizer.names.pattern}){behind}")
-        count = sum(1 for one in texts for _ in pattern.finditer(one))
-    return dataclasses.replace(data, special_tokens=described(count, reading == "parse"))
-
-
-def _tokens(plan: TokenPlan) -> np.ndarray:
-    assert isinstance(plan.corpus, Corpus)
-    return plan.corpus.tokens
-
-
-def _check_classes(classes: list[str], held_out: list[Document], label: str) -> None:
-    if len(classes) < 2:
-        raise ValueError(f"label={label!r} has the values {classes} to train on: it needs two")
-    if unknown := {document.label for document in held_out} - set(classes):
-        raise ValueError(
-            f"label={label!r}: {sorted(map(str, unknown))} are among the held-out rows alone; add "
-            "rows of them, or change data.held_out"
-        )
-
-
-def _plan(
-    config: Source,
-    documents: list[Document],
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    seed: int,
-    classes: list[str],
-) -> TokenPlan:
-    ends, batch_size = (begin_id(tokenizer), end_id(tokenizer)), config.batch_size
-    if config.rows == "packed":
-        packed = (config.seq_len, batch_size, seed)
-        return PackedPlan(corpus, ends, *packed, too_long=config.too_long)
-    bucketed = (ends, config.buckets, batch_size, seed, config.too_long)
-    if classes:
-        labels = np.asarray([classes.index(str(d.label)) for d in documents], np.int32)
-        return LabelledPlan(corpus, labels, *bucketed)
-    return BucketPlan(corpus, *bucketed)

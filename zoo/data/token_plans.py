@@ -3,34 +3,38 @@
 import abc
 import bisect
 import functools
+import hashlib
 import itertools
+import json
+import logging
 import math
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Int32, Integer
 
 from zoo.common import checksums
-from zoo.common.files import local_path
-from zoo.data.corpus import Corpus, Tokenized
+from zoo.common.files import local_path, made_once
+from zoo.data.corpus import Corpus, JoinedCorpus, Piece
 from zoo.data.packing import (
-    ROOM_IN_BUCKETS,
-    BucketRows,
-    EndToEnd,
-    Piece,
+    Held,
+    RowIndex,
+    Rows,
     Whole,
     bucket_lengths,
     cut_documents,
+    fill_batches,
+    write_index,
 )
 from zoo.data.permutation import hashed_integer
 from zoo.data.plans import HostBatch, Row, SeededPlan
-from zoo.data.prepared.parts import Part
-from zoo.data.prepared.rows import RowIndex, row_index
+
+logger = logging.getLogger(__name__)
 
 TOKEN_BATCH = {
     "tokens": np.int32,  # the input of the model
@@ -63,9 +67,6 @@ def check_ids(plan: Any, vocab_size: int) -> None:
         )
 
 
-NO_TARGET = "no document has a token that follows another: there is no target"
-
-
 class TokenPlan(SeededPlan):
     """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents.
 
@@ -79,7 +80,12 @@ class TokenPlan(SeededPlan):
     num_rows: int
 
     def __init__(
-        self, corpus: Tokenized, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
+        self,
+        corpus: Corpus | JoinedCorpus,
+        separator_id: Ends,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
     ):
         super().__init__(batch_size, seed, shuffle)
         pair = separator_id if isinstance(separator_id, tuple) else (separator_id, separator_id)
@@ -88,31 +94,17 @@ class TokenPlan(SeededPlan):
                 raise ValueError(
                     f"separator_id={id} is outside the vocabulary: vocab_size={corpus.vocab_size}"
                 )
-        self.corpus = corpus
         self.begin_id, self.end_id = (None, None) if corpus.framed else pair
         self.frame = (self.begin_id is not None) + (self.end_id is not None)
-        if isinstance(corpus, Part):
-            if self.frame != corpus.frame:
-                raise ValueError(
-                    f"begin and end {pair} are {self.frame} tokens, and the corpus was prepared "
-                    f"for {corpus.frame} per document: take those of its tokenizer"
-                )
-            if not corpus.num_positions:
-                raise ValueError(NO_TARGET)
+        self.corpus = corpus.with_frame(self.frame)
+        if not self.corpus.num_positions:
+            raise ValueError("no document has a token that follows another: there is no target")
 
-    def _positions(self, corpus: Corpus) -> Int64[np.ndarray, "documents"]:
-        """The positions of each document; a position has an input and a target."""
-        positions = np.maximum(np.diff(corpus.offsets) + self.frame - 1, 0)
-        if not positions.any():
-            raise ValueError(NO_TARGET)
-        return positions
-
-    def _cut(
-        self, corpus: Corpus, longest: int, too_long: str, room: str
-    ) -> Int64[np.ndarray, "rows 3"]:
-        """The documents as rows (document, start, stop)."""
+    def _cut(self, longest: int, too_long: str, room: str, left_out: list[str]) -> Iterator[Rows]:
+        """The documents as rows (document, start, stop), slice by slice."""
+        assert isinstance(self.corpus, Corpus)
         first = int(self.begin_id is not None)
-        return cut_documents(corpus, self._positions(corpus), longest, too_long, first, room)
+        return cut_documents(self.corpus, longest, too_long, first, room, left_out)
 
     @property
     def fingerprint(self) -> str:
@@ -190,7 +182,7 @@ class PackedPlan(TokenPlan):
 
     def __init__(
         self,
-        corpus: Tokenized,
+        corpus: Corpus,
         separator_id: Ends,
         seq_len: int,
         batch_size: int,
@@ -203,18 +195,14 @@ class PackedPlan(TokenPlan):
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.seq_len = seq_len
         self._whole: Whole | None = None
-        if isinstance(corpus, Corpus) and corpus.counts is not None:
-            rows = self._cut(corpus, seq_len, too_long, f"a row seq_len={seq_len}: raise it")
-            self._whole = Whole(rows, seq_len)
+        total = self.corpus.num_positions
+        self.num_rows = math.ceil(total / seq_len)
+        if corpus.weighted:
+            left_out = list[str]()
+            cut = self._cut(seq_len, too_long, f"a row seq_len={seq_len}: raise it", left_out)
+            self._whole = Whole(np.concatenate([*cut]), seq_len)
             total, self.num_rows = self._whole.num_positions, self._whole.num_rows
-        else:
-            self._stream: Part | EndToEnd
-            if isinstance(corpus, Part):
-                self._stream = corpus
-            else:
-                self._stream = EndToEnd(self._positions(cast(Corpus, corpus)))
-            total = self._stream.num_positions
-            self.num_rows = math.ceil(total / seq_len)
+            _warn(left_out)
         self.buckets = (seq_len,)
         self.batches_per_epoch = math.ceil(self.num_rows / batch_size)
         self.padding_waste = 1 - total / (self.batches_per_epoch * batch_size * seq_len)
@@ -232,13 +220,14 @@ class PackedPlan(TokenPlan):
         place = int(self._place(self.num_rows, epoch, "rows", row))
         if self._whole is not None:
             return self._whole.pieces(self._arranged(epoch), place)
-        total, begin = self._stream.num_positions, place * self.seq_len
+        assert isinstance(self.corpus, Corpus)
+        total, begin = self.corpus.num_positions, place * self.seq_len
         length = min(self.seq_len, total - begin)
         if self.shuffle:
             begin = (begin + hashed_integer(total, (self.seed, epoch, "shift"))) % total
         last = min(begin + length, total)
-        pieces = self._stream.pieces(begin, last)
-        return pieces + (self._stream.pieces(0, rest) if (rest := begin + length - last) else [])
+        pieces = self.corpus.pieces(begin, last)
+        return pieces + (self.corpus.pieces(0, rest) if (rest := begin + length - last) else [])
 
 
 class BucketPlan(TokenPlan):
@@ -249,13 +238,13 @@ class BucketPlan(TokenPlan):
     if those have room for all of them; else they form a batch with empty rows.
 
     A document too long for the largest bucket is an error, is truncated, or is split into rows.
-    The rows of a stored corpus are found once, and kept on disk: in the folder `cache`, or else in
-    a temporary one that goes with the plan.
+    The rows are found once, and kept on disk: in the folder `cache`, or else in a temporary one
+    that goes with the plan.
     """
 
     def __init__(
         self,
-        corpus: Tokenized,
+        corpus: Corpus,
         separator_id: Ends,
         buckets: Sequence[int] = (128, 256, 512),
         batch_size: int = 8,
@@ -267,18 +256,21 @@ class BucketPlan(TokenPlan):
     ):
         super().__init__(corpus, separator_id, batch_size, seed, shuffle)
         lengths = bucket_lengths(buckets)
-        if isinstance(corpus, Part):
-            if cache is None:
-                cache = Path(tempfile.mkdtemp(prefix="zoo-rows-"))
-                weakref.finalize(self, shutil.rmtree, cache, ignore_errors=True)
-            folder = local_path(cache, "data.cache")
-            self._rows: BucketRows | RowIndex = row_index(corpus, lengths, too_long, folder)
+        room = f"the largest bucket {lengths[-1]}: add a larger bucket"
+        cut = functools.partial(self._cut, int(lengths[-1]), too_long, room)
+        make = lambda folder: write_index(folder, lengths, cut)  # noqa: E731
+        if cache is None:
+            folder = Path(tempfile.mkdtemp(prefix="zoo-rows-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            make(folder)
         else:
-            longest = int(lengths[-1])
-            cut = self._cut(
-                cast(Corpus, corpus), longest, too_long, ROOM_IN_BUCKETS.format(longest)
-            )
-            self._rows = BucketRows(cut, lengths)
+            version = [2, type(self).__name__, self.corpus.fingerprint, self.frame, self.begin_id]
+            key = json.dumps([*version, lengths.tolist(), too_long])
+            name = hashlib.sha256(key.encode()).hexdigest()
+            rows = local_path(cache, "data.cache") / "rows"
+            folder = made_once(rows / name, make, "data.cache")
+        self._rows = RowIndex(folder)
+        _warn(self._rows.left_out)
         self._num_batches, self._last = fill_batches(self._rows.counts, batch_size)
         self._ends = list(itertools.accumulate(self._num_batches))
         self.batches_per_epoch = self._ends[-1]
@@ -333,29 +325,9 @@ class BucketPlan(TokenPlan):
         return "\n".join(lines)
 
 
-Held = tuple[int, int] | None  # (bucket, row of it), or padding
-
-
-def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dict[int, list[Held]]]:
-    """(batches of each bucket, the last batch of each bucket that has not rows enough for it).
-
-    `counts` are the rows of the buckets, in ascending order of their lengths.
-    """
-    num_batches = [0] * len(counts)
-    last: dict[int, list[Held]] = {}
-    free: list[tuple[int, int]] = []  # (bucket, place in its last batch)
-    for bucket in reversed(range(len(counts))):
-        num_batches[bucket], left = divmod(counts[bucket], batch_size)
-        remaining = [(bucket, counts[bucket] - left + i) for i in range(left)]
-        if left <= len(free):
-            for (larger, place), row in zip(free, remaining, strict=False):
-                last[larger][place] = row
-            free = free[left:]
-        else:
-            num_batches[bucket] += 1
-            last[bucket] = [*remaining, *[None] * (batch_size - left)]
-            free = [*((bucket, place) for place in range(left, batch_size)), *free]
-    return num_batches, last
+def _warn(left_out: list[str]) -> None:
+    for message in left_out:
+        logger.warning("%s; they are left out", message)
 
 
 class LabelledPlan(BucketPlan):

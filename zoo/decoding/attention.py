@@ -1,10 +1,11 @@
-"""Decoding with a model of attention, whose layers keep their keys and values in a cache.
+"""Decoding with a transformer, whose layers keep their keys and values in a cache.
 
 Legend of suffixes: B batch, T time, 1 the one token of a step, E embed.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,54 +20,23 @@ from zoo.decoding.cache import (
     PendingCache,
     StackedCache,
 )
-from zoo.nn.attention import attention
-from zoo.nn.parameters import gather
-from zoo.nn.readout import Readout
+from zoo.nn.attention.attention import attention
+from zoo.nn.parameters import unshard
 from zoo.nn.remat import scan_layers
 from zoo.transformer.blocks import Rotary
 from zoo.transformer.config import Config, LayerKind
+from zoo.transformer.model import Transformer
+
+QKV = tuple[Array, Array, Array]
 
 MOST_APART = 96
 """Layers that a step of decoding has apart; a loop runs over more, and their caches are stacked."""
 
 
-@runtime_checkable
-class AttentionModel(Protocol):
-    """The parts of a model that decoding calls in the place of its forward pass.
-
-    Each maps every position on its own, except attention, which `attend` stands in for.
-    """
-
-    @property
-    def config(self) -> Config:
-        """The configuration: kinds of layers take turns, each with its window and positions."""
-
-    @property
-    def blocks(self) -> Any:
-        """The layers, stacked along their arrays' first axis; apart in `for_decoding`.
-
-        A block is called as `zoo.transformer.blocks.Block`.
-        """
-
-    def check_length(self, length: int) -> None:
-        """Raise a ValueError for more tokens than the model has positions."""
-
-    def embed(
-        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
-    ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
-        """The input of the first layer, and each kind's tables of rotary positions."""
-
-    def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """The input of the output head, from the output of the last layer."""
-
-    def readout(self) -> Readout:
-        """The output head."""
-
-
 class AttentionDecoder(eqx.Module):
-    """A model of attention as a `zoo.decoding.decoder.Decoder`."""
+    """A transformer as a `zoo.decoding.decoder.Decoder`."""
 
-    model: AttentionModel
+    model: Transformer
     bypassed: ClassVar[tuple[str, ...]] = ("__call__", "hidden", "hidden_and_balance")
 
     @property
@@ -141,105 +111,90 @@ class AttentionDecoder(eqx.Module):
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
         """Read one more token per row."""
         clock = cache.clock
+
+        def step(turn: int, ring: Any, at: Array | None, qkv: QKV, **options: Any) -> tuple:
+            if at is None:
+                written = ring.write(*qkv[1:], clock)
+                return written.attend(qkv[0], clock, **options), written
+            written = ring.write(at, *qkv[1:], clock)
+            return written[at].attend(qkv[0], clock, **options), written
+
         x_B1E, rotaries = self.model.embed(tokens[:, None], clock.positions[:, None])
-        if self._loops:
-            return self._decode_in_a_loop(x_B1E, rotaries, cache)
-        layers: list[LayerCache] = []
-        kinds = self.config.all_layer_kinds
-        for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
-
-            def attend(
-                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
-            ) -> Array:
-                layers.append(before.write(k, v, clock))  # noqa: B023
-                return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
-
-            x_B1E, _ = gather(block)(x_B1E, None, rotaries[kind], None, None, attend)
+        x_B1E, layers = self._through_layers(x_B1E, rotaries, cache.layers, step)
         logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
-        return logits, Cache(tuple(layers), clock.tick())
-
-    def _decode_in_a_loop(
-        self, x_B1E: Float[Array, "batch 1 embed"], rotaries: dict, cache: Cache
-    ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        clock, kinds = cache.clock, self.config.layer_kinds
-
-        def layer(turn: int, block: Any, carry: tuple, index: Array) -> tuple:
-            x_B1E, stacks = carry
-            written: list[StackedCache] = []
-
-            def attend(
-                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
-            ) -> Array:
-                at = index // len(kinds)
-                written.append(stacks[turn].write(at, k, v, clock))
-                return written[-1][at].attend(q, clock, soft_cap=soft_cap, scale=scale)
-
-            x_B1E, _ = block(x_B1E, None, rotaries[kinds[turn]], None, None, attend)
-            return x_B1E, (*stacks[:turn], written[-1], *stacks[turn + 1 :])
-
-        functions = [partial(layer, turn) for turn in range(len(kinds))]
-        x_B1E, stacks = scan_layers(functions, self.model.blocks, (x_B1E, cache.layers))
-        logits = self.model.readout()(self.model.finish(x_B1E))[:, 0]
-        return logits, Cache(stacks, clock.tick())
-
-    def _extend_in_a_loop(
-        self, x_BTE: Float[Array, "batch new embed"], rotaries: dict, cache: Cache
-    ) -> tuple[Float[Array, "batch new vocab"], PendingCache]:
-        clock, kinds, config = cache.clock, self.config.layer_kinds, self.config
-
-        def layer(turn: int, block: Any, carry: tuple, index: Array) -> tuple:
-            x_BTE, pending = carry
-            at, kept = index // len(kinds), []
-
-            def attend(
-                q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
-            ) -> Array:
-                kept.append(NewTokens(k, v))
-                window = config.window_of(kinds[turn])
-                options = {"window": window, "soft_cap": soft_cap, "scale": scale}
-                return cache.layers[turn][at].attend_ahead(q, kept[-1], clock, **options)
-
-            x_BTE, _ = block(x_BTE, None, rotaries[kinds[turn]], None, None, attend)
-            new = jax.tree.map(lambda s, x: s.at[at].set(x), pending[turn], kept[-1])
-            return x_BTE, (*pending[:turn], new, *pending[turn + 1 :])
-
-        shape = (*x_BTE.shape[:2], config.kv_heads, config.head_size)
-        counts = [len(stack.layers.keys) for stack in cache.layers]
-        dtype = cache.layers[0].layers.keys.dtype
-        empty = tuple(NewTokens(*(jnp.zeros((n, *shape), dtype),) * 2) for n in counts)
-        functions = [partial(layer, turn) for turn in range(len(kinds))]
-        x_BTE, pending = scan_layers(functions, self.model.blocks, (x_BTE, empty))
-        logits = self.model.readout()(self.model.finish(x_BTE))
-        return logits, PendingCache(cache, pending)
+        return logits, Cache(layers, clock.tick())
 
     def extend(
         self, tokens: Int[Array, "batch new"], cache: Cache
     ) -> tuple[Float[Array, "batch new vocab"], PendingCache]:
         """Read some more tokens per row at once, without writing them into the cache yet."""
-        clock = cache.clock
+        clock, config = cache.clock, self.config
+        kinds = config.layer_kinds if self._loops else config.all_layer_kinds
+
+        def step(turn: int, pending: Any, at: Array | None, qkv: QKV, **options: Any) -> tuple:
+            new, window = NewTokens(*qkv[1:]), config.window_of(kinds[turn])
+            ring = cache.layers[turn] if at is None else cache.layers[turn][at]
+            if at is None and window is None:
+                written = ring.write_ahead(new, clock)
+                return written.attend_written(qkv[0], clock, **options), written
+            out = ring.attend_ahead(qkv[0], new, clock, window=window, **options)
+            if at is not None:
+                new = jax.tree.map(lambda s, x: s.at[at].set(x), pending, new)
+            return out, new
+
         ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
+        pending: tuple[Any, ...] = (None,) * len(cache.layers)
         if self._loops:
-            return self._extend_in_a_loop(x_BTE, rotaries, cache)
-        pending: list[NewTokens | LayerCache] = []
-        kinds = self.config.all_layer_kinds
-        for kind, block, before in zip(kinds, self.model.blocks, cache.layers, strict=True):
+            shape = (*tokens.shape, config.kv_heads, config.head_size)
+            stacks = [stack.layers.keys for stack in cache.layers]
+            empty = [jnp.zeros((len(keys), *shape), keys.dtype) for keys in stacks]
+            pending = tuple(NewTokens(zeros, zeros) for zeros in empty)
+        x_BTE, pending = self._through_layers(x_BTE, rotaries, pending, step)
+        logits = self.model.readout()(self.model.finish(x_BTE))
+        return logits, PendingCache(cache, pending)
+
+    def _through_layers(
+        self,
+        x_BTE: Float[Array, "batch new embed"],
+        rotaries: dict[LayerKind, Rotary | None],
+        states: tuple[Any, ...],
+        step: Callable[..., tuple[Array, Any]],
+    ) -> tuple[Float[Array, "batch new embed"], tuple[Any, ...]]:
+        """The output of the last layer, and the states of all.
+
+        `step(turn, state, at, (q, k, v), soft_cap=, scale=)` is the attention of a layer, and its
+        state after that. In a loop a state is of all layers of a turn, and `at` the one at hand.
+        """
+        kinds = self.config.layer_kinds if self._loops else self.config.all_layer_kinds
+
+        def layer(turn: int, at: Array | None, block: Any, x_BTE: Array, state: Any) -> tuple:
+            after: list[Any] = []
 
             def attend(
                 q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
             ) -> Array:
-                new, window = NewTokens(k, v), self.config.window_of(kind)  # noqa: B023
-                options = {"soft_cap": soft_cap, "scale": scale}
-                if window is None:
-                    written = before.write_ahead(new, clock)  # noqa: B023
-                    pending.append(written)
-                    return written.attend_written(q, clock, **options)
-                pending.append(new)
-                return before.attend_ahead(q, new, clock, window=window, **options)  # noqa: B023
+                out, new = step(turn, state, at, (q, k, v), soft_cap=soft_cap, scale=scale)
+                after.append(new)
+                return out
 
-            x_BTE, _ = gather(block)(x_BTE, None, rotaries[kind], None, None, attend)
-        logits = self.model.readout()(self.model.finish(x_BTE))
-        return logits, PendingCache(cache, tuple(pending))
+            x_BTE, _ = block(x_BTE, None, rotaries[kinds[turn]], None, None, attend)
+            return x_BTE, after[-1]
+
+        def looped(turn: int, block: Any, carry: tuple, index: Array) -> tuple:
+            x_BTE, states = carry
+            x_BTE, new = layer(turn, index // len(kinds), block, x_BTE, states[turn])
+            return x_BTE, (*states[:turn], new, *states[turn + 1 :])
+
+        if self._loops:
+            functions = [partial(looped, turn) for turn in range(len(kinds))]
+            return scan_layers(functions, self.model.blocks, (x_BTE, states))
+        new: list[Any] = []
+        blocks: Any = self.model.blocks  # apart
+        for turn, (block, state) in enumerate(zip(blocks, states, strict=True)):
+            x_BTE, after = layer(turn, None, unshard(block), x_BTE, state)
+            new.append(after)
+        return x_BTE, tuple(new)
 
 
 class _Kept:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.nn.attention import attend_to_slots
+from zoo.nn.attention.attention import attend_to_slots
 from zoo.sharding import constrain, is_sharding
 
 

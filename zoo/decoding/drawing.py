@@ -12,9 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo.common import configuration
+from zoo.sharding import constrain
 
 
 class Seen(eqx.Module):
@@ -36,6 +37,33 @@ class Seen(eqx.Module):
         """Those with one more token per row."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         return Seen(self.prompt, self.counts.at[rows, tokens].add(1))
+
+
+class State(eqx.Module):
+    """A continuation in progress: `count` tokens per row, the last of which is not yet read.
+
+    With a draft there is room for one more than is asked for, a second cache, and the number of
+    `steps` of the model: the others of `count` tokens come from drafts.
+    """
+
+    tokens: Int[Array, "batch room"]
+    count: Int[Array, ""]
+    done: Bool[Array, "batch"]
+    cache: PyTree
+    seen: Seen | None = None
+    logprobs: Float[Array, "batch room"] | None = None
+    draft_cache: PyTree = None
+    steps: Int[Array, ""] | None = None
+
+    def whole(self) -> "State":
+        """The state with its tokens on every device, and so in every process that reads them.
+
+        XLA chooses the placement of a loop's results, whatever it was within.
+        """
+        everywhere = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
+        found = tuple(map(everywhere, (self.tokens, self.done, self.logprobs)))
+        parts = lambda s: (s.tokens, s.done, s.logprobs)  # noqa: E731
+        return eqx.tree_at(parts, self, found, is_leaf=lambda x: x is None)
 
 
 @dataclass(frozen=True)

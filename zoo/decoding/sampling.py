@@ -15,13 +15,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
-from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
-from zoo.decoding.speculative import Draft, Drafted, advance
-from zoo.sharding import constrain
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
+from zoo.decoding.speculative import Draft, draft_and_judge
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
 SMALLEST_BUCKET = 16
@@ -65,7 +64,8 @@ def generate(
     sampling = dataclasses.replace(sampling or Sampling(), **options)
     rows = Rows(model, prompt, max_new_tokens, sampling.stop_tokens, draft, draft_tokens)
     sampler = rows.sampler(sampling, key)
-    new, logs = np.zeros((2, len(rows.prompts), 0))
+    new = np.zeros((len(rows.prompts), 0), np.int32)
+    logs = np.zeros(new.shape, np.float32)
     if max_new_tokens > 0:
         state, advance = _begin(rows, sampler, logprobs)
         state = advance(state, max_new_tokens)
@@ -74,20 +74,14 @@ def generate(
         new[:, count:] = new[:, count - 1 : count]
         if state.logprobs is not None:
             logs = np.asarray(state.logprobs)[: len(rows.prompts), :max_new_tokens]
-    tokens = _joined(rows, prompt, new.astype(np.int32))
-    if not logprobs:
-        return tokens
     if not isinstance(prompt, list | tuple):
-        return tokens, jnp.asarray(logs, jnp.float32)
-    lengths = [len(whole) - len(ids) for whole, ids in zip(tokens, rows.prompts, strict=True)]
-    return tokens, [line[:n].tolist() for line, n in zip(logs, lengths, strict=True)]
-
-
-def _joined(rows: "Rows", prompt: Prompt, new: np.ndarray) -> Any:
-    """The prompts, each with its new tokens, in the form of the prompts."""
-    if isinstance(prompt, list | tuple):
-        return [[*p.tolist(), *rows.cut(line)] for p, line in zip(rows.prompts, new, strict=True)]
-    return jnp.asarray(np.concatenate([np.stack(rows.prompts), new], axis=1))
+        tokens = jnp.asarray(np.concatenate([np.stack(rows.prompts), new], axis=1))
+        return (tokens, jnp.asarray(logs)) if logprobs else tokens
+    texts = [rows.cut(line) for line in new]
+    lists = [[*ids.tolist(), *text] for ids, text in zip(rows.prompts, texts, strict=True)]
+    if not logprobs:
+        return lists
+    return lists, [line[: len(text)].tolist() for line, text in zip(logs, texts, strict=True)]
 
 
 def stream(
@@ -224,86 +218,70 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
         raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
 
 
-class _State(eqx.Module):
-    """A continuation in progress: `count` tokens per row, the last of which is not yet read."""
-
-    tokens: Int[Array, "batch room"]
-    count: Int[Array, ""]
-    done: Bool[Array, "batch"]
-    cache: PyTree
-    seen: Seen | None = None
-    logprobs: Float[Array, "batch room"] | None = None
-
-
 def _begin(
     rows: Rows, sampler: Sampler, logprobs: bool = False
-) -> tuple[Any, Callable[[Any, int], Any]]:
+) -> tuple[State, Callable[[State, int], State]]:
     """The state behind the prompts and one token, and the function that continues it to a limit."""
-    inputs = (rows.tokens, rows.mask)
-    with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
-        arrays = (rows.decoder, sampler, *inputs, rows.stops, rows.is_padding)
-        state: Any = _read_prompts(arrays, rows.length, rows.room, logprobs)
-        fixed: tuple[Any, ...] = (for_decoding(rows.decoder), sampler, rows.stops)
-        proceed: Callable[..., Any] = _advance
-        if rows.draft is not None:
-            decoder = rows.draft.decoder
-            draft_cache = _read_drafted_prompts((decoder, *inputs), rows.length)
-            draft = Draft(for_decoding(decoder), rows.draft.num_tokens)
-            state = Drafted.after(state, draft_cache)
-            fixed, proceed = (fixed[0], draft, *fixed[1:]), advance
+    placed = functools.partial(sharding.use, sharding.Layout(rows.mesh, sharding.whole_rows()))
+    with placed():
+        arrays = (rows.tokens, rows.mask, rows.stops, rows.is_padding)
+        models = (rows.decoder, rows.draft)
+        state = _read_prompts((*models, sampler, *arrays), rows.length, rows.room, logprobs)
+        decoder, draft = _for_decoding(models)
 
-    def to(state: Any, limit: int) -> Any:
+    def to(state: State, limit: int) -> State:
         if limit == 1:  # it is there
             return state
-        with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
-            return proceed((*fixed, np.int32(limit)), state)
+        with placed():
+            return _advance((decoder, draft, sampler, rows.stops, np.int32(limit)), state)
 
     return state, to
 
 
 @eqx.filter_jit
-def _read_drafted_prompts(arrays: tuple[Any, ...], length: int) -> PyTree:
-    """The cache of the drafting model behind the prompts."""
-    decoder, tokens, mask = arrays
-    return decoder.prefill(tokens, mask, length)[1]
+def _for_decoding(models: tuple[Decoder, Draft | None]) -> tuple[Decoder, Draft | None]:
+    """The decoder, and that of a draft, as `decode` takes them."""
+    decoder, draft = models
+    if draft is not None:
+        draft = Draft(draft.decoder.for_decoding(), draft.num_tokens)
+    return decoder.for_decoding(), draft
 
 
 @eqx.filter_jit
-def for_decoding(decoder: Decoder) -> Decoder:
-    """The decoder as its `decode` takes it."""
-    return decoder.for_decoding()
-
-
-@eqx.filter_jit
-def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> _State:
+def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
-    decoder, sampler, tokens, mask, stops, is_padding = arrays
+    decoder, draft, sampler, tokens, mask, stops, is_padding = arrays
     logits, cache = decoder.prefill(tokens, mask, length)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
     seen = sampler.begin(tokens, mask, logits.shape[1])
     logs = jnp.zeros(empty.shape) if logprobs else None
-    state = _State(empty, jnp.int32(0), is_padding, cache, seen, logs)
+    state = State(empty, jnp.int32(0), is_padding, cache, seen, logs)
+    if draft is not None:
+        _, draft_cache = draft.decoder.prefill(tokens, mask, length)
+        state = dataclasses.replace(state, draft_cache=draft_cache, steps=jnp.int32(0))
     return _append(state, sampler, logits, stops)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _advance(arrays: tuple[Any, ...], state: _State) -> _State:
-    """Continue to `limit` tokens in all, or until all rows have stopped."""
-    decoder, sampler, stops, limit = arrays
+def _advance(arrays: tuple[Any, ...], state: State) -> State:
+    """Continue to `limit` tokens in all (a draft more at most), or until all rows have stopped."""
+    decoder, draft, sampler, stops, limit = arrays
 
-    def unfinished(state: _State) -> Array:
+    def unfinished(state: State) -> Array:
         return (state.count < limit) & ~state.done.all()
 
-    def step(state: _State) -> _State:
+    def step(state: State) -> State:
+        if draft is not None:
+            return draft_and_judge(decoder, draft, sampler, stops, state)
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
         logits, cache = decoder.decode(last, state.cache)
         state = eqx.tree_at(lambda s: s.cache, state, cache)
         return _append(state, sampler, logits, stops)
 
-    return _whole(jax.lax.while_loop(unfinished, step, state))
+    return jax.lax.while_loop(unfinished, step, state).whole()
 
 
-def _append(state: _State, sampler: Sampler, logits: Array, stops: Array) -> _State:
+def _append(state: State, sampler: Sampler, logits: Array, stops: Array) -> State:
     """The state with one more token per row; a row that has stopped repeats its last."""
     before = jax.lax.dynamic_index_in_dim(
         state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
@@ -318,19 +296,5 @@ def _append(state: _State, sampler: Sampler, logits: Array, stops: Array) -> _St
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logs, state.count, 1)
     done = state.done | (token[:, None] == stops[None, :]).any(1)
     seen = None if state.seen is None else state.seen.add(token)
-    return _whole(_State(tokens, state.count + 1, done, state.cache, seen, logprobs))
-
-
-def _whole(state: _State) -> _State:
-    """The state with its tokens on every device, and so in every process that reads them.
-
-    XLA chooses the placement of a loop's results, whatever it was within.
-    """
-
-    def whole(array: Array) -> Array:
-        return constrain(array, *(None,) * array.ndim)
-
-    logprobs = None if state.logprobs is None else whole(state.logprobs)
-    return _State(
-        whole(state.tokens), state.count, whole(state.done), state.cache, state.seen, logprobs
-    )
+    same = {"cache": state.cache, "draft_cache": state.draft_cache, "steps": state.steps}
+    return State(tokens, state.count + 1, done, seen=seen, logprobs=logprobs, **same).whole()

@@ -11,12 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
-from zoo.decoding.drawing import Sampler
-from zoo.sharding import constrain
+from zoo.decoding.drawing import Sampler, State
 
 
 @runtime_checkable
@@ -82,51 +81,11 @@ class Draft(eqx.Module):
         return Draft(decoder, num_tokens)
 
 
-class Drafted(eqx.Module):
-    """A continuation in progress, as `zoo.decoding.sampling` has it, with a second cache.
-
-    `tokens` has room for a draft more than is asked for.
-    """
-
-    tokens: Int[Array, "batch room"]
-    count: Int[Array, ""]
-    done: Bool[Array, "batch"]
-    cache: PyTree
-    draft_cache: PyTree
-    steps: Int[Array, ""]
-    """Of the model: the others of `count` tokens come from drafts."""
-    logprobs: Float[Array, "batch room"] | None
-
-    @staticmethod
-    def after(state: Any, draft_cache: PyTree) -> "Drafted":
-        """The continuation after a state of `zoo.decoding.sampling`."""
-        same = (state.tokens, state.count, state.done, state.cache)
-        return Drafted(*same, draft_cache, jnp.int32(0), state.logprobs)
-
-
-@eqx.filter_jit(donate="all-except-first")
-def advance(arrays: tuple[Any, ...], state: Drafted) -> Drafted:
-    """Continue to `limit` tokens or more, at most a draft more, or until all rows have stopped."""
-    decoder, draft, sampler, stops, limit = arrays
-
-    def unfinished(state: Drafted) -> Array:
-        return (state.count < limit) & ~state.done.all()
-
-    def step(state: Drafted) -> Drafted:
-        return _step(decoder, draft, sampler, stops, state)
-
-    state = jax.lax.while_loop(unfinished, step, state)
-    whole = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
-    found = tuple(map(whole, (state.tokens, state.done, state.logprobs)))
-    return eqx.tree_at(
-        lambda s: (s.tokens, s.done, s.logprobs), state, found, is_leaf=lambda x: x is None
-    )
-
-
-def _step(
-    decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: Drafted
-) -> Drafted:
+def draft_and_judge(
+    decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: State
+) -> State:
     """One step of the model: the drafted tokens that it keeps, and one of its own."""
+    assert state.steps is not None
     num = draft.num_tokens
     last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
     key = None if sampler.key is None else jax.random.fold_in(sampler.key, state.count)
@@ -155,14 +114,14 @@ def _step(
     tokens, done, logs = _ended(last, new, logits, state.done, stops, fewest + 1)
     put = lambda x, at: jax.lax.dynamic_update_slice_in_dim(x, at, state.count, 1)  # noqa: E731
     _, draft_pending = extend(draft.decoder, block, state.draft_cache)
-    return Drafted(
+    return State(
         put(state.tokens, tokens),
         state.count + fewest + 1,
         done,
         pending.commit(fewest + 1),
-        draft_pending.commit(fewest + 1),
-        state.steps + 1,
-        None if state.logprobs is None else put(state.logprobs, logs),
+        logprobs=None if state.logprobs is None else put(state.logprobs, logs),
+        draft_cache=draft_pending.commit(fewest + 1),
+        steps=state.steps + 1,
     )
 
 

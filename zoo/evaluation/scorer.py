@@ -21,7 +21,7 @@ from zoo.decoding.sampling import bucket_of
 from zoo.nn.precision import DTypeName
 from zoo.nn.products import is_operand
 from zoo.nn.protocols import HasReadout
-from zoo.sharding.placement import on_host
+from zoo.sharding.placement import gathered
 from zoo.tasks.generation import make_stops, stream_texts
 from zoo.training.chunked_loss import cut_time
 from zoo.training.losses import LOGITS_BYTES, class_logits, cross_entropy
@@ -234,7 +234,7 @@ class Scorer:
                 under_way.append((batch, sums))
             while len(under_way) > (batch is not None):
                 done, sums = under_way.popleft()
-                yield done, {name: on_host(x) for name, x in sums.items()}
+                yield done, {name: gathered(x) for name, x in sums.items()}
 
     def _placed(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """The arrays of a batch over the mesh, each process giving its devices' part."""

@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 def _split(documents: Sequence[Document] | None) -> tuple[list[Document], list[Document]]:
     documents = standard_library() if documents is None else documents
     python = [document for document in documents if document.name.endswith(".py")]
-    return held_out_split(python, by="name")
+    return held_out_split(python)
 
 
 def _held_out(documents: Sequence[Document] | None) -> list[Function]:

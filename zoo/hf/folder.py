@@ -40,7 +40,7 @@ from zoo.publishing.tensors import (
     quantized_skeleton,
     typed,
 )
-from zoo.sharding.parts import gathered
+from zoo.sharding.placement import gathered
 
 # `describe` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]

@@ -11,7 +11,7 @@ from zoo.hf.folder import family_of
 from zoo.hf.names import LAYER, Tensor
 from zoo.nn.parameters import resolve
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 
 
 @dataclass(frozen=True)

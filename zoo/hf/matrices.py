@@ -22,7 +22,7 @@ from zoo.hf.names import Index, Layout, Tensor
 from zoo.hf.weights import Stored
 from zoo.quantization.codes import StoredKind, pack
 from zoo.quantization.matrix import QuantizedMatrix, axes_of
-from zoo.sharding.kinds import matrix_axes
+from zoo.sharding.rules import matrix_axes
 
 Read = Callable[[str, Index], np.ndarray]
 FLOATS = ("F16", "BF16", "F32")

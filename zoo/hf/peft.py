@@ -33,7 +33,7 @@ from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
 from zoo.publishing.models import ALL_LINEAR
 from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, typed, write_file
 from zoo.sharding.axes import keystr
-from zoo.sharding.placement import on_host
+from zoo.sharding.placement import gathered
 from zoo.wrappers import lora
 
 _ROOT = "base_model.model."
@@ -288,7 +288,7 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         for number in range(count):
             known = number if number in nodes else min(nodes)
             found, array = places[known, field], getattr(nodes[known], field)
-            values = found.write(at, on_host(array[found.at(at)]))
+            values = found.write(at, gathered(array[found.at(at)]))
             values = values if number in nodes else np.zeros_like(values)
             if field == "up":
                 before, after = number * one.rank, (count - 1 - number) * one.rank

@@ -22,7 +22,7 @@ from zoo.publishing.formats import Base, read_json
 from zoo.publishing.models import ALL_LINEAR
 from zoo.publishing.tensors import open_file
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 from zoo.wrappers import lora
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from zoo.hf.names import Layout
 from zoo.hf.weights import DTYPES, Weights
 from zoo.publishing import PublishError
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_matrix, matrix_axes
+from zoo.sharding.rules import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "bitsandbytes": BitsAndBytes}

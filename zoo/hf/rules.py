@@ -10,7 +10,7 @@ from typing import Any
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.family import Fields, Rule
-from zoo.nn.layers import RopeScaling
+from zoo.transformer.config import RopeScaling
 
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS = {

@@ -1,13 +1,12 @@
-"""The layers that families share: linear maps, embeddings, norms, activations, dropout, rotary.
+"""The layers that families share: linear maps, tables, output heads, norms, activations, dropout.
 
 Each works on the last axis of an input of any leading shape, in the input's dtype; norms and
-activations compute in fp32 inside. Legend of suffixes: B batch, T time, N heads, H head size.
+activations compute in fp32 inside. Legend of suffixes: B batch, T time, E embed.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -17,10 +16,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.common.configuration import check, check_positive, require
-from zoo.nn.derivatives import Static, custom_vjp
-from zoo.nn.products import Operand, matmul
-from zoo.sharding import is_sharding, partition_spec, spec_in_use
+from zoo.nn.products import Operand, Static, custom_vjp, matmul
+from zoo.sharding import constrain, is_sharding, partition_spec, spec_in_use
 from zoo.sharding.rules import mesh_axes
 from zoo.sharding.specs import between, num_shards
 
@@ -70,6 +67,23 @@ def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[
     return (x.astype(jnp.float32) + bias32).astype(x.dtype)
 
 
+class Readout(eqx.Module):
+    """An output head as it is used: gathered, in the compute dtype, the embedding's where tied."""
+
+    weight: Float[Array, "embed out"] | Operand
+    bias: Float[Array, "out"] | None = None
+    axes: tuple[tuple[str, str], ...] = eqx.field(static=True, default=(("out", "vocab"),))
+    soft_cap: float | None = eqx.field(static=True, default=None)
+
+    def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq out"]:
+        """The outputs in fp32; with a soft cap, its multiple of tanh (Gemma 2)."""
+        outputs = add_bias(matmul(x_BTE, self.weight, dtype=jnp.float32), self.bias)
+        outputs = constrain(outputs, "batch", "inner_seq", dict(self.axes)["out"])
+        return (
+            outputs if self.soft_cap is None else self.soft_cap * jnp.tanh(outputs / self.soft_cap)
+        )
+
+
 class Embedding(eqx.Module):
     """A table of vectors, float32[rows, embed]; one of tokens can also serve as the output head."""
 
@@ -115,7 +129,7 @@ class _Parts(NamedTuple):
 def _parts(axes: tuple[str | None, str | None]) -> _Parts:
     mesh = jax.sharding.get_abstract_mesh()
     stored = partition_spec(axes, mesh)
-    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `gather` takes first
+    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `unshard` takes first
     taken = frozenset(mesh_axes(table))
     tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
     batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))
@@ -327,65 +341,3 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
         return x
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros_like(x))
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How the wavelengths of rotary positions are stretched, for longer sequences than before."""
-
-    factor: float = 1.0
-    """Multiplies the wavelengths (Chen et al. 2023); 1 leaves them as they are."""
-    low_freq_factor: float | None = None
-    """With the next two (Llama 3): waves that fit the original length less often are stretched."""
-    high_freq_factor: float | None = None
-    """Waves that fit it more often are not; those in between are in part."""
-    original_max_seq_len: int | None = None
-    """The original length: the longest sequence that the model was trained on before."""
-
-    def __post_init__(self) -> None:
-        check(self, "positions.scaling.")
-        waves = "low_freq_factor", "high_freq_factor", "original_max_seq_len"
-        check_positive(self, "positions.scaling.", "factor", *waves)
-        given = [name for name in waves if getattr(self, name) is not None]
-        require(
-            len(given) in (0, 3),
-            f"positions.scaling has {' and '.join(given)}: give all of {', '.join(waves)}, or none",
-        )
-
-    def stretch(self, frequency: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
-        """The frequencies of the stretched wavelengths (Grattafiori et al. 2024 for Llama 3's)."""
-        if self.factor == 1:
-            return frequency
-        stretched = frequency / self.factor
-        low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
-        if low is None or high is None or length is None:
-            return stretched
-        fits = length * frequency / (2 * math.pi)
-        kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
-        return stretched + kept * (frequency - stretched)
-
-
-def rotary_tables(
-    positions: Int[Array, "batch seq"],
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
-    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        frequency = scaling.stretch(frequency)
-    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-
-
-def rotate(
-    x_BTNH: Float[Array, "batch seq heads head_dim"],
-    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
-    cos, sin = (table[:, :, None, :] for table in tables)
-    x32 = x_BTNH.astype(jnp.float32)
-    # A roll, not a split and a concatenation: one pass over x.
-    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)

@@ -7,7 +7,7 @@ may be an `Operand`, which products take as it is (`zoo.nn.products`).
 import contextlib
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Key
 
-from zoo.nn.balancing import is_load_bias
-from zoo.nn.derivatives import custom_vjp
-from zoo.nn.products import Operand, cast_array, is_derived, is_operand
+from zoo.nn.products import Operand, custom_vjp, is_derived, is_operand
+from zoo.nn.stateful import cast
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import annotation, keystr, map_named
 from zoo.sharding.foreign import ANNOTATION, Named
@@ -63,48 +62,26 @@ def _is_for_operands(hint: Any) -> bool:
     return is_class or any(map(_is_for_operands, typing.get_args(hint)))
 
 
-def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
-
-    Nodes of which `is_kept` holds are left too.
-    """
-
-    def visit(x: Any) -> Any:
-        return x if is_kept(x) else cast_array(x, dtype)
-
-    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_kept(x))
-
-
-def is_kept(x: Any) -> bool:
-    """Whether a node of a model has dtypes of its own, whatever those of the parameters are.
-
-    So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
-    """
-    return is_load_bias(x) or isinstance(x, eqx.nn.State)
-
-
-def kept_dtypes(model: Any) -> dict[str, Any]:
-    """The dtype of each array of the nodes that are kept, by dotted path; None: as it is stored."""
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kept)
-    return {
-        keystr((*path, *inner)): jnp.dtype(jnp.float32) if is_load_bias(node) else None
-        for path, node in nodes
-        if is_kept(node)
-        for inner, _ in jax.tree_util.tree_leaves_with_path(node)
-    }
-
-
 _compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
+# A context of JAX's own, so that what was traced in one precision is not taken for another.
+_operands = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def computing_in(dtype: DTypeLike) -> Iterator[None]:
-    """Within, `cast_for_use` casts to `dtype`."""
+def computing_in(dtype: DTypeLike, operands: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    """Within, `cast_for_use` casts to `dtype`, and `with_operands` applies `operands`."""
     token = _compute_dtype.set(dtype)
     try:
-        yield
+        with _operands(operands):
+            yield
     finally:
         _compute_dtype.reset(token)
+
+
+def with_operands(layer: Tree) -> Tree:
+    """A layer of a model's blocks with the operands of the precision around, if any."""
+    operands = _operands.value
+    return layer if operands is None else operands(layer)
 
 
 _dropout_key: ContextVar[Any] = ContextVar("zoo_dropout_key", default=None)
@@ -153,7 +130,7 @@ def casts_inputs(model: Any) -> bool:
 
 
 class CastsAtUse(CastsInputs):
-    """A model that casts its parameters where it uses them, a layer at a time, by `gather`.
+    """A model that casts its parameters where it uses them, a layer at a time, by `unshard`.
 
     A step then hands it its parameters as they are, and no copy of the whole model in the compute
     dtype is ever made. A model around another one may say by `casts_at_use` that the other does.
@@ -170,14 +147,14 @@ def casts_at_use(model: Any) -> bool:
     return isinstance(model, CastsAtUse) and model.casts_at_use
 
 
-def gather(tree: Tree) -> Tree:
+def unshard(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
     Those are `sharding.STORAGE_AXES` and all that split the batch, whose devices need the
     parameters for rows of their own. Call it where they are used: inside the scan over layers, on
     the layer in use, so that one layer at a time is whole, and the network carries the compute
     dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
-    dtype. Parameters without names in an annotation are left to `gather_foreign`.
+    dtype. Parameters without names in an annotation are left to `unshard_foreign`.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
@@ -193,7 +170,7 @@ def gather(tree: Tree) -> Tree:
     return map_named(gather_leaf, tree)
 
 
-def gather_foreign(model: Tree) -> Tree:
+def unshard_foreign(model: Tree) -> Tree:
     """Cast and gather likewise the parameters of a whole model that have no annotation of names.
 
     Their modules do not gather them where they use them, and know no operands. It takes the whole

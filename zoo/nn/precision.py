@@ -22,8 +22,8 @@ from zoo.nn.parameters import (
     casts_at_use,
     casts_inputs,
     computing_in,
-    gather_foreign,
     resolve_for_use,
+    unshard_foreign,
 )
 from zoo.sharding.axes import keystr
 
@@ -109,16 +109,6 @@ def native_precision() -> Precision:
     return "bf16" if words & {"avx512_bf16", "amx_bf16"} else "fp32"
 
 
-# A context of JAX's own, so that what was traced in one precision is not taken for another.
-_scheme = jax.make_user_context(default_value=None)
-
-
-def with_operands(layer: Tree) -> Tree:
-    """A layer of a model's blocks with the operands of the scheme around, if any."""
-    scheme = _scheme.value
-    return layer if scheme is None else scheme.operands(layer)
-
-
 @contextlib.contextmanager
 def in_precision(model: Tree, precision: Precision | str) -> Iterator[Tree]:
     """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
@@ -126,11 +116,12 @@ def in_precision(model: Tree, precision: Precision | str) -> Iterator[Tree]:
     An `eqx.nn.State` keeps its dtypes, and the layers that have one compute in fp32. It enters
     `exact_products`, which a gradient also needs around the function that it is of.
     """
-    dtype = compute_dtype(precision)
-    with computing_in(dtype), exact_products(precision), _scheme(scheme_of(precision)):
+    scheme = scheme_of(precision)
+    dtype, operands = compute_dtype(precision), None if scheme is None else scheme.operands
+    with computing_in(dtype, operands), exact_products(precision):
         if not casts_at_use(model):
             model = stateful.cast_around(resolve_for_use(model), dtype)
-        yield gather_foreign(model)
+        yield unshard_foreign(model)
 
 
 def cast_inputs(

@@ -3,20 +3,24 @@
 An `Operand` says how it is multiplied: one with an adapter by way of other products, and one of
 codes by a product and a gradient of its own, for which `multiply` has the rule. Experts are the
 exception, `zoo.nn.grouped_products`.
+
+Products, and other functions by `custom_vjp`, have a gradient that is written out, for reverse mode
+alone. Within `forward_mode` each is differentiated by its own operations, for `jax.jvp`.
 """
 
 import abc
+import contextlib
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float
-
-from zoo.nn.derivatives import Static, custom_vjp, in_forward_mode
 
 Model = TypeVar("Model")
 
@@ -26,11 +30,88 @@ Kind = Literal["int8", "int4", "nf4"]  # of `Quantized` matrices, as flags show 
 # policy that keeps products keeps them.
 PRODUCT = "operand_product"
 
+# A context of JAX's own: what was traced outside is not taken from a cache inside, nor the reverse.
+_forward_mode = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def forward_mode() -> Iterator[None]:
+    """Within, `jax.jvp`, `jax.jacfwd`, `jax.linearize` and `jax.hessian` go through any model.
+
+    For example `jax.jvp(jax.grad(loss), (params,), (direction,))` is a Hessian-vector product. The
+    gradients inside are by autodiff: the same values but for rounding, slower, and with more
+    memory, as attention and losses keep all logits. Compiled steps outside do not change.
+    """
+    with _forward_mode(True):
+        yield
+
+
+def in_forward_mode() -> bool:
+    """Whether functions are differentiated by their own operations here."""
+    return bool(_forward_mode.value)
+
+
+class Static(eqx.Module):
+    """A value that is no array, among the residuals of a gradient."""
+
+    value: Any = eqx.field(static=True)
+
+
+class custom_vjp:
+    """`jax.custom_vjp`, for a function whose own operations can be differentiated too."""
+
+    def __init__(self, function: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
+        functools.update_wrapper(self, function)
+        self._plain, self._nondiff_argnums = function, nondiff_argnums
+        self._with_rule = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
+
+    def defvjp(
+        self,
+        forward: Callable[..., tuple[Any, Any]],
+        backward: Callable[..., Any],
+        *,
+        by_need: bool = False,
+    ) -> None:
+        """Give the rule, as `jax.custom_vjp.defvjp` takes it.
+
+        With `by_need`, `forward` gets one more argument, `needed`: the differentiable inputs with
+        a boolean for each array, whether its gradient is asked for, which that of a frozen
+        parameter is not. `backward` gives None in the place of one that is not.
+        """
+        if not by_need:
+            self._with_rule.defvjp(forward, backward)
+            return
+
+        @functools.wraps(forward)
+        def forward_by_need(*args: Any) -> tuple[Any, Any]:
+            inputs = tuple(x for i, x in enumerate(args) if i not in self._nondiff_argnums)
+            needed = _map(CustomVJPPrimal, lambda x: x.perturbed, inputs)
+            return forward(*_map(CustomVJPPrimal, lambda x: x.value, args), needed=needed)
+
+        @functools.wraps(backward)
+        def backward_by_need(*args: Any) -> Any:
+            return backward(*_map(SymbolicZero, lambda x: jnp.zeros(x.shape, x.dtype), args))
+
+        self._with_rule.defvjp(forward_by_need, backward_by_need, symbolic_zeros=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if in_forward_mode():
+            return self._plain(*args, **kwargs)
+        # JAX's error of forward mode shows the line in its traceback, so the line says the way out.
+        return self._with_rule(*args, **kwargs)  # for forward mode, use zoo.forward_mode()
+
+
+def _map(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with a function of each node of a class in its place."""
+    is_one = lambda x: isinstance(x, cls)  # noqa: E731
+    return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
+
 
 class Derived(eqx.Module):
     """A node in the place of a parameter, which is computed from other arrays at its use.
 
-    The model's code does not change: `gather` and the cast put `value()` in the node's place.
+    The model's code does not change: `unshard` and the cast put `value()` in the node's place.
     """
 
     @abc.abstractmethod
@@ -42,7 +123,7 @@ class Operand(Derived):
     """A matrix that a product takes as it is, without making the whole of it.
 
     It stays in the place of a parameter whose annotation says so, as `weight: Float[Array, "embed
-    mlp"] | Operand`; elsewhere `gather` and the cast put its value. Its leading axes may stack it.
+    mlp"] | Operand`; elsewhere `unshard` and the cast put its value. Its leading axes may stack it.
     """
 
     @property
@@ -232,20 +313,15 @@ def _backward(
         dx = w.input_gradient(g.reshape(b * m, n), contract, of_x).reshape(b, m, -1)
     elif w is not None:
         dx = product(low.reshape(b * m, n), w, ((1,), (1,)), of_x).reshape(b, m, -1)
-    return dx, None if x is None else weight_gradient(x, low, of_w), None
+    if x is None:
+        return dx, None, None
+    if x.dtype == jnp.float32:
+        return dx, product(x.reshape(b * m, -1), low.reshape(b * m, n), ((0,), (0,)), of_w), None
+    # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
+    return dx, product(x, low, ((0, 1), (0, 1)), of_w), None
 
 
 _multiply.defvjp(_forward, _backward, by_need=True)
-
-
-def weight_gradient(
-    x: Float[Array, "b m k"], g: Float[Array, "b m n"], dtype: DTypeLike
-) -> Float[Array, "k n"]:
-    """The gradient of a product's weight, from its input and the gradient of its result."""
-    if x.dtype == jnp.float32:
-        return product(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), ((0,), (0,)), dtype)
-    # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return product(x, g, ((0, 1), (0, 1)), dtype)
 
 
 def platform() -> str:

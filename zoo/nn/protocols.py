@@ -4,8 +4,8 @@ from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.nn.balancing import Balance
-from zoo.nn.readout import Readout
+from zoo.nn.layers import Readout
+from zoo.nn.stateful import Balance
 
 
 class SequenceOptions(TypedDict, total=False):

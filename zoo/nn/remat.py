@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from zoo.nn.parameters import gather
-from zoo.nn.precision import with_operands
+from zoo.nn.parameters import unshard, with_operands
 from zoo.nn.products import PRODUCT
 
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
@@ -93,7 +92,7 @@ def scan_layers(
 
     def one(turn: int, in_scan: bool) -> LayerFunction:
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
-            whole = gather(with_operands(eqx.combine(layer, static)))
+            whole = unshard(with_operands(eqx.combine(layer, static)))
             return functions[turn](whole, carry, index)
 
         return checkpoint(body, policy, in_scan=in_scan)

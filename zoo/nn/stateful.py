@@ -1,20 +1,94 @@
-"""An `eqx.nn.State` in a model, such as the statistics of a batch norm: not trained, but threaded.
+"""What a step moves in a model without an optimizer: States, and biases that even out experts.
 
-A State is spent by its `set`, and so those handed on here are copies.
+They keep their dtypes where a model is cast. An `eqx.nn.State`, such as the statistics of a batch
+norm, is spent by its `set`, and so those handed on here are copies.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, PyTree
+from jaxtyping import Array, DTypeLike, Float, PyTree
 
-from zoo.nn.parameters import cast, is_kept
-from zoo.nn.products import is_operand
+from zoo.nn.products import cast_array, is_operand
+from zoo.sharding.axes import keystr
 
 Tree = TypeVar("Tree")
+
+
+class LoadBias(eqx.Module):
+    """A router's bias for each expert: added to its scores as it chooses, not to their weights.
+
+    It evens out their load (Wang et al. 2024, DeepSeek-V3).
+    No optimizer moves it. Each step takes `rate` off those of experts with more than the mean load,
+    and adds it to the others'. It stays in fp32, as small steps ask for.
+    """
+
+    value: Float[Array, "routes"]
+    rate: float = eqx.field(static=True)
+
+
+class Balance(NamedTuple):
+    """The terms of a loss that routers give, float32[batch] each: weighted sums over each row."""
+
+    load: Float[Array, "batch"]
+    """`moe.load_balance`."""
+    z: Float[Array, "batch"]
+    """The squares of the logarithms of the routers' partition functions (Zoph et al. 2022)."""
+    error: Float[Array, "batch"]
+    """Zero, with the experts' loads above the mean as gradients for their `LoadBias`."""
+
+
+def is_load_bias(x: Any) -> bool:
+    """Whether a node of a model is a `LoadBias`."""
+    return isinstance(x, LoadBias)
+
+
+def moved(model: PyTree, errors: PyTree) -> Any:
+    """A model, or a part, with each `LoadBias` a step on, by the gradient in its place."""
+
+    def visit(node: Any, error: Any) -> Any:
+        if not is_load_bias(node) or error.value is None:
+            return node
+        # A load that is even but for rounding, as of other microbatches, moves nothing.
+        is_off = jnp.abs(error.value) > 1e-6 * jnp.abs(error.value).max()
+        change = jnp.where(is_off, jnp.sign(error.value), 0.0) * node.rate
+        return eqx.tree_at(lambda bias: bias.value, node, node.value - change)
+
+    return jax.tree.map(visit, model, errors, is_leaf=is_load_bias)
+
+
+def is_kept(x: Any) -> bool:
+    """Whether a node of a model has dtypes of its own, whatever those of the parameters are.
+
+    So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
+    """
+    return is_load_bias(x) or isinstance(x, eqx.nn.State)
+
+
+def kept_dtypes(model: Any) -> dict[str, Any]:
+    """The dtype of each array of the nodes that are kept, by dotted path; None: as it is stored."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kept)
+    return {
+        keystr((*path, *inner)): jnp.dtype(jnp.float32) if is_load_bias(node) else None
+        for path, node in nodes
+        if is_kept(node)
+        for inner, _ in jax.tree_util.tree_leaves_with_path(node)
+    }
+
+
+def cast(tree: Tree, dtype: DTypeLike) -> Tree:
+    """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
+
+    Nodes of which `is_kept` holds are left too.
+    """
+
+    def visit(x: Any) -> Any:
+        return x if is_kept(x) else cast_array(x, dtype)
+
+    return jax.tree.map(visit, tree, is_leaf=lambda x: is_operand(x) or is_kept(x))
 
 
 def is_state(x: Any) -> bool:
@@ -38,11 +112,8 @@ def with_states(model: Tree, new: list[eqx.nn.State]) -> Tree:
 
 def _copied(state: eqx.nn.State) -> eqx.nn.State:
     """The same arrays, none weakly typed: a restored one is not, and Equinox tells them apart."""
-    return jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, state)
-
-
-def _is_weak(x: Any) -> bool:
-    return eqx.is_array(x) and getattr(x, "weak_type", False)
+    is_weak = lambda x: eqx.is_array(x) and getattr(x, "weak_type", False)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, state)
 
 
 class _BatchNorm(eqx.nn.BatchNorm):

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from zoo.planning import hlo
-from zoo.planning.hlo import Computation, HLOError, Instruction, Program, Visit
+from zoo.planning.hlo import HLOError, Instruction, Program
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -49,12 +49,12 @@ def collectives(program: Program) -> list[Collective]:
     found, seen = [], set()
     for visit in hlo.visits(program):
         for instruction in visit.computation.instructions.values():
-            kind, channel = _kind(instruction), channel_of_parts(instruction)
+            kind, channel = kind_of(instruction), channel_of_parts(instruction)
             if kind is None or (visit.scope, channel) in seen:
                 continue
             if channel:
                 seen.add((visit.scope, channel))
-            found.append(_collective(program, visit, instruction, kind))
+            found.append(_collective(instruction, kind, visit.times, visit.is_fused))
     return found
 
 
@@ -67,19 +67,17 @@ def channel_of_parts(instruction: Instruction) -> str | None:
     return instruction.attribute(r"channel_id=(\d+).*chain_id=")
 
 
-def within(program: Program, visit: Visit, instruction: Instruction) -> dict[str, Collective]:
+def within(instruction: Instruction, is_fused: bool = False) -> dict[str, Collective]:
     """The collectives that an instruction is, or has in it, by what its parts have in common."""
-    kind = _kind(instruction)
+    kind = kind_of(instruction)
     if kind is not None:
         key = channel_of_parts(instruction) or instruction.name
-        return {key: _collective(program, visit, instruction, kind)}
+        return {key: _collective(instruction, kind, 1, is_fused)}
     if instruction.opcode not in ("fusion", "async-start"):
         return {}
-    inside = program.computations[instruction.called["calls"][0]]
-    into = Visit(inside, visit.times, instruction.opcode == "fusion", visit.scope)
     found: dict[str, Collective] = {}
-    for each in inside.instructions.values():
-        found |= within(program, into, each)
+    for each in instruction.inside.instructions.values():
+        found |= within(each, instruction.opcode == "fusion")
     return found
 
 
@@ -96,28 +94,18 @@ def bytes_by_kind(
     return {kind: totals[kind] for kind in KINDS if kind in totals}
 
 
-def is_collective(instruction: Instruction) -> bool:
-    """Whether an instruction is a collective, or the start of one."""
-    return _kind(instruction) is not None
-
-
-def unknown_loops(program: Program) -> list[str]:
-    """The loops that counted once, as the program does not say how often they run."""
-    return [name for visit in hlo.visits(program) for name in visit.unknown_loops]
-
-
-def _kind(instruction: Instruction) -> Kind | None:
+def kind_of(instruction: Instruction) -> Kind | None:
+    """The kind of collective that an instruction is, or starts; None of any other."""
     if instruction.opcode == "send":  # to other slices, by the host
-        name = (instruction.attribute(_BETWEEN) or "").lower().replace("_", "-")
-        return next((kind for kind in KINDS if kind == name), None)
-    name = instruction.opcode.removesuffix("-start")
-    if name == "ragged-all-to-all":
-        return "all-to-all"
+        found = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or ""
+        name = found.lower().replace("_", "-")
+    else:
+        name = instruction.opcode.removesuffix("-start").removeprefix("ragged-")
     return next((kind for kind in KINDS if kind == name), None)
 
 
-def _collective(program: Program, visit: Visit, instruction: Instruction, kind: Kind) -> Collective:
-    types = [visit.computation.instructions[name].type for name in instruction.operands]
+def _collective(instruction: Instruction, kind: Kind, times: int, is_fused: bool) -> Collective:
+    types = [x.type for x in instruction.inputs]
     held = float(sum(map(hlo.num_bytes, types)))
     if instruction.opcode == "send":
         types = types[:1]  # the rest is a token
@@ -125,10 +113,11 @@ def _collective(program: Program, visit: Visit, instruction: Instruction, kind: 
     else:
         if "ragged" in instruction.opcode:  # from one buffer into another, of which one has room
             held = float(min(map(hlo.num_bytes, types[:2])))
-        who = groups(instruction, program.num_partitions)
+        who = groups(instruction, instruction.home.program.num_partitions)
     n = len(who[0])
-    if kind == "all-reduce" and visit.is_fused and _is_cut(visit.computation, held, n):
-        kind = "reduce-scatter"
+    made = hlo.num_bytes(instruction.home.root.type)
+    if kind == "all-reduce" and is_fused and n > 1 and made <= 1.01 * held / n:
+        kind = "reduce-scatter"  # a fusion that gives but a part of what it reduces: so TPUs say it
     sent = {
         "all-gather": (n - 1) * held,
         "reduce-scatter": held * (n - 1) / n,
@@ -137,11 +126,8 @@ def _collective(program: Program, visit: Visit, instruction: Instruction, kind: 
         "collective-permute": held,
     }[kind]
     dtype = types[0].lstrip("(").partition("[")[0]
-    op_name = _op_name(visit.computation, instruction)
-    return Collective(kind, sent, visit.times, n, dtype, op_name, who, pairs(instruction))
-
-
-_BETWEEN = r'_xla_megascale_transfer_type="(\w+)"'
+    op_name = _op_name(instruction)
+    return Collective(kind, sent, times, n, dtype, op_name, who, pairs(instruction))
 
 
 def _slices(instruction: Instruction) -> Groups:
@@ -156,18 +142,13 @@ def _slices(instruction: Instruction) -> Groups:
     return tuple(tuple(place + size * k for k in range(slices)) for place in range(size))
 
 
-def _is_cut(fused: Computation, held: float, n: int) -> bool:
-    """Whether a fusion around an all-reduce gives but a part of it: so TPUs say reduce-scatter."""
-    return n > 1 and hlo.num_bytes(fused.root.type) <= 1.01 * held / n
-
-
-def _op_name(computation: Computation, instruction: Instruction) -> str:
+def _op_name(instruction: Instruction) -> str:
     """The origin of a collective in the traced step, or of its operands where it has none."""
     nearby = [instruction]
     for found in nearby:  # which grows
         if found.op_name or len(nearby) > 100:
             return found.op_name
-        nearby += [computation.instructions[name] for name in found.operands]
+        nearby += found.inputs
     return ""
 
 

@@ -5,6 +5,7 @@ types, operands and attributes, which computation calls which, and how often a l
 """
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -18,7 +19,6 @@ _CALLED = re.compile(
     r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
-_TRIPS = re.compile(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
 
 
 Integers = dict[int, int]  # by the index of an element of a loop's tuple
@@ -28,7 +28,7 @@ class HLOError(ValueError):
     """A text that is no compiled program, as this reader knows them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """One instruction: `%name = type opcode(operands), attributes`."""
 
@@ -39,18 +39,31 @@ class Instruction:
     text: str
     """The text between the parentheses: of a constant or a parameter, its value or number."""
     attributes: str
+    home: "Computation"
+
+    @property
+    def inputs(self) -> list["Instruction"]:
+        """The instructions whose results it takes."""
+        return [self.home.instructions[name] for name in self.operands]
 
     @functools.cached_property
-    def called(self) -> dict[str, tuple[str, ...]]:
+    def called(self) -> dict[str, list["Computation"]]:
         """The computations that it calls, by the attribute that names them."""
-        found = _CALLED.findall(self.attributes)
-        return {kind: tuple(_NAME.findall(names)) for kind, names in found}
+        known = self.home.program.computations
+        return {
+            kind: [known[name] for name in _NAME.findall(names) if name in known]
+            for kind, names in _CALLED.findall(self.attributes)
+        }
+
+    @property
+    def inside(self) -> "Computation":
+        """The computation of a fusion, or of what is started."""
+        return self.called["calls"][0]
 
     @functools.cached_property
     def op_name(self) -> str:
         """Where in the traced function it comes from; empty where the compiler made it up."""
-        match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match.group(1) if match else ""
+        return self.attribute(r'op_name="([^"]*)"') or ""
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression found in the attributes."""
@@ -58,11 +71,12 @@ class Instruction:
         return match.group(1) if match else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Computation:
     """A computation: its instructions by name, in order."""
 
     name: str
+    program: "Program"
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
     @property
@@ -70,14 +84,33 @@ class Computation:
         """The instruction whose result is the computation's; the last one."""
         return next(reversed(self.instructions.values()))
 
+    @functools.cached_property
+    def parameters(self) -> dict[str, Instruction]:
+        """The parameters, by their numbers."""
+        return {x.text: x for x in self.instructions.values() if x.opcode == "parameter"}
 
-@dataclass(frozen=True)
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that take the result of each, by its name."""
+        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for user in self.instructions.values():
+            for name in dict.fromkeys(user.operands):
+                found[name].append(user)
+        return found
+
+
+@dataclass
 class Program:
     """A compiled program."""
 
-    computations: dict[str, Computation]
-    entry: Computation
-    num_partitions: int
+    num_partitions: int = 1
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry_name: str = ""
+
+    @property
+    def entry(self) -> Computation:
+        """The computation that a step begins with."""
+        return self.computations[self.entry_name]
 
 
 @dataclass(frozen=True)
@@ -103,24 +136,24 @@ def read(text: str) -> Program:
     Raises:
         HLOError: a text without a program in it.
     """
-    computations: dict[str, Computation] = {}
+    partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    program = Program(int(partitions.group(1)) if partitions else 1)
     current: Computation | None = None
-    entry = ""
     for line in _lines(text):
         if current is None or (line[:1] not in ("", " ", "}") and line.rstrip().endswith("{")):
             match = re.match(r"(ENTRY )?%?([\w.\-]+) ?\(.*->.*\{$", line)
             if match:
-                current = computations[match.group(2)] = Computation(match.group(2), {})
-                entry = match.group(2) if match.group(1) else entry
+                is_entry, name = match.groups()
+                current = program.computations[name] = Computation(name, program)
+                program.entry_name = name if is_entry else program.entry_name
         elif line.startswith("}"):
             current = None
         elif " = " in line:
-            instruction = _instruction(line.strip())
+            instruction = _instruction(line.strip(), current)
             current.instructions[instruction.name] = instruction
-    if not entry:
+    if not program.entry_name:
         raise HLOError(f"no ENTRY computation in a text that begins {text[:60]!r}")
-    partitions = re.search(r"num_partitions=(\d+)", text[: text.find("\n")])
-    return Program(computations, computations[entry], int(partitions.group(1)) if partitions else 1)
+    return program
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -135,7 +168,7 @@ def _lines(text: str) -> Iterator[str]:
     yield line
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(line: str, home: Computation) -> Instruction:
     name, _, rest = line.removeprefix("ROOT ").partition(" = ")
     end = _balanced(rest, 0) if rest.startswith("(") else rest.find(" ")
     type_, rest = rest[:end], rest[end:].lstrip()
@@ -144,7 +177,7 @@ def _instruction(line: str) -> Instruction:
     inside = rest[opening + 1 : closing - 1]
     opcode = rest[:opening]
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
-    return Instruction(name.lstrip("%"), type_, opcode, operands, inside, rest[closing:])
+    return Instruction(name.lstrip("%"), type_, opcode, operands, inside, rest[closing:], home)
 
 
 def _balanced(text: str, start: int) -> int:
@@ -185,61 +218,59 @@ def visits(program: Program) -> Iterator[Visit]:
     A loop whose number of turns the text does not give counts once, and is named, for a plan to
     refuse it.
     """
-    scopes = iter(range(1 << 62))
+    scopes = itertools.count()
 
     def walk(
         computation: Computation,
         times: int,
-        is_fused: bool,
-        scope: int,
         given: Integers,
         caller: tuple[int, str] | None = None,
+        fused_in: int | None = None,
     ) -> Iterator[Visit]:
+        scope = next(scopes) if fused_in is None else fused_in
         unknown = []
         inner: list[Iterator[Visit]] = []
         for instruction in computation.instructions.values():
             called, here = instruction.called, (scope, instruction.name)
             if instruction.opcode == "while":
-                start = _starts(computation, instruction.operands[0], given)
-                turns = _turns(program, instruction, start)
+                start = _starts(instruction, given)
+                turns = _turns(instruction, start)
                 if turns is None:
                     unknown.append(instruction.name)
-                body = program.computations[called["body"][0]]
-                inner.append(walk(body, times * (turns or 1), False, next(scopes), start, here))
-                continue
-            if instruction.opcode.endswith(("-done", "-update")):
-                continue  # it counted at its start
-            names = called.get("calls", ())
-            fuses = instruction.opcode == "fusion"
-            if instruction.opcode in ("call", "async-start"):
-                names += called.get("to_apply", ())
-            for name in names:
-                where = scope if fuses else next(scopes)
-                into = program.computations[name]
-                inner.append(walk(into, times, fuses, where, {}, here))
-            branches = (
-                called.get("branch_computations", ())
-                + called.get("true_computation", ())
-                + called.get("false_computation", ())
-            )
-            for name in branches:
-                branch = program.computations[name]
-                inner.append(walk(branch, times, False, next(scopes), {}, here))
-        yield Visit(computation, times, is_fused, scope, tuple(unknown), caller)
-        for each in inner:
-            yield from each
+                inner.append(walk(called["body"][0], times * (turns or 1), start, here))
+            elif not instruction.opcode.endswith(("-done", "-update")):  # it counted at its start
+                applies = instruction.opcode in ("call", "async-start")
+                kinds = ["calls", *["to_apply"] * applies, *_BRANCHES]
+                within = scope if instruction.opcode == "fusion" else None
+                for each in itertools.chain.from_iterable(called.get(kind, ()) for kind in kinds):
+                    inner.append(walk(each, times, {}, here, within))
+        yield Visit(computation, times, fused_in is not None, scope, tuple(unknown), caller)
+        for visit in inner:
+            yield from visit
 
-    yield from walk(program.entry, 1, False, next(scopes), {})
+    yield from walk(program.entry, 1, {})
 
 
-def _starts(computation: Computation, name: str, outer: Integers) -> Integers:
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def unknown_loops(program: Program) -> list[str]:
+    """The loops that counted once, as the program does not say how often they run."""
+    return [name for visit in visits(program) for name in visit.unknown_loops]
+
+
+def _starts(loop: Instruction, outer: Integers) -> Integers:
     """The integers among the elements of the tuple that a loop starts with."""
-    made = computation.instructions[name]
+    made = loop.inputs[0]
     while made.opcode in ("copy", "opt-barrier"):
-        made = computation.instructions[made.operands[0]]
-    elements = made.operands if made.opcode == "tuple" else ()
-    found = {i: _integer(computation, x, outer) for i, x in enumerate(elements)}
-    return {i: value for i, value in found.items() if value is not None}
+        made = made.inputs[0]
+    return _integers(dict(enumerate(made.inputs)) if made.opcode == "tuple" else {}, outer)
+
+
+def _integers(elements: dict[int, Instruction], given: Integers) -> Integers:
+    """The integers among the elements of a tuple, by their places in it."""
+    found = {place: _integer(element, given) for place, element in elements.items()}
+    return {place: value for place, value in found.items() if value is not None}
 
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -250,20 +281,15 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 
 def _integer(
-    computation: Computation,
-    name: str,
-    given: Integers,
-    program: Program | None = None,
-    arguments: Sequence[Callable[[], int | None]] = (),
+    made: Instruction, given: Integers, arguments: Sequence[Callable[[], int | None]] = ()
 ) -> int | None:
     """The value of a scalar instruction, if the elements `given` of a loop's tuple decide it.
 
     Within a fusion, whose `arguments` are computed as they are asked for.
     """
-    made = computation.instructions[name]
-    value = functools.partial(
-        _integer, computation, given=given, program=program, arguments=arguments
-    )
+    if "[]" not in made.type:
+        return None
+    value = functools.partial(_integer, given=given, arguments=arguments)
     if made.opcode == "constant":
         return int(made.text) if re.fullmatch(r"-?\d+", made.text) else None
     if made.opcode == "parameter":
@@ -271,37 +297,35 @@ def _integer(
     if made.opcode == "get-tuple-element":
         return given.get(int(made.attribute(r"index=(\d+)") or 0))
     if made.opcode in ("copy", "bitcast", "convert"):
-        return value(made.operands[0])
-    if made.opcode == "fusion" and program is not None:
-        fused = program.computations[made.called["calls"][0]]
-        inputs = [functools.partial(value, operand) for operand in made.operands]
-        return _integer(fused, fused.root.name, {}, program, inputs)
+        return value(made.inputs[0])
+    if made.opcode == "fusion":
+        inputs = [functools.partial(value, operand) for operand in made.inputs]
+        return _integer(made.inside.root, {}, inputs)
     apply = _OPERATORS.get(made.attribute(r"direction=(\w+)") or made.opcode)
     if apply is None or len(made.operands) != 2:
         return None
-    left, right = map(value, made.operands)
+    left, right = map(value, made.inputs)
     return None if left is None or right is None else int(apply(left, right))
 
 
 _MOST_TURNS = 1_000_000
 
 
-def _turns(program: Program, loop: Instruction, given: Integers) -> int | None:
+def _turns(loop: Instruction, given: Integers) -> int | None:
     """How often a `while` runs: as the text says, or as its condition does; None if neither does.
 
     The condition is asked, turn after turn, with what the body makes of the integers in its tuple.
     """
-    known = _TRIPS.search(loop.attributes)
+    known = loop.attribute(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
     if known:
-        return int(known.group(1))
-    condition = program.computations[loop.called["condition"][0]]
-    body = program.computations[loop.called["body"][0]]
-    if body.root.opcode != "tuple":
+        return int(known)
+    condition, body = (loop.called[kind][0].root for kind in ("condition", "body"))
+    if body.opcode != "tuple":
         return None
+    made = body.inputs
     for turn in range(_MOST_TURNS):
-        goes_on = _integer(condition, condition.root.name, given, program)
+        goes_on = _integer(condition, given)
         if not goes_on:
             return None if goes_on is None else turn
-        moved = {i: _integer(body, body.root.operands[i], given, program) for i in given}
-        given = {i: value for i, value in moved.items() if value is not None}
+        given = _integers({place: made[place] for place in given}, given)
     return None

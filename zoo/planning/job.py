@@ -3,24 +3,29 @@
 import math
 import re
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.data.plans import batch_shapes
 from zoo.nn import remat
-from zoo.nn.precision import Precision
+from zoo.nn.precision import DTYPES, Precision
+from zoo.nn.products import is_quantized
 from zoo.nn.remat import Policy
-from zoo.planning import collectives, compiler, flops, hlo, topology, traffic
-from zoo.planning.parameters import Parameters, count, device_bytes
+from zoo.planning import collectives, compiler, costs, flops, hlo, topology
 from zoo.planning.targets import Target
 from zoo.planning.topology import Topology
+from zoo.sharding.axes import is_parameter
 from zoo.training.description import Training
-from zoo.training.state import TrainState
+from zoo.training.state import Trainable, TrainState, trained_leaves
+from zoo.wrappers.lora import is_adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,38 @@ class Job:
         """Tokens (or examples) in that batch."""
         data = self.training.data
         return data.batch_size * (max(data.buckets) if data.unit == "tokens" else 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the parameters of a model."""
+
+    count: int
+    """Elements of their matrices and vectors."""
+    bytes: float
+    """On one device."""
+    kinds: tuple[str, ...]
+    """Their dtypes, or the kinds of quantised matrices; those of the most bytes first."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model that is trained."""
+
+    trained: Part
+    frozen: Part
+    adapters: Part
+    """The share of the trained ones that adapters have."""
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.trained.count + self.frozen.count
+
+    @property
+    def bytes(self) -> float:
+        """Of all of them, on one device."""
+        return self.trained.bytes + self.frozen.bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +156,13 @@ class Estimate:
         flops = self.job.training.flops_per_token
         return flops and flops * self.job.tokens
 
+    def utilization(self, seconds: float) -> float | None:
+        """Model FLOPs utilization of a step of so long: recomputation counts for nothing."""
+        peak = self.target.chip.flops
+        if self.model_flops is None or peak is None:
+            return None
+        return self.model_flops / (seconds * peak * self.num_devices)
+
 
 def make_estimate(
     job: Job, target: Target, *, quick: bool = False, compiled: Any = None
@@ -151,7 +195,7 @@ def make_estimate(
         job=job,
         target=target,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
-        parameters=count(state.model, job.training.trainable),
+        parameters=count_parameters(state.model, job.training.trainable),
         memory=_memory(state, batch, compiled, refusal, target.chip.memory),
         flops=_flops(job, target, traced),
         int8_flops=flops.count(traced.jaxpr, of=jnp.int8),
@@ -187,12 +231,12 @@ def _flops(job: Job, target: Target, traced: Any) -> float:
 
 def _traffic(program: hlo.Program, kernels: dict[str, tuple[float, float]]) -> float:
     """Bytes between a device and its memory in a step."""
-    if unknown := collectives.unknown_loops(program):
+    if unknown := hlo.unknown_loops(program):
         raise hlo.HLOError(
             f"loops of which the compiled program does not say how often they run: {unknown}; "
             "what is in them would count once: write them as jax.lax.scan"
         )
-    return traffic.memory_traffic(program) + sum(moved for _, moved in kernels.values())
+    return costs.memory_traffic(program) + sum(moved for _, moved in kernels.values())
 
 
 def _compile(traced: Any, target: Target, quick: bool) -> tuple[Any, str]:
@@ -223,31 +267,60 @@ def wanted_bytes(message: str) -> float | None:
 
 
 def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
-    parameters, optimizer = (device_bytes(x) for x in (state.model, state.opt_state))
+    kept: dict[str, Any] = {
+        "parameters": device_bytes(state.model),
+        "optimizer": device_bytes(state.opt_state),
+        "batch": batch,
+    }
     if compiled is None:
-        wanted, arguments = wanted_bytes(refusal), parameters + optimizer + batch
+        wanted, arguments = wanted_bytes(refusal), sum(kept.values())
         alone = wanted is not None and "temporaries" in refusal
         total = max(wanted + arguments if wanted and alone else wanted or 0.0, arguments)
+        temporaries = wanted if alone else None
         return Memory(
-            parameters=parameters,
-            optimizer=optimizer,
-            batch=batch,
-            temporaries=wanted if alone else None,
-            program=0.0,
-            total=total,
-            limit=limit,
-            is_refused=True,
+            **kept, temporaries=temporaries, program=0.0, total=total, limit=limit, is_refused=True
         )
     stats = compiled.memory_analysis()
     program = float(stats.generated_code_size_in_bytes)
-    arguments = stats.argument_size_in_bytes
     made = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
-        parameters=parameters,
-        optimizer=optimizer,
-        batch=batch,
+        **kept,
         temporaries=float(stats.temp_size_in_bytes),
         program=program,
-        total=float(arguments + made + stats.temp_size_in_bytes) + program,
+        total=float(stats.argument_size_in_bytes + made + stats.temp_size_in_bytes) + program,
         limit=limit,
     )
+
+
+def count_parameters(model: PyTree, trainable: Trainable | None) -> Parameters:
+    """Count the parameters of a skeleton, of which `trainable` chooses what is trained."""
+    chosen = eqx.filter_eval_shape(lambda model: trained_leaves(model, trainable), model)
+    trained, frozen = eqx.partition(model, chosen)
+    adapted = jax.tree.leaves(trained, is_leaf=is_adapted)
+    return Parameters(_part(trained), _part(frozen), _part([*filter(is_adapted, adapted)]))
+
+
+def _part(tree: PyTree) -> Part:
+    total, sizes = 0, defaultdict[str, float](float)
+    names = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
+    for x in jax.tree.leaves(tree, is_leaf=_is_matrix):
+        if _is_matrix(x) or is_parameter(x):
+            total += math.prod(x.shape)
+            sizes[x.kind if _is_matrix(x) else names.get(x.dtype, str(x.dtype))] += device_bytes(x)
+    by_size = sorted(sizes, key=lambda name: -sizes[name])
+    return Part(total, sum(sizes.values(), 0.0), tuple(by_size))
+
+
+def _is_matrix(x: Any) -> bool:
+    """Whether a node is a quantised matrix: without its codes it is one of another part."""
+    return is_quantized(x) and is_parameter(x.codes)
+
+
+def device_bytes(tree: PyTree) -> float:
+    """The bytes that one device keeps of a tree of arrays, or of its skeleton."""
+
+    def each(x: Any) -> float:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return float(math.prod(shape) * x.dtype.itemsize)
+
+    return sum(each(x) for x in jax.tree.leaves(tree) if is_parameter(x))

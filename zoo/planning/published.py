@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from zoo.nn.parameters import cast
 from zoo.nn.products import Kind
+from zoo.nn.stateful import cast
 from zoo.publishing.tensors import quantized_skeleton
 from zoo.transformer.config import (
     AttentionConfig,

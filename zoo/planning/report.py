@@ -4,8 +4,7 @@ import jax
 from rich.table import Table
 
 from zoo.planning import collectives, compiler
-from zoo.planning.job import Estimate, Memory
-from zoo.planning.parameters import Parameters
+from zoo.planning.job import Estimate, Memory, Parameters
 from zoo.planning.roofline import Roofline, roofline
 from zoo.runs.command_line import console
 
@@ -49,9 +48,8 @@ def sections(estimate: Estimate) -> dict[str, Rows]:
         found["bytes sent per device and step"] = _collectives(estimate)
     roof = roofline(estimate)
     if roof is not None:
-        unit = estimate.job.training.data.unit
-        found["bound of full overlap, at the chip's peaks"] = _roofline(roof, unit)
-        found["bound by instruction, overlapped as compiled"] = _by_op(roof, unit)
+        found["bound of full overlap, at the chip's peaks"] = _roofline(estimate, roof)
+        found["bound by instruction, overlapped as compiled"] = _by_op(estimate, roof)
         if estimate.target.chip.kind == "tpu" and not estimate.quick:
             found["bound by instruction, overlapped as compiled"] += [_expected(roof)]
     return found
@@ -140,7 +138,7 @@ def _collectives(estimate: Estimate) -> Rows:
     return rows
 
 
-def _roofline(roof: Roofline, unit: str) -> Rows:
+def _roofline(estimate: Estimate, roof: Roofline) -> Rows:
     def share(seconds: float) -> str:
         return "the bound" if seconds == roof.seconds else f"{seconds / roof.seconds:.0%} of it"
 
@@ -148,11 +146,11 @@ def _roofline(roof: Roofline, unit: str) -> Rows:
         ("compute", _seconds(roof.compute), share(roof.compute)),
         ("memory", _seconds(roof.memory), share(roof.memory)),
         ("interconnect", _seconds(roof.interconnect), share(roof.interconnect)),
-        *_speed(roof, roof.seconds, unit, f"bound by {roof.bound}, all else hidden"),
+        *_speed(estimate, roof.seconds, f"bound by {roof.bound}, all else hidden"),
     ]
 
 
-def _by_op(roof: Roofline, unit: str) -> Rows:
+def _by_op(estimate: Estimate, roof: Roofline) -> Rows:
     by_op = roof.by_op
 
     def share(seconds: float) -> str:
@@ -162,7 +160,7 @@ def _by_op(roof: Roofline, unit: str) -> Rows:
         ("bound by products", _seconds(by_op.compute), share(by_op.compute)),
         ("bound by memory", _seconds(by_op.memory), share(by_op.memory)),
         ("waiting for links", _seconds(by_op.links), share(by_op.links)),
-        *_speed(roof, by_op.seconds, unit, "no overlap but the compiler's"),
+        *_speed(estimate, by_op.seconds, "no overlap but the compiler's"),
     ]
 
 
@@ -177,12 +175,12 @@ def _expected(roof: Roofline) -> tuple[str, str, str]:
     return ("step, by published runs", f"{least} to {most}", basis)
 
 
-def _speed(roof: Roofline, seconds: float, unit: str, remark: str) -> Rows:
+def _speed(estimate: Estimate, seconds: float, remark: str) -> Rows:
+    unit, mfu = estimate.job.training.data.unit, estimate.utilization(seconds)
     rows = [
         ("step, at least", _seconds(seconds), remark),
-        (f"{unit}/s, at most", f"{roof.tokens / seconds:,.0f}", "all devices"),
+        (f"{unit}/s, at most", f"{estimate.job.tokens / seconds:,.0f}", "all devices"),
     ]
-    mfu = roof.utilization(seconds)
     return rows if mfu is None else [*rows, ("MFU, at most", f"{mfu:.0%}", "")]
 
 

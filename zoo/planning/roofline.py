@@ -10,9 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from zoo.planning import collectives, hlo, products, traffic
+from zoo.planning import collectives, costs, hlo
 from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
 from zoo.planning.topology import Topology, Transfer
@@ -54,7 +54,7 @@ def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, 
     `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names.
     """
     visits = [visit for visit in hlo.visits(program) if not visit.is_fused]
-    timer = _Timer(program, topology, kernels, visits)
+    timer = _Timer(topology, kernels, visits, costs.parts_of_collectives(program))
     inner: dict[tuple[int, str], list[Times]] = defaultdict(list)
     total = Times()
     turns = {visit.scope: visit.times for visit in visits}
@@ -62,8 +62,8 @@ def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, 
         total = timer.run(visit, inner)
         if visit.caller is not None:
             inner[visit.caller].append(total * (visit.times / turns[visit.caller[0]]))
-    rest = sum((seconds for seconds in timer.missing()), start=Times())
-    return total + rest
+    missing = [x for name, x in timer.kernels.items() if not timer.calls[name]]  # in its text
+    return sum(missing, start=total)
 
 
 @dataclass
@@ -71,11 +71,6 @@ class _Queue:
     """Transfers under way, the first started first."""
 
     waiting: dict[str, Transfer] = field(default_factory=dict)
-
-    def start(self, key: str, transfer: Transfer) -> None:
-        """Add a transfer, if it takes any time."""
-        if transfer.seconds > 0:
-            self.waiting[key] = transfer
 
     def go_on(self, seconds: float) -> None:
         """Move for so long what may move."""
@@ -111,28 +106,23 @@ class _Timer:
 
     def __init__(
         self,
-        program: Program,
         topology: Topology,
         kernels: dict[str, tuple[float, float]],
         visits: list[Visit],
+        parts: frozenset[str],
     ):
-        self.program, self.topology, self.chip = program, topology, topology.chip
-        self.parts = traffic.parts_of_collectives(program)
+        self.topology, self.chip, self.parts = topology, topology.chip, parts
         self.kernels = {name: _times(self.chip, *cost) for name, cost in kernels.items()}
         self.calls: dict[str, int] = defaultdict(int)
         for visit in visits:
             for instruction in visit.computation.instructions.values():
                 self.calls[self._kernel(instruction)] += visit.times
 
-    def missing(self) -> list[Times]:
-        """The times of kernels that the program does not name."""
-        return [found for name, found in self.kernels.items() if not self.calls[name]]
-
     def run(self, visit: Visit, inner: dict[tuple[int, str], list[Times]]) -> Times:
         """The time of a computation run once; `inner` are the times of the ones that it calls."""
         links, copies, total = _Queue(), _Queue(), Times()
         instructions = list(visit.computation.instructions.values())
-        moves = [collectives.within(self.program, visit, x) for x in instructions]
+        moves = [collectives.within(x) for x in instructions]
         last = {key: index for index, found in enumerate(moves) for key in found}
         started: dict[str, list[str]] = {}
         begun: set[str] = set()
@@ -148,11 +138,15 @@ class _Timer:
         for index, instruction in enumerate(instructions):
             for key, collective in moves[index].items():
                 if key not in begun:
-                    links.start(key, self.topology.transfer(collective))
                     begun.add(key)
-            own = self._own(visit, instruction, inner)
+                    transfer = self.topology.transfer(collective)
+                    if transfer.seconds > 0:
+                        links.waiting[key] = transfer
+            own = self._own(instruction, inner.get((visit.scope, instruction.name), []))
             if instruction.opcode in ("copy-start", "slice-start"):
-                copies.start(instruction.name, Transfer(own.memory, frozenset({"memory"})))
+                if own.memory > 0:
+                    moved = Transfer(own.memory, frozenset({"memory"}))
+                    copies.waiting[instruction.name] = moved
                 own = Times()
             total += own
             links.go_on(own.seconds)
@@ -172,11 +166,11 @@ class _Timer:
                 total += wait(queue, key)
         return total
 
-    def _own(
-        self, visit: Visit, instruction: Instruction, inner: dict[tuple[int, str], list[Times]]
-    ) -> Times:
-        """The time of an instruction by itself, without its collectives."""
-        called = inner.get((visit.scope, instruction.name), [])
+    def _own(self, instruction: Instruction, called: list[Times]) -> Times:
+        """The time of an instruction by itself, without its collectives.
+
+        `called` are the times of the computations that it calls.
+        """
         if instruction.opcode == "conditional":
             return max(called, key=lambda x: x.seconds, default=Times())
         if instruction.opcode in ("while", "call"):
@@ -184,21 +178,19 @@ class _Timer:
         name = self._kernel(instruction)
         if name in self.kernels:
             return self.kernels[name] * (1 / self.calls[name])
-        if collectives.is_collective(instruction) or instruction.opcode.startswith("async-"):
+        if collectives.kind_of(instruction) or instruction.opcode.startswith("async-"):
             return Times()  # its bytes go from memory to memory while they move
-        here = visit.computation
         return _times(
             self.chip,
-            products.flops(self.program, here, instruction),
-            traffic.accessed(self.program, here, instruction, self.parts),
-            products.flops(self.program, here, instruction, of="s8"),
+            costs.flops(instruction),
+            costs.accessed(instruction, self.parts),
+            costs.flops(instruction, of="s8"),
         )
 
     def _kernel(self, instruction: Instruction) -> str:
         """The name of the kernel that an instruction calls: its own, less the number behind it."""
-        if instruction.attribute(r'custom_call_target="(tpu_custom_call)"') is None:
-            return ""
-        return instruction.name.rsplit(".", 1)[0]
+        is_kernel = instruction.attribute(r'custom_call_target="(tpu_custom_call)"')
+        return instruction.name.rsplit(".", 1)[0] if is_kernel else ""
 
 
 _STARTS = ("async-update", "send")
@@ -220,56 +212,30 @@ class Roofline:
     compute: float
     memory: float
     interconnect: float
-    num_devices: int
-    tokens: int
-    model_flops: float | None
-    peak: float
-    """FLOP/s of one device."""
     by_op: Times
     """Of each instruction after the other, with no more at once than the program has."""
 
     @property
     def bound(self) -> Bound:
         """The resource that takes the longest."""
-        seconds: dict[Bound, float] = {
-            "compute": self.compute,
-            "memory": self.memory,
-            "interconnect": self.interconnect,
-        }
-        return max(seconds, key=lambda bound: seconds[bound])
+        return max(get_args(Bound), key=lambda bound: getattr(self, bound))
 
     @property
     def seconds(self) -> float:
         """A step at that bound."""
         return max(self.compute, self.memory, self.interconnect)
 
-    def utilization(self, seconds: float) -> float | None:
-        """Model FLOPs utilization of a step of so long: recomputation counts for nothing."""
-        if self.model_flops is None:
-            return None
-        return self.model_flops / (seconds * self.peak * self.num_devices)
-
 
 def roofline(estimate: Estimate) -> Roofline | None:
     """The roofline of an estimate; None where the program or the chip's peaks are not known."""
-    chip = estimate.target.chip
-    if (
-        chip.flops is None
-        or chip.bandwidth is None
-        or chip.interconnect is None
-        or not estimate.text
-    ):
+    chip, topology = estimate.target.chip, estimate.topology
+    if not (chip.flops and chip.bandwidth and chip.interconnect and estimate.text):
         return None
-    topology = estimate.topology
     if topology.num_slices > 1 and chip.network is None:
         return None
     return Roofline(
         compute=chip.seconds(estimate.flops, estimate.int8_flops) / estimate.num_devices,
         memory=estimate.traffic / chip.bandwidth,
         interconnect=sum(c.times * topology.transfer(c).seconds for c in estimate.collectives),
-        num_devices=estimate.num_devices,
-        tokens=estimate.job.tokens,
-        model_flops=estimate.model_flops,
-        peak=chip.flops,
         by_op=times(hlo.read(estimate.text), topology, estimate.kernels),
     )

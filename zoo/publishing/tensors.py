@@ -25,12 +25,12 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.common import checksums, plugins
 from zoo.common.checksums import Digest
-from zoo.nn.parameters import kept_dtypes
 from zoo.nn.products import Kind, is_quantized
+from zoo.nn.stateful import kept_dtypes
 from zoo.publishing import PublishError
 from zoo.publishing.formats import QUANTIZATIONS, damaged
 from zoo.sharding.axes import is_parameter, keystr, named_alone
-from zoo.sharding.parts import gathered, place
+from zoo.sharding.placement import gathered, place
 
 # In the order in which safetensors lays them out.
 CODES = {
@@ -293,7 +293,7 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
     """The dtype to store each array in, by its dotted path.
 
     It is the array's own; but for floating point the one `like` has for its path, or else `default`
-    if that is given. What is kept in a dtype by `zoo.nn.parameters.is_kept` is so stored.
+    if that is given. What is kept in a dtype by `zoo.nn.stateful.is_kept` is so stored.
     """
     found, kept = {}, kept_dtypes(model)
     for name, leaf in parameters(model).items():

@@ -61,8 +61,10 @@ def check_replaceable(address: object, unlisted: Collection[str]) -> None:
         raise PublishError(
             f"folder='{store.address}': a web server is only read; save to s3:// or gs://"
         )
-    begun = json.loads(store.read(SAVING) or "[]")
-    known = checksums.listed(store.place) | {*begun, *unlisted, SAVING, checksums.NAME}
+    known = {*json.loads(store.read(SAVING) or "[]"), *unlisted, SAVING, checksums.NAME}
+    content = store.read(checksums.NAME) or b""
+    with contextlib.suppress(ValueError):  # a damaged list
+        known |= checksums.parse(content).keys()
     if others := sorted({*store.names()} - known):
         raise PublishError(
             f"{store.address} has files that are not part of a model: {', '.join(others)}. Move "

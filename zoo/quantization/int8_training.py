@@ -24,7 +24,7 @@ from zoo.nn.precision import Scheme
 from zoo.nn.products import PRODUCT, Codes, cast_array, matmul, multiply, platform, product
 from zoo.sharding.axes import map_named
 from zoo.sharding.foreign import ANNOTATION, Named
-from zoo.sharding.kinds import is_hidden_matrix, matrix_axes
+from zoo.sharding.rules import is_hidden_matrix, matrix_axes
 
 Layer = TypeVar("Layer")
 

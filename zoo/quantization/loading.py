@@ -22,7 +22,7 @@ from zoo.nn.products import Kind
 from zoo.quantization.matrix import QuantizedMatrix, quantize
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.foreign import ANNOTATION, Named
-from zoo.sharding.kinds import is_matrix, is_stack
+from zoo.sharding.rules import is_matrix, is_stack
 
 _KEPT = frozenset({"routes", "positions"})
 _PART = 2**25  # values that are in fp32 at a time

@@ -19,7 +19,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer, Num
 from zoo.nn.products import Kind, Quantized, multiply, platform, product
 from zoo.quantization.codes import Form, StoredKind, dequantized, matrix_shape, pack, rounded
 from zoo.sharding.foreign import ANNOTATION
-from zoo.sharding.kinds import is_stack, matrix_axes
+from zoo.sharding.rules import is_stack, matrix_axes
 
 GROUP_SIZE = 64
 _FEW_ROWS = 8  # of decoding: other forms of a product and of a lookup are better for these

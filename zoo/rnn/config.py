@@ -8,7 +8,7 @@ from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.rnn.cells import CELLS, CellName
-from zoo.rnn.time import Chunks
+from zoo.rnn.recurrence import Chunks
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float
 
-from zoo.nn.derivatives import in_forward_mode
-from zoo.nn.products import platform
+from zoo.nn.products import in_forward_mode, platform
 from zoo.rnn.cells import CellName, State
 from zoo.rnn.recurrence import Weights
 

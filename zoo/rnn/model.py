@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common.configuration import require
-from zoo.nn.layers import Embedding, Linear, Norm, dropout, make_norm, normal
-from zoo.nn.parameters import CastsInputs, gather
+from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, normal
+from zoo.nn.parameters import CastsInputs, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.nn.readout import Readout
 from zoo.rnn import cells, cudnn
 from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config
-from zoo.rnn.recurrence import Options, Weights, recur
-from zoo.rnn.time import Chunks, Marks, make_marks, over_time
+from zoo.rnn.recurrence import Chunks, Marks, Options, Weights, make_marks, over_time, recur
 from zoo.sharding import ShardingError, constrain, split_by
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
@@ -196,7 +194,7 @@ class RNN(CastsInputs):
         )
         self._check_split()
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
-        model = gather(self)
+        model = unshard(self)
         chunks = config.chunks(inputs.shape[1])
         if config.bidirectional:
             # A direction needs all of the output of the layer below: each has chunks of its own.
@@ -304,8 +302,8 @@ class RNN(CastsInputs):
         """The output head: from `hidden` to outputs in fp32."""
         if self.head is None:
             assert self.embedding is not None
-            return Readout(transposed(gather(self.embedding).weight))
-        head = gather(self.head)
+            return Readout(transposed(unshard(self.embedding).weight))
+        head = unshard(self.head)
         return Readout(head.weight, head.bias, head.axes)
 
     def without_head(self) -> "RNN":

@@ -109,7 +109,10 @@ class Checkpointer:
                 files.remove(partial)
                 partial.mkdir()
         # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
-        stored = {name: _data(leaf) for name, leaf in {**arrays, **more}.items()}
+        stored = {
+            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            for name, leaf in {**arrays, **more}.items()
+        }
         with self._explained(step):
             self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
         self._newest = step
@@ -253,11 +256,6 @@ def _anywhere(value: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
-def _has_checksums(name: str, size: int) -> bool:
-    """Whether the arrays' own checksums are trusted for a file."""
-    return name.startswith("arrays/") and size > _SMALL
-
-
 def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
     """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
 
@@ -287,8 +285,12 @@ def problems(folder: Path) -> list[str]:
 
 
 def seal(folder: Path) -> None:
-    """Write the list of a step's files, which completes it."""
-    checksums.write(folder, trusted=_has_checksums)
+    """Write the list of a step's files, which completes it; large arrays' own sums are trusted."""
+
+    def is_large_array(name: str, size: int) -> bool:
+        return name.startswith("arrays/") and size > _SMALL
+
+    checksums.write(folder, trusted=is_large_array)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -356,10 +358,6 @@ def _name(path: tuple) -> str:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _data(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _struct(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,9 @@ from zoo.runs.processes import RunError
 from zoo.runs.remote import folder
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
+_POSITIVE = "steps accumulate log_every eval_every eval_batches final_eval_batches patience"
+_POSITIVE += " checkpoint_every keep_checkpoints copy_every"
+_AT_LEAST = {**dict.fromkeys(_POSITIVE.split(), 1), "norms_every": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,34 +96,17 @@ class Config:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         configuration.check(self)
-        for name in (
-            "steps",
-            "accumulate",
-            "log_every",
-            "eval_every",
-            "eval_batches",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "copy_every",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"{name}={value}: must be at least 1")
+        for name, value in vars(self).items():
+            if name in _AT_LEAST and value is not None:
+                least = _AT_LEAST[name]
+                require(value >= least, f"{name}={value}: must be at least {least}")
         require(self.epochs is None or self.epochs > 0, f"epochs={self.epochs}: must be positive")
         require(
             self.epochs is None or self.steps == getattr(type(self), "steps", self.steps),
             f"epochs={self.epochs} and steps={self.steps}: give one of them",
         )
-        require(
-            self.final_eval_batches is None or self.final_eval_batches >= 1,
-            f"final_eval_batches={self.final_eval_batches}: must be at least 1, or left out",
-        )
-        require(self.norms_every >= 0, f"norms_every={self.norms_every}: must be at least 0")
         if self.average is not None:
             require(0 <= self.average < 1, f"average={self.average}: must be in [0, 1), as 0.999")
-        require(
-            self.patience is None or self.patience >= 1,
-            f"patience={self.patience}: must be at least 1",
-        )
         require(
             self.average is not None or not (self.keep_best or "").startswith("average/"),
             f"keep_best={self.keep_best!r}: needs --average",
@@ -173,7 +159,7 @@ def check_seed(seed: int) -> None:
 
 def differences(found: dict[str, Any], config: Config) -> list[str]:
     """The fields of a stored configuration that forbid a run to resume with this one."""
-    old, new = flatten(found), flatten(as_json(config))
+    old, new = configuration.flat(found), configuration.flat(as_json(config))
     differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
     return [
         f"  {name}: was {old.get(name)!r}, is {new.get(name)!r}"
@@ -200,15 +186,3 @@ def read_config(path: Path) -> dict[str, Any] | None:
 def as_json(config: Any) -> dict[str, Any]:
     """A configuration as JSON has it: paths as texts, tuples as lists."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration as JSON has it, with dotted names and no configurations in it."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
-    return flat

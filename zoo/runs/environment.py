@@ -90,13 +90,10 @@ def _devices() -> Iterator[str]:
     processes = f"process {jax.process_index()} of {jax.process_count()}"
     yield f"backend {jax.default_backend()}, {processes}"
     for device in devices:
-        limit = (device.memory_stats() or {}).get("bytes_limit") if _is_local(device) else None
+        is_local = device.process_index == jax.process_index()
+        limit = (device.memory_stats() or {}).get("bytes_limit") if is_local else None
         memory = f", {limit / 2**30:.1f} GiB for JAX" if limit else ""
         yield f"{device.id}: {device.device_kind}{memory}"
-
-
-def _is_local(device: jax.Device) -> bool:
-    return device.process_index == jax.process_index()
 
 
 def _variables() -> Iterator[str]:

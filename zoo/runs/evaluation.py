@@ -1,12 +1,13 @@
 """Evaluation on held-out data: a step over the batches of a plan, read one batch behind."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -36,21 +37,25 @@ class Evaluator:
     Whole evaluations are kept in the run's folder: that of the same numbers is not computed again.
     """
 
-    def __init__(self, steps: "Evaluation", plan: Plan):
-        self._steps, self._plan = steps, plan
+    def __init__(self, run: Run[Config], loss_fn: LossFunction, plan: Plan):
+        self._run, self._plan = run, plan
+        self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
+        self._seconds: float | None = None  # per batch, as measured last
 
-    def compile(self, model: PyTree) -> None:
-        """Compile the step for each bucket, and so refuse a loss that is not one."""
-        self._steps.compile(model, self._plan)
+    def of(self, plan: Plan) -> "Evaluator":
+        """The evaluator of another plan, which shares what is compiled."""
+        other = copy.copy(self)
+        other._plan = plan
+        return other
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """The mean loss and the loss function's other means, by their names there."""
         compute = functools.partial(self._means, model, whole)
-        return self._steps.once(model, self._plan, compute) if whole else compute()
+        return self.once(model, compute) if whole else compute()
 
     def _means(self, model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, Any] = {}
-        for _, sums in self._steps.results(model, self._plan, whole):
+        for _, sums in self.results(model, whole):
             for name, value in jax.device_get(sums).items():
                 value = np.asarray(value, np.float64)
                 totals[name] = totals.get(name, 0.0) + value
@@ -61,6 +66,89 @@ class Evaluator:
             for name, total in totals.items()
         }
 
+    def compile(self, model: PyTree) -> None:
+        """Compile the step for each bucket, and so refuse a loss that is not one."""
+        self._step.compile(model, *batch_shapes(self._plan, self._run.mesh).values())
+
+    def results(
+        self, model: PyTree, whole: bool, *, bounded: bool = True
+    ) -> Iterator[tuple[int, dict[str, Array]]]:
+        """(k, the metrics of batch k) over the plan's first epoch, or its first `eval_batches`.
+
+        Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`, and the time
+        that it will take is printed if that is long. A result comes when the next step is under
+        way, and so is read while that one runs.
+
+        Raises:
+            Stopped: between two batches, where a signal asks the run to stop.
+        """
+        self.compile(model)
+        plan = self._plan
+        stop = self._num_batches(whole) if bounded else plan.batches_per_epoch
+        under_way: deque[tuple[int, dict[str, Array]]] = deque()
+        seconds, began = self._seconds, 0.0
+        accepted, mesh = self._step.accepted(model), self._run.mesh
+        with contextlib.closing(batches(plan, mesh, stop=stop, accepted=accepted)) as stream:
+            for k, batch in stream:
+                self._run.signals.check()
+                under_way.append((k, self._step(model, batch)[1]))
+                if whole and k == (3 if seconds is None else 0):
+                    self._announce(stop, bounded)
+                if len(under_way) > 1:
+                    yield under_way.popleft()
+                    began = began or time.monotonic()
+                    if k > 1:
+                        self._seconds = (time.monotonic() - began) / (k - 1)
+            yield from under_way
+
+    def once(self, model: PyTree, compute: Callable[[], Any]) -> Any:
+        """`compute()` of a whole evaluation, in JSON, or what the run's folder has of the same one.
+
+        The same are the compiled programs, the model's numbers and those of the batches.
+        """
+        run, key = self._run, self._digest(model)
+        path, known = run.folder / RECORD, {}
+        if run.is_main:
+            with contextlib.suppress(OSError, ValueError):
+                known = json.loads(path.read_text())
+        if found := from_first({key: known[key]} if key in known else {}):
+            return found[key]
+        values = compute()
+        if run.is_main:
+            files.replace(path, json.dumps({**known, key: values}, indent=1) + "\n")
+        return values
+
+    def _num_batches(self, whole: bool) -> int:
+        config, plan = self._run.config, self._plan
+        most = config.final_eval_batches if whole else config.eval_batches
+        return min(plan.batches_per_epoch, plan.batches_per_epoch if most is None else most)
+
+    def _announce(self, count: int, bounded: bool) -> None:
+        seconds = count * (self._seconds or 0.0)
+        if seconds >= _LONG:
+            bound = "; --final-eval-batches bounds it" if bounded else ""
+            shown = timedelta(seconds=round(seconds))
+            self._run.say(f"evaluating {count:,} batches takes about {shown}{bound}")
+
+    def _digest(self, model: PyTree) -> str:
+        """One checksum of all that a whole evaluation depends on."""
+        run, plan, stop = self._run, self._plan, self._num_batches(True)
+        digest = hashlib.sha256(json.dumps([stop, versions()]).encode())
+        for shapes in batch_shapes(plan, run.mesh).values():
+            digest.update(self._step.text(model, shapes).encode())
+        for leaf in filter(is_parameter, jax.tree.leaves(model)):
+            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
+                if shard.replica_id == 0:
+                    digest.update(f"{shard.index} ".encode())
+                    digest.update(np.asarray(shard.data).ravel().view(np.uint8).data)
+        for k in range(stop):
+            for rows in held_rows(plan.batch_size, run.mesh):
+                for name, x in sorted(plan.batch(k, slice(*rows)).items()):
+                    digest.update(f"{name} {x.dtype}{x.shape} ".encode() + x.tobytes())
+        mine = np.frombuffer(digest.digest(), np.uint8)
+        return hashlib.sha256(multihost_utils.process_allgather(mine).tobytes()).hexdigest()
+
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
     """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it.
@@ -68,15 +156,7 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
     The means have their names in the loss function; `zoo.fit` puts `eval_` before them. Whole
     evaluations are kept in the run's folder: that of the same numbers is not computed again.
     """
-    return evaluators(run, loss_fn, {"": plan})[""]
-
-
-def evaluators(
-    run: Run[Config], loss_fn: LossFunction, plans: Mapping[str, Plan]
-) -> dict[str, Evaluator]:
-    """The `evaluator` of each plan; they share what is compiled."""
-    steps = Evaluation(run, only_scalars(loss_fn))
-    return {name: Evaluator(steps, plan) for name, plan in plans.items()}
+    return Evaluator(run, only_scalars(loss_fn), plan)
 
 
 def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Plan) -> Evaluate:
@@ -111,95 +191,3 @@ def named(evaluate: Evaluate) -> Evaluate:
         return found
 
     return evaluate_named
-
-
-class Evaluation:
-    """The step of an evaluation, over the batches of any plan."""
-
-    def __init__(self, run: Run[Config], loss_fn: LossFunction):
-        self._run = run
-        self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
-        self._seconds: float | None = None  # per batch, as measured last
-
-    def compile(self, model: PyTree, plan: Plan) -> None:
-        """Compile the step for each bucket of a plan."""
-        self._step.compile(model, *batch_shapes(plan, self._run.mesh).values())
-
-    def results(
-        self, model: PyTree, plan: Plan, whole: bool, *, bounded: bool = True
-    ) -> Iterator[tuple[int, dict[str, Array]]]:
-        """(k, the metrics of batch k) over a plan's first epoch, or its first `eval_batches`.
-
-        Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`, and the time
-        that it will take is printed if that is long. A result comes when the next step is under
-        way, and so is read while that one runs.
-
-        Raises:
-            Stopped: between two batches, where a signal asks the run to stop.
-        """
-        self.compile(model, plan)
-        stop = self._num_batches(plan, whole) if bounded else plan.batches_per_epoch
-        under_way: deque[tuple[int, dict[str, Array]]] = deque()
-        seconds, began = self._seconds, 0.0
-        accepted, mesh = self._step.accepted(model), self._run.mesh
-        with contextlib.closing(batches(plan, mesh, stop=stop, accepted=accepted)) as stream:
-            for k, batch in stream:
-                self._run.signals.check()
-                under_way.append((k, self._step(model, batch)[1]))
-                if whole and k == (3 if seconds is None else 0):
-                    self._announce(stop, bounded)
-                if len(under_way) > 1:
-                    yield under_way.popleft()
-                    began = began or time.monotonic()
-                    if k > 1:
-                        self._seconds = (time.monotonic() - began) / (k - 1)
-            yield from under_way
-
-    def once(self, model: PyTree, plan: Plan, compute: Callable[[], Any]) -> Any:
-        """`compute()` of a whole evaluation, in JSON, or what the run's folder has of the same one.
-
-        The same are the compiled programs, the model's numbers and those of the batches.
-        """
-        run, key = self._run, self._digest(model, plan)
-        path, known = run.folder / RECORD, {}
-        if run.is_main:
-            with contextlib.suppress(OSError, ValueError):
-                known = json.loads(path.read_text())
-        if found := from_first({key: known[key]} if key in known else {}):
-            return found[key]
-        values = compute()
-        if run.is_main:
-            text = json.dumps({**known, key: values}, indent=1) + "\n"
-            files.replace(path, lambda temporary: temporary.write_text(text))
-        return values
-
-    def _num_batches(self, plan: Plan, whole: bool) -> int:
-        config = self._run.config
-        most = config.final_eval_batches if whole else config.eval_batches
-        return min(plan.batches_per_epoch, plan.batches_per_epoch if most is None else most)
-
-    def _announce(self, count: int, bounded: bool) -> None:
-        seconds = count * (self._seconds or 0.0)
-        if seconds >= _LONG:
-            bound = "; --final-eval-batches bounds it" if bounded else ""
-            shown = timedelta(seconds=round(seconds))
-            self._run.say(f"evaluating {count:,} batches takes about {shown}{bound}")
-
-    def _digest(self, model: PyTree, plan: Plan) -> str:
-        """One checksum of all that a whole evaluation depends on."""
-        run, stop = self._run, self._num_batches(plan, True)
-        digest = hashlib.sha256(json.dumps([stop, versions()]).encode())
-        for shapes in batch_shapes(plan, run.mesh).values():
-            digest.update(self._step.text(model, shapes).encode())
-        for leaf in filter(is_parameter, jax.tree.leaves(model)):
-            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
-                if shard.replica_id == 0:
-                    digest.update(f"{shard.index} ".encode())
-                    digest.update(np.asarray(shard.data).ravel().view(np.uint8).data)
-        for k in range(stop):
-            for rows in held_rows(plan.batch_size, run.mesh):
-                for name, x in sorted(plan.batch(k, slice(*rows)).items()):
-                    digest.update(f"{name} {x.dtype}{x.shape} ".encode() + x.tobytes())
-        mine = np.frombuffer(digest.digest(), np.uint8)
-        return hashlib.sha256(multihost_utils.process_allgather(mine).tobytes()).hexdigest()

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
@@ -21,15 +20,15 @@ from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
 from zoo.runs import evaluation, identity, monitor
-from zoo.runs.callbacks.average import Average
-from zoo.runs.callbacks.best import (
+from zoo.runs.callbacks.callback import Callback
+from zoo.runs.callbacks.evaluations import (
+    Average,
     BestCheckpoint,
     EarlyStopping,
     Save,
     check_metrics,
     save_somehow,
 )
-from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.hooks import Hooks, with_flags
 from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
@@ -91,16 +90,16 @@ def fit(
     identity.check_base(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
-    hooks = Hooks(run, training, with_flags(config, callbacks, save))
+    loop = Hooks(run, training, with_flags(config, callbacks, save))
     if config.plan:
         run.planner.show(run, training)
     check_memory(training.data)
     origin = identity.of_training(training)
-    state, start = _restore_or_init(run, training, hooks, origin)
+    state, start = _restore_or_init(loop, origin)
     # The names of axes are for evaluations: a step has its own.
-    with hooks.running(start, state), sharding.use(sharding.Layout(axes=training.axes)):
-        if start >= config.steps or hooks.loop.stopped:
-            return _trained(hooks, state, _finished(run, training, hooks, state))
+    with loop.running(start, state), sharding.use(sharding.Layout(axes=training.axes)):
+        if start >= config.steps or loop.stopped:
+            return _trained(loop, state, _finished(loop, state))
         if run.mesh.size > 1:
             table = dataclasses.replace(run.layout, axes=training.axes)
             run.say(sharding.placement_table(state.model, table))
@@ -112,21 +111,20 @@ def fit(
         )
         try:
             _compile(run, step_fn, state, training.data)
-            _check_evaluations(hooks, state, is_due=training.pretrained is not None)
-            state, result = _train(run, training, hooks, step_fn, state, origin)
+            _check_evaluations(loop, state)
+            state, result = _train(loop, step_fn, state, origin)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             reason = run.planner.explain(run, training, str(error), step_fn.programs)
             raise RunError(reason) from error
-        return _trained(hooks, state, result)
+        return _trained(loop, state, result)
 
 
-def _trained(hooks: Hooks, state: TrainState, metrics: dict[str, float]) -> Trained:
+def _trained(loop: Hooks, state: TrainState, metrics: dict[str, float]) -> Trained:
     """The result, of the averaged model if `--average` asks for one."""
-    loop = hooks.loop
-    average = hooks.callbacks.get(Average.name)
-    if loop.run.config.average is None or not isinstance(average, Average):
+    average = next((x for x in loop.callbacks if isinstance(x, Average)), None)
+    if loop.run.config.average is None or average is None:
         return Trained(state, metrics, state.model, metrics)
     loop.run.say(f"what is published is the average of the weights ({average.decay})")
     prefix = f"{average.name}/"
@@ -134,31 +132,26 @@ def _trained(hooks: Hooks, state: TrainState, metrics: dict[str, float]) -> Trai
     return Trained(state, metrics, average.model, of_model)
 
 
-def _check_evaluations(hooks: Hooks, state: TrainState, *, is_due: bool) -> None:
+def _check_evaluations(loop: Hooks, state: TrainState) -> None:
     """Refuse what evaluations return, or do not, before the first step of a run."""
-    loop = hooks.loop
     if isinstance(loop.evaluator, evaluation.Evaluator):
         loop.evaluator.compile(state.model)
     chooses = any(isinstance(x, EarlyStopping | BestCheckpoint) for x in loop.callbacks)
-    if chooses and loop.start == 0 and not is_due:
+    if chooses and loop.start == 0 and loop.training.pretrained is None:
         check_metrics(loop.callbacks, loop.evaluate(state.model))
 
 
 def _train(
-    run: Run[Config],
-    training: Training,
-    hooks: Hooks,
-    step_fn: CompiledStep,
-    state: TrainState,
-    origin: dict[str, Any],
+    loop: Hooks, step_fn: CompiledStep, state: TrainState, origin: dict[str, Any]
 ) -> tuple[TrainState, dict[str, float]]:
     """The steps from the first to the last one."""
-    config, loop, start = run.config, hooks.loop, hooks.loop.start
+    run, training, start = loop.run, loop.training, loop.start
+    config = run.config
     meta = origin | {"config": as_json(config), "versions": versions()}
     written = _count_evaluations(run, start)
     with (
         run.signals,
-        Recorder(run, training, hooks, written) as recorder,
+        Recorder(loop, written) as recorder,
         contextlib.closing(
             batches(
                 training.data,
@@ -171,20 +164,20 @@ def _train(
     ):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
         step, result = start, {}
-        if is_due and (hooks or not written):  # callbacks' state is that of before it
+        if is_due and (loop.callbacks or not written):  # callbacks' state is that of before it
             result = _evaluate(run, recorder, start, state, whole=start == 0)
         for k, batch in () if loop.stopped else stream:
             with recorder.step(k):
                 state, metrics = step_fn(state, batch)
             step = k + 1
-            recorder.add(step, hooks.on_step(step, state, metrics))
-            last = hooks.is_last(step)
+            recorder.add(step, loop.on_step(step, state, metrics))
+            last = loop.is_last(step)
             evaluates = last or step % config.eval_every == 0
             interrupted = run.signals.agreed(now=evaluates)
             saves = interrupted or last or step % config.checkpoint_every == 0
             if saves or evaluates:
                 recorder.flush()
-                snapshot = hooks.snapshot()
+                snapshot = loop.snapshot()
             if saves:
                 recorder.save(step, state, meta, snapshot)
             if evaluates and not interrupted:  # after the save: a kill within loses nothing
@@ -231,10 +224,9 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
     )
 
 
-def _restore_or_init(
-    run: Run[Config], training: Training, hooks: Hooks, origin: dict[str, Any]
-) -> tuple[TrainState, int]:
+def _restore_or_init(loop: Hooks, origin: dict[str, Any]) -> tuple[TrainState, int]:
     """The state to begin with, the callbacks' too, and the steps that it has behind it."""
+    run, training = loop.run, loop.training
     key = jax.random.key(run.config.seed)
     skeleton = training.skeleton(key, mesh=run.layout)
     vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
@@ -244,46 +236,41 @@ def _restore_or_init(
         restored = run.restore(training.saved(skeleton))
         if restored is None:
             state = training.init(key, mesh=run.layout)
-            hooks.begin(state, 0, {})
+            loop.begin(state, 0, {})
             return state, 0
         state, step, meta = restored
         identity.check(run, step, meta, origin)
         if training.base:
             state = eqx.combine(state, training.frozen(key, mesh=run.layout))
         try:
-            hooks.begin(state, step, meta)
+            loop.begin(state, step, meta)
             break
         except DamagedExtras:
             del state, restored  # makes room for the step before
     run.say(f"resumed {run.address} at step {step}")
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:
+        continues = ""
+        if training.schedule is not None:
+            rate = float(training.schedule(step - int(state.skipped)))
+            continues = f", and the learning rate continues at {rate:.2e}"
         run.say(
             f"--steps was {steps_before} and is {run.config.steps}: the schedule is laid out "
-            "anew over all of them"
-            + _learning_rate_at(training.schedule, step - int(state.skipped))
+            f"anew over all of them{continues}"
         )
     return state, step
 
 
-def _learning_rate_at(schedule: optax.Schedule | None, updates: int) -> str:
-    return (
-        f", and the learning rate continues at {float(schedule(updates)):.2e}" if schedule else ""
-    )
-
-
-def _finished(
-    run: Run[Config], training: Training, hooks: Hooks, state: TrainState
-) -> dict[str, float]:
+def _finished(loop: Hooks, state: TrainState) -> dict[str, float]:
     """The last evaluation of a run that has no step left."""
-    step, loop = hooks.loop.start, hooks.loop
+    run, step = loop.run, loop.start
     done = f"{run.address} has finished {step} steps; more --steps would continue it"
     run.say(loop.why_stopped(step) if loop.stopped else done)
     written = _count_evaluations(run, step)
-    if written and not hooks:
+    if written and not loop.callbacks:
         loop.whole = True
         return loop.evaluate(state.model)
-    with run.signals, Recorder(run, training, hooks, written) as recorder:
+    with run.signals, Recorder(loop, written) as recorder:
         return _evaluate(run, recorder, step, state, whole=True)
 
 

@@ -65,7 +65,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resume_step: int = 0):
         kept = "".join(_to_line(record) for record in kept_records(path, resume_step))
-        files.replace(path, lambda temporary: temporary.write_text(kept))
+        files.replace(path, kept)
         self._file = path.open("a")
 
     def write(self, step: int, **values: Value) -> None:

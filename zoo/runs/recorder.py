@@ -11,12 +11,9 @@ import optax
 
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
-from zoo.runs.config import Config
 from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
-from zoo.runs.run import Run
 from zoo.training.chips import peak_flops
-from zoo.training.description import Training
 from zoo.training.state import TrainState
 
 
@@ -41,10 +38,11 @@ class _Rates:
 class Recorder:
     """The metrics of steps, checked one step late; the logs, pictures and checkpoints of a run."""
 
-    def __init__(self, run: Run[Config], training: Training, hooks: Hooks, written: int = 0):
+    def __init__(self, loop: Hooks, written: int = 0):
         """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
-        self._run, self._start, self._unit = run, hooks.loop.start, training.data.unit
-        self._hooks, self._written = hooks, written
+        run, training = loop.run, loop.training
+        self._run, self._start, self._unit = run, loop.start, training.data.unit
+        self._loop, self._written = loop, written
         self._saved = training.saved
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._log: MetricsLog | None = None  # of process 0
@@ -56,7 +54,7 @@ class Recorder:
         )
         self._rates = None if training.schedule is None else _Rates(training.schedule)
         self.bar = monitor.ProgressBar(run.config.steps, start=self._start, note=lambda: run.status)
-        hooks.loop.attach(self.bar.print, self._paused)
+        loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
 
     def __enter__(self) -> "Recorder":
@@ -119,7 +117,7 @@ class Recorder:
 
     def _is_due(self, step: int) -> bool:
         config = self._run.config
-        return step == 1 or step % config.log_every == 0 or self._hooks.is_last(step)
+        return step == 1 or step % config.log_every == 0 or self._loop.is_last(step)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
         # A source of a mixture that has no token in this step has no loss.
@@ -159,10 +157,10 @@ class Recorder:
 
     def evaluation(self, step: int, state: TrainState, whole: bool) -> dict[str, float]:
         """Evaluate, and write, show and return the result."""
-        self._hooks.loop.whole = whole
+        self._loop.whole = whole
         with self._paused():
-            values = self._hooks.loop.evaluate(state.model)
-            values = self._hooks.on_evaluation(step, state, values)
+            values = self._loop.evaluate(state.model)
+            values = self._loop.on_evaluation(step, state, values)
             self._write(step, **values)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.bar.print(f"step {step}: {shown}")
@@ -176,7 +174,7 @@ class Recorder:
             meta = meta | snapshot.meta | {"data_position": step}
             self._run.checkpointer.save(step, self._saved(state), meta, snapshot.arrays)
         self._run.check_address(copies=True)
-        self._hooks.on_checkpoint(step, state)
+        self._loop.on_checkpoint(step, state)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -197,4 +195,4 @@ class Recorder:
         if self._log is not None:
             if not is_written:
                 self._log.write(step, **values)
-            self._hooks.on_log(step, values)
+            self._loop.on_log(step, values)

@@ -269,8 +269,7 @@ class Run(Generic[ConfigT]):
 
     def _write_config(self) -> None:
         text = json.dumps(as_json(self.config), indent=2) + "\n"
-        path = self.folder / "config.json"
-        files.replace(path, lambda temporary: temporary.write_text(text))
+        files.replace(self.folder / "config.json", text)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

@@ -2,8 +2,7 @@
 
 from zoo.data.checks import Accepted as Accepted
 from zoo.data.corpus import Corpus as Corpus
-from zoo.data.corpus import Tokenized as Tokenized
-from zoo.data.packing import Piece as Piece
+from zoo.data.corpus import Piece as Piece
 from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
 from zoo.data.token_plans import Ends as Ends
@@ -19,10 +18,11 @@ from zoo.nn.protocols import SequenceModel as SequenceModel
 from zoo.nn.protocols import SequenceOptions as SequenceOptions
 from zoo.publishing.shelf import Card as Card
 from zoo.runs import config
-from zoo.runs.callbacks.best import Mode as Mode
-from zoo.runs.callbacks.best import Save as Save
-from zoo.runs.callbacks.tracker import Status as Status
-from zoo.runs.evaluation import Evaluation as Evaluation
+from zoo.runs.callbacks.callback import Numbers as Numbers
+from zoo.runs.callbacks.callback import Scalars as Scalars
+from zoo.runs.callbacks.evaluations import Mode as Mode
+from zoo.runs.callbacks.evaluations import Save as Save
+from zoo.runs.callbacks.trackers import Status as Status
 from zoo.runs.evaluation import Evaluator as Evaluator
 from zoo.runs.loop import Trained as Trained
 from zoo.sharding import rules

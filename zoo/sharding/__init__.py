@@ -1,11 +1,6 @@
 """Logical axes, meshes, and the one table from the ones to the others."""
 
 from zoo.sharding.axes import logical_axes as logical_axes
-from zoo.sharding.constraints import constrain as constrain
-from zoo.sharding.constraints import is_sharding as is_sharding
-from zoo.sharding.constraints import mapped as mapped
-from zoo.sharding.constraints import num_parts as num_parts
-from zoo.sharding.constraints import split_by as split_by
 from zoo.sharding.mesh import Layout as Layout
 from zoo.sharding.mesh import abstract_mesh as abstract_mesh
 from zoo.sharding.mesh import layout_of as layout_of
@@ -32,5 +27,10 @@ from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.rules import ShardingError as ShardingError
 from zoo.sharding.rules import mesh_axes as mesh_axes
 from zoo.sharding.rules import whole_rows as whole_rows
+from zoo.sharding.specs import constrain as constrain
+from zoo.sharding.specs import is_sharding as is_sharding
+from zoo.sharding.specs import mapped as mapped
+from zoo.sharding.specs import num_parts as num_parts
 from zoo.sharding.specs import partition_spec as partition_spec
 from zoo.sharding.specs import spec_in_use as spec_in_use
+from zoo.sharding.specs import split_by as split_by

@@ -11,7 +11,7 @@ from zoo.sharding import foreign
 from zoo.sharding.annotations import field_hint, names_of
 from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
 from zoo.sharding.mesh import Layout, use
-from zoo.sharding.rules import ShardingError, axes_in_use, kind_of
+from zoo.sharding.rules import ShardingError, in_force, kind_of
 
 
 def keystr(path: tuple) -> str:
@@ -97,7 +97,7 @@ def named_alone(tree: PyTree, path: tuple, leaf: Any) -> Named:
             return annotated
     except ShardingError as error:
         problem = error
-    named = foreign.given(axes_in_use(), field, leaf)
+    named = foreign.given(in_force.get().axes, field, leaf)
     if named is None:
         named = foreign.built_in(nodes, [keystr(path[i:]) for i in range(len(nodes))], leaf)
     if named is None and problem is not None:

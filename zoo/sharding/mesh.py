@@ -203,7 +203,7 @@ def layout_of(mesh: Mesh | AbstractMesh | Layout | None) -> Any:
 
 @contextlib.contextmanager
 def use(mesh: Mesh | Layout | None) -> Iterator[None]:
-    """Set the mesh, the rules and the given names that placement, `constrain` and `gather` see.
+    """Set the mesh, the rules and the given names that placement, `constrain` and `unshard` see.
 
     What a layout does not give stays as it is. Within `strict`, an array that nothing names is
     refused.

@@ -116,16 +116,6 @@ def rules_in_use() -> Rules:
     return in_force.get().rules
 
 
-def axes_in_use() -> Axes:
-    """The names given from outside, of the innermost `use` that has any."""
-    return in_force.get().axes
-
-
-def strict_in_use() -> bool:
-    """Whether a `use` around refuses arrays that nothing names."""
-    return in_force.get().strict
-
-
 def without_axes(taken: Collection[str]) -> Rules:
     """The rules in use without some mesh axes."""
 
@@ -171,3 +161,58 @@ def mesh_axes(entries: Iterable[Rule]) -> tuple[str, ...]:
         axes = entry.mesh if isinstance(entry, Axis) else entry
         found.extend((axes,) if isinstance(axes, str) else axes or ())
     return tuple(found)
+
+
+def is_stack(name: str | None) -> bool:
+    """Whether an axis of this name tells arrays apart: of the kind "stack", or without a name."""
+    return name is None or kind_of(name) == "stack"
+
+
+def is_matrix(names: Sequence[str | None], *, field: str = "") -> bool:
+    """Whether logical axes name a matrix, which weight decay and Muon are for, and not a vector.
+
+    A head's size is part of its head, and gates of their cell's units: ("heads", "head_dim") and
+    ("gates", "hidden") are vectors, and so is ("experts", "embed"), a stack of them. `field` is
+    named in an error.
+
+    Raises:
+        ShardingError: an axis of activations, or one that neither the table nor the rules in use
+            know.
+    """
+    kinds = [_parameter_kind(name, names, field) for name in names]
+    return sum(kind in ("dimension", "end") for kind in kinds) >= 2
+
+
+def matrix_axes(names: Sequence[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The input and the output axes of a matrix; the other leading ones tell matrices apart.
+
+    A matrix maps its first dimension, with its parts, to the others: ("heads", "head_dim", "embed")
+    is a matrix of heads·head_dim by embed.
+    """
+    axes = [axis for axis, name in enumerate(names) if not is_stack(name)]
+    kinds = [_parameter_kind(names[axis], names, "") for axis in axes]
+    inputs = next(i for i, kind in enumerate(kinds) if kind in ("dimension", "end")) + 1
+    while kinds[inputs] == "minor":
+        inputs += 1
+    return tuple(axes[:inputs]), tuple(axes[inputs:])
+
+
+def is_hidden_matrix(names: Sequence[str | None], *, field: str = "") -> bool:
+    """Whether logical axes name a matrix whose inputs and outputs are not the model's own."""
+    return is_matrix(names, field=field) and "end" not in (
+        _parameter_kind(name, names, field) for name in names
+    )
+
+
+def _parameter_kind(name: str | None, names: Sequence[str | None], field: str) -> Kind:
+    """The kind of an axis of a parameter."""
+    if name is None:
+        return "stack"
+    kind = kind_of(name)
+    if kind is None:
+        raise unknown_axis(name, names, field, rules_in_use())
+    if kind == "activation":
+        raise ShardingError(
+            f"{field or tuple(names)}: {name!r} is an axis of activations, and here of a parameter"
+        )
+    return kind

@@ -1,21 +1,25 @@
-"""From logical axes to PartitionSpecs, by the rules."""
+"""From logical axes to PartitionSpecs, by the rules, and activations constrained to them."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array
 
 from zoo.sharding.foreign import Named
-from zoo.sharding.mesh import Layout, layout_of
+from zoo.sharding.mesh import Layout, layout_of, use
 from zoo.sharding.rules import (
     EXPERT_AXES,
     LOGICAL_AXES,
     STORAGE_AXES,
     ShardingError,
+    in_force,
     mesh_axes,
     rules_in_use,
-    strict_in_use,
     unknown_axis,
+    without_axes,
 )
 
 # Of a dimension: a logical axis, several that were merged into one, or none.
@@ -84,7 +88,7 @@ def parameter_spec(
             largest = max(fits, key=lambda i: (shape[i], -i))
             entries[largest] += (axis,)
     spec = PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in entries))
-    if strict_in_use() and (whole := left_whole(named, shape, spec, mesh)):
+    if in_force.get().strict and (whole := left_whole(named, shape, spec, mesh)):
         raise ShardingError(
             f"{field} of shape {tuple(shape)}: {' and '.join(whole)} of the mesh, and strict=True "
             f"does not leave it whole; change the size or the mesh, or the names that it has by "
@@ -118,7 +122,7 @@ def _wanted(named: Named, mesh: Mesh | AbstractMesh) -> dict[str, list[int]]:
 
 
 def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The PartitionSpec of a parameter where it is used, which `gather` brings about."""
+    """The PartitionSpec of a parameter where it is used, which `unshard` brings about."""
     kept = EXPERT_AXES if "experts" in names else frozenset()
     kept &= frozenset(mesh_axes(partition_spec(["experts"], mesh))) if kept else kept
     return partition_spec(names, mesh, without=_gathered(mesh) - kept)
@@ -169,3 +173,60 @@ def check_divides(
 def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Mesh | AbstractMesh) -> int:
     """Into how many parts a spec, or some entries of one, cuts an array."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(spec))
+
+
+def is_sharding() -> bool:
+    """Whether a mesh of several devices is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.size == 1)
+
+
+def num_parts(*names: str | None) -> int:
+    """Into how many parts the mesh that is set cuts an activation of these logical axes."""
+    if not is_sharding():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return num_shards(partition_spec(names, mesh), mesh)
+
+
+def split_by(name: str) -> str:
+    """The mesh axes that split a logical axis, such as "context=2"; "" if none does."""
+    if (parts := num_parts(name)) == 1:
+        return ""
+    axes = mesh_axes(partition_spec([name], jax.sharding.get_abstract_mesh()))
+    return f"{'*'.join(axes)}={parts}"
+
+
+def constrain(x: Array, *names: Name) -> Array:
+    """Shard an activation by logical axis names, one per dimension; without a mesh, the identity.
+
+    A dimension that merges several has a tuple of their names.
+
+    Raises:
+        ShardingError: a number of names that is not the rank, an unknown name, or a size that
+            the mesh axis does not divide.
+    """
+    if not is_sharding():
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(names) != x.ndim:
+        raise ShardingError(f"an activation of shape {x.shape} is named {names}")
+    spec = partition_spec(names, mesh)
+    check_divides(f"the activation {names}", x.shape, spec, mesh)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+@contextlib.contextmanager
+def mapped(*names: str) -> Iterator[tuple[str, ...] | None]:
+    """Within, `jax.vmap` over a logical axis, or some merged, has their mesh axes to itself.
+
+    Yields them for `spmd_axis_name`; None where nothing shards it.
+    """
+    if not is_sharding():
+        yield None
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    [entry] = partition_spec([names], mesh)
+    taken = mesh_axes([entry])
+    with use(Layout(rules=without_axes(taken))):
+        yield taken or None

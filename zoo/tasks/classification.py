@@ -18,10 +18,10 @@ from zoo.data.plans import Plan
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
-from zoo.runs.callbacks.best import Save
+from zoo.runs.callbacks.evaluations import Save
 from zoo.runs.config import Config
 from zoo.runs.run import Run
-from zoo.sharding.placement import on_host
+from zoo.sharding.placement import gathered
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
@@ -160,13 +160,13 @@ class Judge:
 
     def __init__(self, run: Run[Config], plan: Plan, classes: Sequence[str]):
         self._run, self._plan, self._classes = run, plan, classes
-        self._evaluation = evaluation.Evaluation(run, _probabilities)
+        self._evaluator = evaluation.Evaluator(run, _probabilities, plan)
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
         if not whole:
             return judge(self._predict(model, whole))
-        result, self.report = self._evaluation.once(model, self._plan, lambda: self._draw(model))
+        result, self.report = self._evaluator.once(model, lambda: self._draw(model))
         return result
 
     def _draw(self, model: PyTree) -> tuple[dict[str, float], str]:
@@ -179,10 +179,10 @@ class Judge:
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
-        for k, results in self._evaluation.results(model, self._plan, whole):
+        for k, results in self._evaluator.results(model, whole):
             host = self._plan.batch(k)
             real = host["weights"] > 0
-            found.append(on_host(results["probabilities"])[:, real])
+            found.append(gathered(results["probabilities"])[:, real])
             labels.append(host["labels"][real])
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 

@@ -22,9 +22,8 @@ from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
-from zoo.runs.callbacks.best import Save
 from zoo.runs.callbacks.callback import Callback
-from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.evaluations import Samples, Save
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import mixtures

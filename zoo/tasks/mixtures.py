@@ -52,9 +52,9 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, data: MixedText) -> Evalu
     Each source's mean counts by its held-out tokens, not by a stage's weights: so the losses of a
     run's stages, and its bits per byte, can be compared. A source has bits per byte too.
     """
-    means = evaluation.evaluators(
-        run, loss_fn, {name: source.held_out for name, source in data.sources.items()}
-    )
+    plans = {name: source.held_out for name, source in data.sources.items()}
+    first = evaluation.evaluator(run, loss_fn, next(iter(plans.values())))
+    means = {name: first.of(plan) for name, plan in plans.items()}
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         found = {name: mean(model, whole)["loss"] for name, mean in means.items()}
@@ -106,7 +106,7 @@ def record(run: Run[Config], data: MixedText) -> None:
                 changes = [*changes, {"step": step, "from": first, "stages_before": old["stages"]}]
         new["changes"] = changes
         text = json.dumps(new, indent=2) + "\n"
-        files.replace(path, lambda temporary: temporary.write_text(text))
+        files.replace(path, text)
     processes.barrier("mixture")
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import custom_vjp
 from zoo.sharding.axes import map_parameters
 
 # From a readout, its inputs, targets and weights to a total, and further sums, without gradients.

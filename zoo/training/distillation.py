@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.common.configuration import require
 from zoo.data.top_k import IDS, LOG_PROBS, REST
-from zoo.nn.derivatives import custom_vjp
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out
+from zoo.nn.products import custom_vjp
 from zoo.nn.protocols import HasReadout
 from zoo.training import losses
 from zoo.training.chunked_loss import chunked, cut_time, join_time

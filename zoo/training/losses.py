@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked
 
@@ -123,7 +123,7 @@ def readout_cross_entropy(
     Where a device's logits in fp32 would take more than `LOGITS_BYTES`, no more of them than that
     is ever in memory, forward or backward. For that the gradient is computed in the forward pass,
     at no additional product; in fp16 in the backward pass, at one more. `readout` is a
-    `zoo.nn.readout.Readout`, or a module like it.
+    `zoo.nn.layers.Readout`, or a module like it.
     """
     total, _ = _over_time(readout, x_BTE, _of_tokens, targets_BT, weights_BT)
     return total, weights_BT.sum()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Key, PyTree
 from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.kinds import is_hidden_matrix, is_matrix, matrix_axes
+from zoo.sharding.rules import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.training import parametrization
 
 

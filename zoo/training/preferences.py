@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from zoo import sharding
 from zoo.common.configuration import require
-from zoo.nn.balancing import Balance
-from zoo.nn.derivatives import in_forward_mode
+from zoo.nn.products import in_forward_mode
 from zoo.nn.protocols import HasBalance, HasReadout
+from zoo.nn.stateful import Balance
 from zoo.training import losses
 from zoo.training.chunked_loss import chunked_values
 from zoo.training.loss_values import LossFunction

@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int32, Key, PyTree
 
 from zoo import sharding
-from zoo.nn.balancing import is_load_bias
-from zoo.nn.parameters import cast, is_kept
 from zoo.nn.precision import LossScale
 from zoo.nn.products import is_quantized
+from zoo.nn.stateful import cast, is_kept, is_load_bias
 from zoo.sharding.axes import check_model, is_parameter, keystr
 from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 

@@ -20,10 +20,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
-from zoo.nn.balancing import moved
 from zoo.nn.precision import Precision, check_precision, exact_products
 from zoo.nn.products import platform
-from zoo.nn.stateful import states, with_states
+from zoo.nn.stateful import moved, states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
 from zoo.training.first_step import Checks

@@ -10,19 +10,45 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from zoo.nn.attention import attention
-from zoo.nn.balancing import Balance
-from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal, rotate
+from zoo.nn.attention.attention import attention
+from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
 from zoo.nn.products import Operand, matmul
+from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.config import AttentionConfig, Config
+from zoo.transformer.config import AttentionConfig, Config, RopeScaling
 from zoo.transformer.moe import MoE
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
+
+
+def rotary_tables(
+    positions: Int[Array, "batch seq"],
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
+    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequency = scaling.stretch(frequency)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def rotate(
+    x_BTNH: Float[Array, "batch seq heads head_dim"],
+    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    x32 = x_BTNH.astype(jnp.float32)
+    # A roll, not a split and a concatenation: one pass over x.
+    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)
 
 
 def residual_norm(config: Config) -> Norm:
@@ -171,8 +197,13 @@ class Block(eqx.Module):
         self.attention = Attention(config, key=attention_key)
         self.attention_out_norm = residual_norm(config) if after else None
         self.mlp_norm = residual_norm(config) if before else None
-        self.mlp = _make_mlp(config, key=mlp_key)
-        self.shared_mlp = _make_shared(config, key=mlp_key)
+        experts = config.experts
+        part = MLP if experts.num_experts is None else MoE
+        self.mlp = part(config, key=mlp_key)
+        self.shared_mlp = None
+        if experts.num_shared > 0:  # as one MLP
+            wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
+            self.shared_mlp = MLP(wide, key=jax.random.fold_in(mlp_key, 1))
         self.mlp_out_norm = residual_norm(config) if after else None
         self.dropout = config.dropout
 
@@ -191,35 +222,15 @@ class Block(eqx.Module):
         `weights_BT` are those of positions in the balance; padding counts nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BTE = x_BTE + self._attend(x_BTE, segment_ids, rotary, window, attend, keys[0])
-        added_BTE, balance = self._feed_forward(x_BTE, segment_ids, keys[1], weights_BT)
-        return x_BTE + added_BTE, balance
-
-    def _attend(
-        self,
-        x_BTE: Float[Array, "batch seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
-        rotary: Rotary | None,
-        window: int | None,
-        attend: Attend,
-        key: Key[Array, ""] | None,
-    ) -> Float[Array, "batch seq embed"]:
-        """The residual update of attention."""
         normed_BTE = _enter(self.attention_norm, x_BTE)
         added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
-        return dropout(_leave(self.attention_out_norm, added_BTE), self.dropout, key)
-
-    def _feed_forward(
-        self,
-        x_BTE: Float[Array, "batch seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
-        key: Key[Array, ""] | None,
-        weights_BT: Float[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
-        """The residual update of the MLP or the experts, and the balance of these."""
+        added_BTE = _leave(self.attention_out_norm, added_BTE)
+        x_BTE = x_BTE + dropout(added_BTE, self.dropout, keys[0])
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
-            counted_BT = _is_token(segment_ids, x_BTE).astype(jnp.float32)
+            counted_BT = jnp.ones((1, x_BTE.shape[1]))
+            if segment_ids is not None:
+                counted_BT = (segment_ids > 0).astype(jnp.float32)
             if weights_BT is not None:
                 counted_BT = jnp.where(counted_BT > 0, weights_BT, 0.0)
             added_BTE, balance = self.mlp(normed_BTE, counted_BT)
@@ -227,7 +238,8 @@ class Block(eqx.Module):
                 added_BTE = added_BTE + self.shared_mlp(normed_BTE)
         else:
             added_BTE = self.mlp(normed_BTE)
-        return dropout(_leave(self.mlp_out_norm, added_BTE), self.dropout, key), balance
+        added_BTE = _leave(self.mlp_out_norm, added_BTE)
+        return x_BTE + dropout(added_BTE, self.dropout, keys[1]), balance
 
 
 # Between these two a part has whole rows: with "seq" sharded, only the stream outside is split.
@@ -240,28 +252,3 @@ def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed
     """The residual update, from the output of a part; dropout is still to come."""
     added_BTE = constrain(added_BTE, "batch", "seq", "embed")
     return added_BTE if norm is None else norm(added_BTE)
-
-
-def _make_mlp(config: Config, *, key: Key[Array, ""]) -> MLP | MoE:
-    if config.experts.num_experts is None:
-        return MLP(config, key=key)
-    return MoE(
-        config.experts,
-        config.d_model,
-        config.hidden_size,
-        activation=config.activation,
-        num_layers=config.num_layers,
-        key=key,
-    )
-
-
-def _make_shared(config: Config, *, key: Key[Array, ""]) -> MLP | None:
-    """The experts that every token goes to, as one MLP."""
-    if config.experts.num_experts is None or config.experts.num_shared == 0:
-        return None
-    width = config.experts.num_shared * config.hidden_size
-    return MLP(dataclasses.replace(config, d_ff=width), key=jax.random.fold_in(key, 1))
-
-
-def _is_token(segment_ids: Array | None, x_BTE: Array) -> Bool[Array, "#batch seq"]:
-    return jnp.ones((1, x_BTE.shape[1]), bool) if segment_ids is None else segment_ids > 0

@@ -5,17 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
-from zoo.nn import attention as attention_module
-from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind, RopeScaling
+from zoo.nn.attention.attention import Implementation
+from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind
 from zoo.nn.remat import Policy
 from zoo.transformer.dispatch import Dispatch
-from zoo.transformer.routing import Scores
 
 LayerKind = Literal["local", "global"]
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AttentionConfig:
     """Factor of the attention logits; head_dim^-0.5 if not given."""
     soft_cap: float | None = None
     """Bounds the attention logits by cap · tanh(logits / cap)."""
-    kernel: attention_module.Implementation = may_differ("auto")
+    kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
     or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
     exchange heads."""
@@ -52,6 +53,42 @@ class AttentionConfig:
             len(self.window_pattern) > 0,
             "attention.window_pattern=(): needs a 'local' or 'global' at least",
         )
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the wavelengths of rotary positions are stretched, for longer sequences than before."""
+
+    factor: float = 1.0
+    """Multiplies the wavelengths (Chen et al. 2023); 1 leaves them as they are."""
+    low_freq_factor: float | None = None
+    """With the next two (Llama 3): waves that fit the original length less often are stretched."""
+    high_freq_factor: float | None = None
+    """Waves that fit it more often are not; those in between are in part."""
+    original_max_seq_len: int | None = None
+    """The original length: the longest sequence that the model was trained on before."""
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "positions.scaling.")
+        waves = "low_freq_factor", "high_freq_factor", "original_max_seq_len"
+        configuration.check_positive(self, "positions.scaling.", "factor", *waves)
+        given = [name for name in waves if getattr(self, name) is not None]
+        require(
+            len(given) in (0, 3),
+            f"positions.scaling has {' and '.join(given)}: give all of {', '.join(waves)}, or none",
+        )
+
+    def stretch(self, frequency: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
+        """The frequencies of the stretched wavelengths (Grattafiori et al. 2024 for Llama 3's)."""
+        if self.factor == 1:
+            return frequency
+        stretched = frequency / self.factor
+        low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
+        if low is None or high is None or length is None:
+            return stretched
+        fits = length * frequency / (2 * math.pi)
+        kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
+        return stretched + kept * (frequency - stretched)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.derivatives import custom_vjp
-from zoo.nn.products import device_kind, platform
+from zoo.nn.products import custom_vjp, device_kind, platform
 from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
 
 Dispatch = Literal["auto", "all_reduce", "all_to_all"]
@@ -66,7 +65,7 @@ def apply_experts(
     dispatch: Dispatch,
     buffer: float,
 ) -> Float[Array, "batch seq embed"]:
-    """The weighted sum of each token's experts, which lie on the devices as `gather` leaves them.
+    """The weighted sum of each token's experts, which lie on the devices as `unshard` leaves them.
 
     `experts(rows, *matrices, sizes)` multiplies rows in the order of a device's own experts, as
     many of each as `sizes` says. XLA does not split that by itself.
@@ -110,11 +109,6 @@ def apply_experts(
     )(routed, matrices)
     # Not `sum`, which would add up, and so send, bf16 as fp32.
     return jax.lax.reduce(y_SBTE, jnp.zeros((), y_SBTE.dtype), jax.lax.add, (0,))
-
-
-def num_rounds(parts: int, buffer: float) -> int:
-    """Rounds of an exchange among `parts` devices, each with room for `buffer` times its share."""
-    return math.ceil(parts / buffer)
 
 
 def _by_all_reduce(
@@ -175,7 +169,7 @@ def _by_all_to_all(
     """The rows of a device's tokens by the devices of their experts, in rounds."""
     parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
     others = math.prod(mesh.shape[axis] for axis in split.others)
-    rounds, num_local = num_rounds(parts, buffer), matrices[0].shape[0]
+    rounds, num_local = math.ceil(parts / buffer), matrices[0].shape[0]
     tokens = math.prod(routed.x.shape[:-1])
     padding, nobody = -tokens % rounds, parts * others * num_local
 

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.common.configuration import require
-from zoo.nn.balancing import Balance
-from zoo.nn.layers import Embedding, Linear, Norm, dropout, rotary_tables
-from zoo.nn.parameters import CastsAtUse, gather
+from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout
+from zoo.nn.parameters import CastsAtUse, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.nn.readout import Readout
 from zoo.nn.remat import scan_layers
+from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.blocks import Block, Rotary, residual_norm
+from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables
 from zoo.transformer.config import Config, LayerKind
 
 
@@ -138,20 +136,20 @@ class Transformer(CastsAtUse):
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence longer than a table of learned positions."""
-        require(
-            self.position_embedding is None or length <= self.config.max_seq_len,
-            f"a sequence of {length} is longer than max_seq_len={self.config.max_seq_len}",
-        )
+        if self.position_embedding is not None and length > self.config.max_seq_len:
+            raise ValueError(
+                f"a sequence of {length} is longer than max_seq_len={self.config.max_seq_len}"
+            )
 
     def embed(
         self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
         """The input of the first layer, and each kind's tables of rotary positions."""
-        x_BTE = gather(self.embedding)(constrain(tokens, "batch", "inner_seq"))
+        x_BTE = unshard(self.embedding)(constrain(tokens, "batch", "inner_seq"))
         if self.config.residual.scale_embedding:
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
-            x_BTE = x_BTE + gather(self.position_embedding)(positions)
+            x_BTE = x_BTE + unshard(self.position_embedding)(positions)
         rotaries = {kind: self._rotary(kind, positions) for kind in set(self.config.layer_kinds)}
         return constrain(x_BTE, "batch", "seq", "embed"), rotaries
 
@@ -167,14 +165,14 @@ class Transformer(CastsAtUse):
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the output head, from the output of the last layer."""
-        return constrain(gather(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
+        return constrain(unshard(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
 
     def readout(self) -> Readout:
         """The output head: from `hidden` to logits in fp32."""
         if self.head is None:
-            weight = transposed(gather(self.embedding).weight)
+            weight = transposed(unshard(self.embedding).weight)
         else:
-            weight = gather(self.head).weight
+            weight = unshard(self.head).weight
         return Readout(weight, soft_cap=self.config.logit_soft_cap)
 
     def without_head(self) -> "Transformer":

@@ -8,20 +8,19 @@ Legend of suffixes: B batch, T time, E embed, X experts, C a token's choices, R 
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.nn.balancing import Balance, LoadBias
 from zoo.nn.grouped_products import grouped_product
 from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
-from zoo.transformer import routing
-from zoo.transformer.config import ExpertsConfig
+from zoo.nn.stateful import Balance, LoadBias
+from zoo.transformer.config import Config, ExpertsConfig, Scores
 from zoo.transformer.dispatch import Routed, apply_experts
-from zoo.transformer.routing import load_balance as load_balance
 
 
 class MoE(eqx.Module):
@@ -35,26 +34,18 @@ class MoE(eqx.Module):
     activation: Callable[[Array], Array] = eqx.field(static=True)
     config: ExpertsConfig = eqx.field(static=True)
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        size: int,
-        hidden_size: int,
-        *,
-        activation: Callable[[Array], Array],
-        num_layers: int,
-        key: Key[Array, ""],
-    ):
-        num_experts, rate = config.num_experts, config.bias_rate
+    def __init__(self, config: Config, *, key: Key[Array, ""]):
+        size, hidden_size = config.d_model, config.hidden_size
+        num_experts, rate = config.experts.num_experts, config.experts.bias_rate
         assert num_experts is not None
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = normal(router_key, (size, num_experts), size)
         self.w_gate = normal(gate_key, (num_experts, size, hidden_size), size)
         self.w_up = normal(up_key, (num_experts, size, hidden_size), size)
-        fan_in = hidden_size * 2 * num_layers
+        fan_in = hidden_size * 2 * config.num_layers
         self.w_down = normal(down_key, (num_experts, hidden_size, size), fan_in)
         self.bias = None if rate is None else LoadBias(jnp.zeros(num_experts), rate)
-        self.activation, self.config = activation, config
+        self.activation, self.config = config.activation, config.experts
 
     def __call__(
         self, x_BTE: Float[Array, "batch seq embed"], weights_BT: Float[Array, "#batch seq"]
@@ -66,20 +57,20 @@ class MoE(eqx.Module):
         logits_BTX = matmul(x_BTE, self.router, dtype=jnp.float32)
         bias_X = None if self.bias is None else self.bias.value
         config = self.config
-        route = routing.route(logits_BTX, bias_X, config.per_token, config.router)
-        weights_BTC = route.weights
+        chosen = route(logits_BTX, bias_X, config.per_token, config.router)
+        weights_BTC = chosen.weights
         if config.normalize:
             weights_BTC = weights_BTC / weights_BTC.sum(-1, keepdims=True)
         if config.scale != 1:
             weights_BTC = weights_BTC * config.scale
         y_BTE = apply_experts(
             partial(_gated_mlps, self.activation),
-            Routed(x_BTE, weights_BTC.astype(x_BTE.dtype), route.chosen),
+            Routed(x_BTE, weights_BTC.astype(x_BTE.dtype), chosen.chosen),
             (self.w_gate, self.w_up, self.w_down),
             dispatch=config.dispatch,
             buffer=config.buffer,
         )
-        return y_BTE, routing.balance(logits_BTX, bias_X, route, weights_BT)
+        return y_BTE, balance(logits_BTX, bias_X, chosen, weights_BT)
 
 
 def _gated_mlps(
@@ -94,3 +85,75 @@ def _gated_mlps(
     gate = grouped_product(rows_RE, w_gate, sizes_X)
     hidden = activation(gate) * grouped_product(rows_RE, w_up, sizes_X)
     return grouped_product(hidden, w_down, sizes_X)
+
+
+class Route(NamedTuple):
+    """Each token's experts, their scores, and the scores of all as probabilities."""
+
+    weights: Float[Array, "batch seq choices"]
+    chosen: Int[Array, "batch seq choices"]
+    probabilities: Float[Array, "batch seq experts"]
+
+
+def route(
+    logits_BTX: Float[Array, "batch seq experts"],
+    bias_X: Float[Array, "experts"] | None,
+    choices: int,
+    scores: Scores,
+) -> Route:
+    """The experts of the highest scores, by a softmax or a sigmoid.
+
+    A bias is added for the choice alone, not to the scores (DeepSeek-V3, 2024, equation 16).
+    """
+    softmax = scores == "softmax"
+    scores_BTX = jax.nn.softmax(logits_BTX) if softmax else jax.nn.sigmoid(logits_BTX)
+    if bias_X is None:
+        weights_BTC, chosen_BTC = jax.lax.top_k(scores_BTX, choices)
+    else:
+        _, chosen_BTC = jax.lax.top_k(
+            jax.lax.stop_gradient(scores_BTX + bias_X[None, None]), choices
+        )
+        weights_BTC = jnp.take_along_axis(scores_BTX, chosen_BTC, axis=-1)
+    if not softmax:
+        scores_BTX = scores_BTX / scores_BTX.sum(-1, keepdims=True)
+    return Route(weights_BTC, chosen_BTC, scores_BTX)
+
+
+def balance(
+    logits_BTX: Float[Array, "batch seq experts"],
+    bias_X: Float[Array, "experts"] | None,
+    route: Route,
+    weights_BT: Float[Array, "#batch seq"],
+) -> Balance:
+    """The weighted sums over each row's tokens that a loss may take."""
+    z_BT = jnp.square(jax.nn.logsumexp(logits_BTX, axis=-1))
+    z_B = (z_BT * weights_BT).sum(1)
+    error_B = jnp.zeros_like(z_B)
+    if bias_X is not None:
+        num_experts, choices = logits_BTX.shape[-1], route.chosen.shape[-1]
+        taken_BTX = jax.nn.one_hot(route.chosen, num_experts).sum(2) - choices / num_experts
+        above_BX = (taken_BTX * weights_BT[:, :, None]).sum(1)
+        error_B = (above_BX * (bias_X - jax.lax.stop_gradient(bias_X))[None]).sum(-1)
+    return Balance(load_balance(route.probabilities, route.chosen, weights_BT), z_B, error_B)
+
+
+def load_balance(
+    probabilities_BTX: Float[Array, "batch seq experts"],
+    chosen_BTC: Int[Array, "batch seq choices"],
+    weights_BT: Float[Array, "#batch seq"],
+) -> Float[Array, "batch"]:
+    """The load-balancing loss of each row, times the weight of its tokens: float32[batch].
+
+    For each row, `weight · experts · Σ f·p`, with f the share of its choices that an expert gets
+    and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; per row as
+    in DeepSeek-V3, 2024), both weighted: `weight` where it is even. A sum over rows, so that it
+    does not depend on how a batch is cut.
+    """
+    num_experts, choices = probabilities_BTX.shape[-1], chosen_BTC.shape[-1]
+    weights_BT1 = weights_BT[:, :, None]
+    weight_B1 = jnp.broadcast_to(weights_BT1.sum(1), (probabilities_BTX.shape[0], 1))
+    share = 1 / jnp.where(weight_B1 > 0, weight_B1, 1.0)
+    taken_BTX = jax.nn.one_hot(chosen_BTC, num_experts).sum(2)
+    taken_BX = (taken_BTX * weights_BT1).sum(1) * share / choices
+    likely_BX = (probabilities_BTX * weights_BT1).sum(1) * share
+    return num_experts * (taken_BX * likely_BX).sum(-1) * weight_B1[:, 0]

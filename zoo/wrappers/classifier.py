@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common import configuration
 from zoo.nn.layers import Linear, add_bias
-from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, gather
+from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, unshard
 from zoo.nn.products import matmul
 from zoo.nn.protocols import SequenceModel
 from zoo.sharding import constrain
@@ -90,7 +90,7 @@ class Classifier(CastsAtUse):
             weights_BT = (index == chosen[:, None]).astype(jnp.float32)
         total = jnp.maximum(weights_BT.sum(1), 1.0)
         pooled_BE = (x_BTE.astype(jnp.float32) * weights_BT[:, :, None]).sum(1) / total[:, None]
-        head = gather(self.head)
+        head = unshard(self.head)
         x_BE = constrain(pooled_BE.astype(head.weight.dtype), "batch", "embed")
         logits = add_bias(matmul(x_BE, head.weight, dtype=jnp.float32), head.bias)
         return constrain(logits, "batch", None)

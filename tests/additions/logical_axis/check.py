@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 import zoo
 from zoo import losses, optimizers
 from zoo.nn.layers import Embedding, Linear, normal
-from zoo.nn.parameters import gather
+from zoo.nn.parameters import unshard
 from zoo.nn.products import matmul
 from zoo.sharding import constrain
 from zoo.sharding.axes import keystr
@@ -39,7 +39,7 @@ class StateSpace(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"], **options: Array) -> Array:
         """The logits, float32[batch, seq, vocab]."""
-        model = gather(self)
+        model = unshard(self)
         kept_ES = jax.nn.sigmoid(model.rate)
         x_BTE = 30 * model.embedding(tokens)
 

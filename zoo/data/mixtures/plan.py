@@ -1,64 +1,15 @@
 """Batches of several token plans, mixed by a schedule."""
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Integer
 
-from zoo.common import checksums
-from zoo.data.corpus import Tokenized
+from zoo.data.corpus import Corpus, JoinedCorpus, Piece
 from zoo.data.mixtures.schedule import Schedule, Stage
-from zoo.data.packing import Piece
 from zoo.data.plans import HostBatch, Row
 from zoo.data.token_plans import TokenPlan
-
-
-class JoinedCorpus:
-    """The documents of several corpora, one corpus after the other."""
-
-    counts = None
-
-    def __init__(self, corpora: Sequence[Tokenized]):
-        self.corpora = corpora
-        self.begins = [0, *itertools.accumulate(map(len, corpora))]
-        self.vocab_size, self.framed = corpora[0].vocab_size, corpora[0].framed
-        self.num_tokens = sum(corpus.num_tokens for corpus in corpora)
-        self.num_bytes = sum(corpus.num_bytes for corpus in corpora)
-
-    def __len__(self) -> int:
-        return self.begins[-1]
-
-    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
-        corpus, i = self._locate(i)
-        return corpus[i]
-
-    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
-        """Ids [start, stop) of document i, or those of them that it has."""
-        corpus, i = self._locate(i)
-        return corpus.ids(i, start, stop)
-
-    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
-        """Which tokens of document i count; None: all."""
-        corpus, i = self._locate(i)
-        return corpus.counted(i)
-
-    def name(self, i: int) -> str:
-        """The name of document i."""
-        corpus, i = self._locate(i)
-        return corpus.name(i)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of it."""
-        return checksums.of_values([corpus.fingerprint for corpus in self.corpora])
-
-    def _locate(self, i: int) -> tuple[Tokenized, int]:
-        source = bisect.bisect_right(self.begins, i) - 1
-        return self.corpora[source], i - self.begins[source]
 
 
 class MixturePlan(TokenPlan):
@@ -77,7 +28,7 @@ class MixturePlan(TokenPlan):
             values = {source: getattr(plan, name, None) for source, plan in plans.items()}
             if len(set(values.values())) > 1:
                 raise ValueError(f"a mixture has one {name}, and its sources have {values}")
-        corpora = [plan.corpus for plan in plans.values()]
+        corpora = [plan.corpus for plan in plans.values() if isinstance(plan.corpus, Corpus)]
         for name in ("vocab_size", "framed"):
             values = dict(zip(plans, (getattr(corpus, name) for corpus in corpora), strict=True))
             if len(set(values.values())) > 1:

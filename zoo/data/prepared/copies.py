@@ -7,7 +7,16 @@ from pathlib import Path
 from zoo.common import files
 from zoo.common.addresses import Location
 from zoo.common.store import Store, sizes
-from zoo.data.prepared.format import SHARDS, SOURCES, SUMMED, SUMS, TOKENIZER, work_file
+from zoo.data.prepared.format import (
+    HELD_OUT,
+    SHARDS,
+    SOURCES,
+    SUMS,
+    TOKENIZER,
+    TOKENS,
+    TRAIN,
+    work_file,
+)
 
 CACHE = Path("~/.cache/zoo/prepare")
 
@@ -36,7 +45,7 @@ def copy_tokenizer(folder: Path, address: str) -> None:
 
 def _names(number: int) -> list[str]:
     """The files of a shard."""
-    return [f"{number:08}{suffix}" for suffix in (*SUMMED, SUMS, SOURCES)]
+    return [f"{number:08}{suffix}" for suffix in (TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES)]
 
 
 class Copies:

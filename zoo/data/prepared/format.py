@@ -3,9 +3,10 @@
 A folder has `manifest.json`, which is written last, `tokenizer/`, and per shard in `shards/`:
 
 - `.tokens`: the ids of its documents end to end, without begin and end, in the order of the source;
+- `.weights`, of documents of which only some tokens count: a byte per id, 1 where it counts;
 - `.train` and `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
 - `.sources.json`: the names of the files that the documents are from;
-- `.sums`: the xxh3_64 of each `BLOCK` bytes of the three above, one file after the other.
+- `.sums`: the xxh3_64 of each `BLOCK` bytes of all but the names, one file after the other.
 
 The manifest has the xxh3_128 of each shard's `.sums` and of its `.sources.json`, and is sealed by
 its fingerprint: a block is verified by its sum, the sums by the manifest, and that by itself. All
@@ -23,15 +24,15 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from jaxtyping import UInt8
+from jaxtyping import Integer, UInt8
 
 from zoo.common.addresses import Location
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
-TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES = ".tokens", ".train", ".held_out", ".sums", ".sources.json"
-SUMMED = (TOKENS, TRAIN, HELD_OUT)  # in the order of their sums
+TOKENS, WEIGHTS, TRAIN, HELD_OUT = ".tokens", ".weights", ".train", ".held_out"
+SUMS, SOURCES = ".sums", ".sources.json"
 BLOCK = 2**16  # bytes
-VERSION = 1
+VERSION = 2
 WORK = "work"  # what a kill leaves, and the next start takes up
 
 RECORD = np.dtype(
@@ -42,6 +43,7 @@ RECORD = np.dtype(
         ("hash", "V16"),  # the first bytes of the SHA-256 of the text
         ("source", "<u4"),  # index of its file in .sources.json
         ("record", "<u8"),  # line, row or record number; 0 for a text file
+        ("label", "<u4"),  # index of its label in the manifest's classes
     ]
 )
 
@@ -54,11 +56,13 @@ class DamagedError(ValueError):
 class PartRecord:
     """The sizes of one part of a shard, the documents to train on or those held out.
 
-    A document has length + frame - 1 `positions`. `bytes` are those of its text in UTF-8.
+    A document has length + frame - 1 `positions`, and some or all of its tokens are `counted`.
+    `bytes` are those of its text in UTF-8, or of the text that counts.
     """
 
     documents: int
     tokens: int
+    counted: int
     positions: int
     bytes: int
 
@@ -72,12 +76,15 @@ class ShardRecord:
     held_out: PartRecord
     sums: str
     sources: str
+    weights_bytes: int | None = None
+    """Bytes of the file of weights, if there is one."""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of the files that have sums, by suffix, in the order of these."""
         return {
             TOKENS: self.tokens_bytes,
+            **({} if self.weights_bytes is None else {WEIGHTS: self.weights_bytes}),
             TRAIN: self.train.documents * RECORD.itemsize,
             HELD_OUT: self.held_out.documents * RECORD.itemsize,
         }
@@ -107,6 +114,14 @@ class Manifest:
     """The hash of the only document, in hexadecimal: its end is held out."""
     special_tokens: int = 0
     """Special tokens in the text, or names of them, as `options` has them read."""
+    weighted: bool = False
+    """Whether only some of the tokens count, as those of completions do."""
+    form: str | None = None
+    """The form of rows, in words."""
+    framed: bool = False
+    """Whether documents have their begin and their end among their tokens, as chats do."""
+    classes: tuple[str, ...] = ()
+    """The labels of documents, sorted."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -116,7 +131,7 @@ class Manifest:
     def total(self, part: str) -> PartRecord:
         """The sums of all shards' `train` or `held_out`."""
         parts = [dataclasses.astuple(getattr(shard, part)) for shard in self.shards]
-        return PartRecord(*map(sum, zip((0, 0, 0, 0), *parts, strict=True)))
+        return PartRecord(*map(sum, zip((0,) * 5, *parts, strict=True)))
 
 
 def shard_file(folder: Location, number: int, suffix: str) -> Location:
@@ -132,6 +147,16 @@ def work_file(folder: Path, number: int, suffix: str) -> Path:
 def dtype_of(vocab_size: int) -> str:
     """The dtype of the ids in `.tokens`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def check_ids(ids: Integer[np.ndarray, "_"], vocab_size: int, name: str) -> None:
+    """Raise a ValueError where an id of the document of that name is outside the vocabulary."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise ValueError(
+            f"token id {ids[position]} at position {position} of document {name} is outside the "
+            f"vocabulary: vocab_size={vocab_size}"
+        )
 
 
 def block_sums(path: Path) -> bytes:
@@ -190,6 +215,7 @@ def read_manifest(folder: Location) -> Manifest:
         raise DamagedError(f"{path} has version {version}, and this zoo reads version {VERSION}")
     del content["version"]
     content["shards"] = tuple(map(shard_record, content["shards"]))
+    content["classes"] = tuple(content["classes"])
     manifest = Manifest(**content, files=files)
     if tokenizer_digest(folder / TOKENIZER) != manifest.tokenizer:
         raise DamagedError(

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,10 +17,13 @@ from zoo.common import files
 from zoo.data.prepared.format import (
     HELD_OUT,
     RECORD,
+    SHARDS,
     SOURCES,
     SUMS,
     TOKENS,
     TRAIN,
+    WEIGHTS,
+    WORK,
     PartRecord,
     ShardRecord,
     block_sums,
@@ -38,6 +41,8 @@ RAW = np.dtype(
         ("source", "<u4"),
         ("record", "<u8"),
         ("bytes", "<u8"),
+        ("counted", "<u4"),  # tokens
+        ("label", "<u4"),  # index in the shard's labels
         ("part", "u1"),
     ]
 )
@@ -52,19 +57,20 @@ SLICE = 2**20  # documents that are sorted at a time
 Records: TypeAlias = np.ndarray
 
 
-def hash_of(text: bytes) -> bytes:
-    """The hash of a document, 16 bytes."""
-    return hashlib.sha256(text).digest()[:16]
+def hash_of(text: bytes, of_row: bytes | None = None) -> bytes:
+    """The hash of a document, 16 bytes, of which the last 4 may tell apart those `of_row`."""
+    hashed = hashlib.sha256(text).digest()
+    return hashed[:16] if of_row is None else hashed[:12] + of_row
 
 
 def hash_limit(fraction: float) -> int:
-    """The number that a hash is below if it is below that fraction of all hashes."""
-    return -int(-Fraction(fraction) * 2**128 // 1)
+    """The number that a row's hashes are below if they are below that fraction of all hashes."""
+    return -int(-Fraction(fraction) * 2**96 // 1) << 32
 
 
 def limit_between(lowest: int, highest: int, fraction: float) -> int:
-    """The hash below which documents are held out; of two hashes or more, neither part is empty."""
-    return min(max(hash_limit(fraction), lowest + 1), highest)
+    """The hash below which documents are held out; of two rows or more, neither part is empty."""
+    return min(max(hash_limit(fraction), (lowest >> 32) + 1 << 32), highest >> 32 << 32)
 
 
 def trains_on(limit: int) -> Callable[[str], bool]:
@@ -170,20 +176,43 @@ def slice_file(folder: Path, number: int) -> Path:
 PARTED = ".parts.json"
 
 
+def write_columns(
+    folder: Path,
+    columns: Mapping[str, np.ndarray],
+    raw: Records,
+    sources: Sequence[str],
+) -> None:
+    """Write the columns of the only shard of a folder, by suffix, and what `write_parts` reads."""
+    for name in (SHARDS, WORK):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for suffix, column in columns.items():
+        shard_file(folder, 0, suffix).write_bytes(column.tobytes())
+    sums = b"".join(block_sums(shard_file(folder, 0, suffix)) for suffix in columns)
+    work_file(folder, 0, SUMS).write_bytes(sums)
+    work_file(folder, 0, RECORDS).write_bytes(raw.tobytes())
+    shard_file(folder, 0, SOURCES).write_text(json.dumps(sources))
+
+
 def write_parts(
-    number: int, limit: int, slices: int, frame: int, without: Set[bytes], folder: Path
+    number: int,
+    limit: int,
+    slices: int,
+    frame: int,
+    without: Set[bytes],
+    labels: Sequence[int],
+    folder: Path,
 ) -> tuple[int, ShardRecord]:
     """Write the `.train`, `.held_out` and `.sums` of a shard; return its number and its record.
 
     Documents with hashes below `limit` are held out unless their part is fixed; what the `slices`
-    list as duplicates is left out, and hashes `without` which the rest is to be trained on. A shard
-    that is finished is left as it is.
+    list as duplicates is left out, and hashes `without` which the rest is to be trained on. Those
+    of the shard's `labels` in the manifest are given. A shard that is finished is left as it is.
     """
     path = work_file(folder, number, PARTED)
     if path.exists():
         return number, shard_record(json.loads(path.read_text()))
     raw = mapped(work_file(folder, number, RECORDS), RAW)
-    duplicates = np.concatenate([*duplicates_of(number, slices, folder)])
+    duplicates = np.concatenate([np.zeros(0, np.int64), *duplicates_of(number, slices, folder)])
     bound = below(raw, limit)
 
     def chosen(suffix: str) -> Iterator[Records]:
@@ -204,15 +233,17 @@ def write_parts(
     for suffix in (HELD_OUT, TRAIN):
         out = shard_file(folder, number, suffix)
         partial = out.with_name(f"{out.name}.tmp")
-        parts[suffix] = _write_part(partial, chosen(suffix), frame)
+        parts[suffix] = _write_part(partial, chosen(suffix), frame, labels)
         files.sync(partial)
         partial.replace(out)
-    sums = work_file(folder, number, SUMS).read_bytes()  # of the tokens
+    sums = work_file(folder, number, SUMS).read_bytes()  # of the tokens and their weights
     for suffix in (TRAIN, HELD_OUT):
         sums += block_sums(shard_file(folder, number, suffix))
     files.replace(shard_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
+    weights = shard_file(folder, number, WEIGHTS)
     record = ShardRecord(
         tokens_bytes=shard_file(folder, number, TOKENS).stat().st_size,
+        weights_bytes=weights.stat().st_size if weights.exists() else None,
         train=parts[TRAIN],
         held_out=parts[HELD_OUT],
         sums=xxhash.xxh3_128_hexdigest(sums),
@@ -223,23 +254,28 @@ def write_parts(
     return number, record
 
 
-def _write_part(path: Path, slices: Iterable[Records], frame: int) -> PartRecord:
+def _write_part(
+    path: Path, slices: Iterable[Records], frame: int, labels: Sequence[int]
+) -> PartRecord:
     """Write the records of one part, slice by slice."""
-    positions, totals = 0, np.zeros(3, np.int64)
+    positions, totals = 0, np.zeros(4, np.int64)
     with files.named(path), open(path, "wb") as file:
         for chosen in slices:
             records = np.zeros(len(chosen), RECORD)
             for field in ("start", "length", "source", "record"):
                 records[field] = chosen[field]
             records["hash"] = _bytes_of(chosen)
+            if len(labels):
+                records["label"] = np.asarray(labels)[chosen["label"]]
             length = chosen["length"].astype(np.int64)
             ends = positions + np.cumsum(np.maximum(length + frame - 1, 0))
             records["end"] = ends
             positions = int(ends[-1]) if len(ends) else positions
-            totals += [len(chosen), length.sum(), int(chosen["bytes"].sum())]
+            counted = int(chosen["counted"].sum())
+            totals += [len(chosen), length.sum(), counted, int(chosen["bytes"].sum())]
             file.write(records.tobytes())
-    documents, tokens, num_bytes = totals.tolist()
-    return PartRecord(documents, tokens, positions, num_bytes)
+    documents, tokens, counted, num_bytes = totals.tolist()
+    return PartRecord(documents, tokens, counted, positions, num_bytes)
 
 
 def _bytes_of(raw: Records) -> Records:

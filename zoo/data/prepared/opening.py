@@ -15,12 +15,14 @@ from typing import Any
 from zoo.common import files
 from zoo.common.addresses import Location, explained, files_matching, is_remote, location
 from zoo.common.files import local_path
+from zoo.data.corpus import Corpus, parts_of, remedy
 from zoo.data.documents import Document
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import (
     MANIFEST,
     SHARDS,
     TOKENIZER,
+    VERSION,
     DamagedError,
     Manifest,
     check_size,
@@ -29,8 +31,8 @@ from zoo.data.prepared.format import (
     tokenizer_digest,
 )
 from zoo.data.prepared.hashes import hash_limit, number_of
-from zoo.data.prepared.parts import Part, parts_of, remedy
 from zoo.data.prepared.prepare import prepare
+from zoo.data.rows import RowOptions
 from zoo.data.sources.splits import Given
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import (
@@ -56,8 +58,8 @@ class Prepared:
     folder: Location
     manifest: Manifest
     tokenizer: Tokenizer
-    train: Part
-    held_out: Part
+    train: Corpus
+    held_out: Corpus
 
     @property
     def fingerprint(self) -> str:
@@ -84,7 +86,8 @@ class Prepared:
     @property
     def reading(self) -> Reading:
         """The reading of special tokens' names with which it was prepared."""
-        return self.manifest.options.get("special_tokens", "text")
+        given = self.manifest.options.get("special_tokens", "text")
+        return given or ("text" if self.manifest.framed else "parse")
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
@@ -138,6 +141,8 @@ def prepared_by_itself(
     vocab_size: int,
     given: Given | None = None,
     without: Set[bytes] = frozenset(),
+    label: str | None = None,
+    rows: RowOptions | None = None,
 ) -> Prepared:
     """The text of a `text.Source`, or what is `given`, prepared in its cache by one process.
 
@@ -159,12 +164,16 @@ def prepared_by_itself(
             "vocab_size": vocab_size if spec == "bpe" else 0,
             "field": config.field,
             "held_out": config.held_out,
-            "special_tokens": config.reading,
-            "documents": config.documents,
+            "special_tokens": config.reading if rows is None else config.special_tokens,
+            "documents": config.documents if label is rows is None else "files",
+            "label": label,
+            "rows": rows,
         }
         known = "bpe" if spec == "bpe" else tokenizer_digest(Path(temporary))
         hidden = sorted(hashed.hex() for hashed in without)
-        key = hashlib.sha256(json.dumps([content, known, options, hidden]).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps([VERSION, content, known, options, hidden]).encode()
+        ).hexdigest()
         if config.cache is None:
             cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
         else:
@@ -277,7 +286,7 @@ def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
 class Sample(Sequence[Document]):
     """The first documents of a part, in about `num_bytes` of text, decoded when it is used."""
 
-    def __init__(self, part: Part, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
+    def __init__(self, part: Corpus, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
         self._part, self._tokenizer, self._num_bytes = part, tokenizer, num_bytes
 
     @functools.cached_property

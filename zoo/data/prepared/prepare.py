@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +20,24 @@ from zoo.data.prepared import copies, engines, hashes
 from zoo.data.prepared.engines import Bar, Engine
 from zoo.data.prepared.format import (
     MANIFEST,
+    RECORD,
     SHARDS,
     TOKENIZER,
+    TRAIN,
     WORK,
     Manifest,
     dtype_of,
     read_manifest,
+    shard_file,
     tokenizer_digest,
     write_manifest,
 )
-from zoo.data.prepared.hashes import PARTED, write_parts
+from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
+from zoo.data.rows import RowOptions
 from zoo.data.sources.splits import Given, Split, plan_splits, read_split, sample_texts
 from zoo.data.special_tokens import begin_id
-from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, Reading, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +53,10 @@ def prepare(
     vocab_size: int = 2048,
     field: str = "text",
     held_out: float = 0.05,
-    special_tokens: Reading = "text",
+    special_tokens: Reading | None = "text",
     documents: Literal["files", "functions"] = "files",
+    label: str | None = None,
+    rows: RowOptions | None = None,
     without: Set[bytes] = frozenset(),
     shard_megabytes: float = 64.0,
     workers: int | None = None,
@@ -64,7 +70,9 @@ def prepare(
     first stays, and a document is held out if its hash says so; of one document alone the end is.
     With "functions" as `documents`, they are held out file by file, and not trained on if a file
     that is held out has them too. Documents `without` whose hashes to train are left out.
-    `special_tokens` is the reading of their names in the text. The result does not depend on the
+    Documents may have a `label`, in a field of that name; what makes `rows` of a format into
+    examples is given in their place. `special_tokens` is the reading of their names in the text: if
+    None, text for chats, and parse for rows of texts. The result does not depend on the
     `workers` (default: one per core) nor on kills; a process that comes while another one prepares
     the same folder waits for it. A file is known by its name, its size and its `Piece.version`: an
     unfinished corpus takes up changed ones, and a finished one of other files is refused. `show`
@@ -86,12 +94,16 @@ def prepare(
     splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
-    given = None if tokenizer == "bpe" else get_tokenizer(tokenizer)
-    kind = tokenizer
+    given, kind = None if tokenizer == "bpe" else get_tokenizer(tokenizer), tokenizer
     if given is not None and tokenizer != "bytes":
-        kind = _digest_of(given)
-    options = {
-        **_described(splits),
+        with tempfile.TemporaryDirectory() as temporary:
+            given.save(Path(temporary))
+            kind = tokenizer_digest(Path(temporary))
+    paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
+    options: dict[str, Any] = {
+        "files": len(data.documents) if isinstance(data, Given) else len(paths),
+        "bytes": sum(split.num_bytes for split in splits),
+        "data": _hash_of(split.key for split in splits)[:16],
         "field": field,
         "tokenizer": kind,
         "vocab_size": vocab_size if given is None else given.vocab_size,
@@ -100,21 +112,27 @@ def prepare(
     }
     if special_tokens != "text":
         options["special_tokens"] = special_tokens
-    if documents != "files":
-        options["documents"] = documents
+    more = {"documents": None if documents == "files" else documents, "label": label, "rows": rows}
+    options |= {name: value for name, value in more.items() if value is not None}
     if without:
         options["without"] = hashlib.sha256(b"".join(sorted(without))).hexdigest()
-    state = hashlib.sha256(" ".join(split.version for split in splits).encode()).hexdigest()
+    state = _hash_of(split.version for split in splits)
     files.make_folder(local, "out")
     with _locked(local):
         if (manifest := _begin(out, local, options, state)) is not None:
             return manifest
         if not (local / TOKENIZER).exists():
             texts = training_texts(splits, field, held_out)
-            _save(given or BPETokenizer.train(texts, vocab_size), local)
-        run = _Runner(workers or len(os.sched_getaffinity(0)), engine, local)
+            partial = local / WORK / TOKENIZER
+            files.remove(partial)
+            (given or BPETokenizer.train(texts, vocab_size)).save(partial)
+            files.sync_all(partial)
+            partial.rename(local / TOKENIZER)
+            files.sync(local)
+        count = workers or len(os.sched_getaffinity(0))
+        run = lambda function, tasks: engines.run(function, tasks, count, engine)  # noqa: E731
         address = str(out) if is_remote(out) else None
-        manifest = _passes(splits, options, without, run, address, show=show)
+        manifest = _passes(splits, options, without, run, local, address, show=show)
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
@@ -126,32 +144,25 @@ def prepare(
     return manifest
 
 
-class _Runner:
-    """Workers of an engine, and the folder they write to."""
-
-    def __init__(self, workers: int, engine: Engine, folder: Path):
-        self.workers, self.engine, self.folder = workers, engine, folder
-
-    def __call__(self, function: Any, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        return engines.run(function, tasks, self.workers, self.engine)
-
-
 def _passes(
     splits: Sequence[Split | Given],
     options: dict[str, Any],
     without: Set[bytes],
-    run: _Runner,
+    run: Callable[..., Iterator[Any]],
+    out: Path,
     address: str | None,
     *,
     show: bool,
 ) -> Manifest:
     """Write all shards, and copy them to the address if there is one; return their manifest."""
-    out = run.folder
     tokenizer, digest = load_tokenizer(out / TOKENIZER), tokenizer_digest(out / TOKENIZER)
     dtype = dtype_of(tokenizer.vocab_size)
     frame = 1 if begin_id(tokenizer) is None else 2
-    spec = Spec(digest, options["field"], options.get("special_tokens", "text"))
-    only = _only_text(splits, spec.field) if "documents" not in options else None
+    label, rows = options.get("label"), options.get("rows")
+    special_tokens = options.get("special_tokens", "text")
+    spec = Spec(digest, options["field"], special_tokens, label=label, rows=rows)
+    other = options.keys() & {"documents", "label", "rows"}
+    only = None if other else _only_text(splits, spec.field)
     if only is not None:
         spec = dataclasses.replace(spec, cut=_cut(only, options["held_out"]))
         logger.warning(
@@ -170,10 +181,20 @@ def _passes(
         cuts = hashes.slices(sum(shard.documents for shard in shards))
         ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
         across = sum(found for _, found in run(hashes.find_duplicates, ranges))
-        limit = _limit(shards, across, options)
+        limit = _limit(shards, options, splits[0].names[0])
         bar.say("dividing")
-        parts = [(i, limit, len(cuts), frame, without, out) for i in range(len(shards))]
-        records = dict(run(write_parts, parts))
+        forms = {shard.form: shard for shard in shards if shard.documents + shard.duplicates}
+        if len(forms) > 1:
+            raise ValueError(f"the files have rows of {' and of '.join(map(str, forms))}: give one")
+        [(form, first)] = forms.items()
+        classes = sorted({label for shard in shards for label in shard.labels})
+        number_of = {label: number for number, label in enumerate(classes)}
+        labels = [[number_of[label] for label in shard.labels] for shard in shards]
+        frame = 0 if first.framed else frame
+        parts = [(i, limit, len(cuts), frame, without, labels[i], out) for i in range(len(shards))]
+        records = dict(run(hashes.write_parts, parts))
+        if label is not None:
+            _check_classes(label, classes, len(shards), out)
         if address is not None:
             bar.say("copying")
             copies.copy_tokenizer(out, address)
@@ -190,6 +211,10 @@ def _passes(
         duplicates=across + sum(shard.duplicates for shard in shards),
         empty=sum(shard.empty for shard in shards),
         special_tokens=sum(shard.special_tokens for shard in shards),
+        weighted=rows is not None,
+        form=form,
+        framed=first.framed,
+        classes=tuple(classes),
         first_empty=next((s.first_empty for s in shards if s.first_empty is not None), None),
     )
     counts = [manifest.total(part).documents for part in ("train", "held_out")]
@@ -203,14 +228,11 @@ def _passes(
     return manifest
 
 
-def _texts(splits: Sequence[Split | Given], field: str) -> Iterator[str]:
-    return (document.text for split in splits for document in read_split(split, field))
-
-
 def _only_text(splits: Sequence[Split | Given], field: str) -> str | None:
     """The text of all documents that have one, if it is one text; reads to the second one."""
     first: str | None = None
-    for text in filter(None, _texts(splits, field)):
+    texts = (document.text for split in splits for document in read_split(split, field))
+    for text in filter(None, texts):
         if first not in (None, text):
             return None
         first = text
@@ -253,17 +275,36 @@ def training_texts(
                     yield document.text
 
 
-def _limit(shards: Sequence[Tokenized], duplicates: int, options: dict[str, Any]) -> int:
-    """The hash below which a document is held out; neither part is empty."""
-    documents = sum(shard.documents for shard in shards) - duplicates
-    if documents < 2:
+def _check_classes(label: str, classes: Sequence[str], shards: int, folder: Path) -> None:
+    """Refuse one class alone, and a class that is held out and not trained on."""
+    files = [shard_file(folder, number, TRAIN) for number in range(shards)]
+    found = set(np.concatenate([hashes.mapped(path, RECORD)["label"] for path in files]).tolist())
+    trained = [classes[i] for i in sorted(found)]
+    if len(trained) < 2:
+        raise ValueError(f"label={label!r} has the values {trained} to train on: it needs two")
+    if unknown := set(classes) - set(trained):
         raise ValueError(
-            f"the {options['files']} files have {documents} different documents with a token: two "
-            "are needed, to train on and to hold out; divide the text, for example into a JSON "
-            "line per paragraph"
+            f"label={label!r}: {sorted(unknown)} are among the held-out rows alone; add rows of "
+            "them, or change data.held_out"
         )
-    lowest = min(int(shard.lowest, 16) for shard in shards if shard.lowest)
-    highest = max(int(shard.highest, 16) for shard in shards if shard.highest)
+
+
+def _limit(shards: Sequence[Tokenized], options: dict[str, Any], first: str) -> int:
+    """The hash below which a document is held out; neither part is empty."""
+    lowest = min((int(shard.lowest, 16) for shard in shards if shard.lowest), default=0)
+    highest = max((int(shard.highest, 16) for shard in shards if shard.highest), default=0)
+    if lowest >> 32 == highest >> 32:
+        what, advice = (
+            "documents with a token",
+            "divide the text, as into a JSON line per paragraph",
+        )
+        if rows := options.get("rows"):
+            what, advice = f"rows of {rows['format']}", "give more"
+        documents = min(1, sum(shard.documents for shard in shards))
+        raise ValueError(
+            f"the {options['files']} files ({first!r} the first) have {documents} different "
+            f"{what}: two are needed, to train on and to hold out; {advice}"
+        )
     return hashes.limit_between(lowest, highest, options["held_out"])
 
 
@@ -328,30 +369,8 @@ def _strange(out: Location) -> list[str]:
     return sorted(names - ({WORK} if begun <= {f"{OPTIONS}.tmp"} else set()))
 
 
-def _described(splits: Sequence[Split | Given]) -> dict[str, Any]:
-    keys = hashlib.sha256(" ".join(split.key for split in splits).encode()).hexdigest()
-    paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
-    given = sum(len(split.documents) for split in splits if isinstance(split, Given))
-    return {
-        "files": len(paths) + given,
-        "bytes": sum(split.num_bytes for split in splits),
-        "data": keys[:16],
-    }
-
-
-def _save(tokenizer: Tokenizer, out: Path) -> None:
-    partial = out / WORK / TOKENIZER
-    files.remove(partial)
-    tokenizer.save(partial)
-    files.sync_all(partial)
-    partial.rename(out / TOKENIZER)
-    files.sync(out)
-
-
-def _digest_of(tokenizer: Tokenizer) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return tokenizer_digest(Path(folder))
+def _hash_of(texts: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
 def _unfinished(out: Path, dtype: str) -> int:

@@ -1,5 +1,6 @@
 """The first pass over a corpus: a split of its text becomes the token ids of a shard."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -7,12 +8,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from zoo.common import files
+from zoo.data.chats import ChatTemplate, Part, count_quoted
+from zoo.data.completions import counted_bytes
 from zoo.data.documents import functions_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import (
@@ -20,11 +24,14 @@ from zoo.data.prepared.format import (
     SUMS,
     TOKENIZER,
     TOKENS,
+    WEIGHTS,
     block_sums,
+    check_ids,
     dtype_of,
     shard_file,
     work_file,
 )
+from zoo.data.rows import Form, RowOptions, read_rows
 from zoo.data.sources.splits import Given, SourceDocument, Split, read_split
 from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import (
@@ -49,11 +56,16 @@ class Spec:
     tokenizer: str
     """Digest of the files in `tokenizer/`."""
     field: str
-    special_tokens: Reading = "text"
+    special_tokens: Reading | None = "text"
+    """If not given, text for chats, and parse for rows of texts."""
     functions: int | None = None
     """A document is a function; those of files with a hash below this are held out."""
     cut: int | None = None
     """Characters of the only document that are trained on; the rest is held out."""
+    label: str | None = None
+    """The field of a document's label."""
+    rows: RowOptions | None = None
+    """How rows of a format become examples."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,11 @@ class Tokenized:
     bytes: int
     lowest: str | None
     highest: str | None
-    special_tokens: int = 0
+    special_tokens: int
+    labels: list[str]
+    form: str | None
+    """The form of rows, in words."""
+    framed: bool
 
 
 def prepare_shard(
@@ -88,11 +104,14 @@ def prepare_shard(
     """
     if (done := finished(split, number, spec, folder)) is not None:
         return number, done
-    tokenizer = reading(_tokenizer(folder, spec.tokenizer), spec.special_tokens)
-    tokens, runs, records = (_partial(folder, number, kind) for kind in (TOKENS, ".runs", ".raw"))
-    with files.named(tokens), open(tokens, "wb") as token_file, open(runs, "wb") as run_file:
-        writer = _Writer(split, tokenizer, token_file, run_file)
-        for batch in _batches(_documents(split, spec)):
+    tokenizer = _tokenizer(folder, spec.tokenizer)
+    kinds = (TOKENS, WEIGHTS, ".runs", ".raw")
+    tokens, weights, runs, records = (_partial(folder, number, kind) for kind in kinds)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(files.named(tokens))
+        opened = [stack.enter_context(open(path, "wb")) for path in (tokens, weights, runs)]
+        writer = _Writer(split, spec, tokenizer, *opened)
+        for batch in _batches(_documents(split, spec, tokenizer)):
             writer.add(batch)
         writer.end_run()
     documents, lowest, highest = _merge(runs, writer.runs, records)
@@ -108,8 +127,16 @@ def prepare_shard(
         lowest=lowest,
         highest=highest,
         special_tokens=writer.special_tokens,
+        labels=[*writer.labels],
+        form=None if writer.form is None else writer.form.described,
+        framed=writer.form is not None and writer.form.is_chat,
     )
     sums, names = block_sums(tokens), json.dumps(split.names)
+    if spec.rows is None:
+        weights.unlink()
+    else:
+        sums += block_sums(weights)
+        _finish(weights, shard_file(folder, number, WEIGHTS))
     files.replace(work_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
     files.replace(shard_file(folder, number, SOURCES), lambda path: path.write_text(names))
     _finish(records, work_file(folder, number, hashes.RECORDS))
@@ -143,14 +170,21 @@ def key_of(split: Split | Given, document: SourceDocument) -> bytes:
 
 
 class _Placed(NamedTuple):
-    """A document, and the part that it is in."""
+    """A document and the part that it is in; of a row's the form, its parts, and its hash."""
 
     document: SourceDocument
     part: int
+    form: Form | None = None
+    parts: list[Part] = []  # noqa: RUF012
+    hashed: bytes = b""
 
 
-def _documents(split: Split | Given, spec: Spec) -> Iterator[_Placed]:
-    for document in read_split(split, spec.field):
+def _documents(split: Split | Given, spec: Spec, tokenizer: Tokenizer) -> Iterator[_Placed]:
+    if spec.rows is not None:
+        assert isinstance(split, Split)
+        yield from _examples(split, spec.rows, spec.special_tokens, tokenizer)
+        return
+    for document in read_split(split, spec.field, spec.label):
         if spec.cut is not None:
             head, tail = document.text[: spec.cut], document.text[spec.cut :]
             yield _Placed(document._replace(text=head), hashes.NEVER_HELD_OUT)
@@ -164,42 +198,83 @@ def _documents(split: Split | Given, spec: Spec) -> Iterator[_Placed]:
             yield _Placed(document, hashes.BY_HASH)
 
 
+def _examples(
+    split: Split, options: RowOptions, special_tokens: Reading | None, tokenizer: Tokenizer
+) -> Iterator[_Placed]:
+    now = None if options["now"] is None else datetime.fromisoformat(options["now"])
+    template = functools.partial(ChatTemplate, tokenizer, now, special_tokens or "text")
+    for row in read_rows(split, options["format"], template, options["names"]):
+        content = json.dumps(row.examples).encode()
+        for number, parts in enumerate(row.examples):
+            text = "".join(text for text, _ in parts)
+            hashed = hashes.hash_of(content, number.to_bytes(4, "big"))
+            document = SourceDocument(row.source, row.record, text)
+            yield _Placed(document, hashes.BY_HASH, row.form, parts, hashed)
+
+
 class _Writer:
-    """Documents to the ids in one file, and to their records in runs in another."""
+    """Documents to ids and their weights in two files, and to their records in runs in a third."""
 
     def __init__(
-        self, split: Split | Given, tokenizer: Tokenizer, tokens: BinaryIO, runs: BinaryIO
+        self,
+        split: Split | Given,
+        spec: Spec,
+        tokenizer: Tokenizer,
+        tokens: BinaryIO,
+        weights: BinaryIO,
+        runs: BinaryIO,
     ):
-        self._split, self._tokenizer = split, tokenizer
-        self._token_file, self._run_file = tokens, runs
+        self._split, self._given = split, spec.special_tokens
+        self._tokenizer = reading(tokenizer, spec.special_tokens or "parse")
+        self._token_file, self._weights_file, self._run_file = tokens, weights, runs
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
         self.runs: list[int] = []  # their lengths
         self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
         self.first_empty: str | None = None
+        self.form: Form | None = None
+        self.labels: dict[str, int] = {}
 
     def add(self, batch: list[_Placed]) -> None:
-        encoded = encode(self._tokenizer, [placed.document.text for placed in batch])
-        for (document, part), whole in zip(batch, encoded, strict=True):
-            source, record, text = document
-            ids = whole[unframed(self._tokenizer, whole)]
-            self.special_tokens += count_special(self._tokenizer, text, ids)
-            if len(ids) == 0 and not isinstance(self._split, Given):
-                self.empty += 1
-                name = source_name(self._split.names[source], record)
-                self.first_empty = self.first_empty or name
-                continue
-            hashed = hashes.hash_of(key_of(self._split, document))
-            high, low = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
-            size = len(text.encode())
-            row = (high, low, self.tokens, len(ids), source, record, size, part)
-            self._pending.append(row)
+        self.form = batch[0].form
+        texts = [] if self.form else [placed.document.text for placed in batch]
+        for placed, whole in itertools.zip_longest(batch, encode(self._tokenizer, texts)):
+            document, name = placed.document, self._name(placed.document)
+            if self.form is None:
+                ids = whole[unframed(self._tokenizer, whole)]
+                label = document.label
+                if len(ids) == 0 and not isinstance(self._split, Given):
+                    self.empty += 1
+                    self.first_empty = self.first_empty or name
+                    continue
+                of_label = None if label is None else hashes.hash_of(label.encode())[:4]
+                hashed = hashes.hash_of(key_of(self._split, document), of_label)
+                number = 0 if label is None else self.labels.setdefault(label, len(self.labels))
+                size, num_counted = len(document.text.encode()), len(ids)
+            else:
+                ids, counted = self.form.encode(self._tokenizer, placed.parts)
+                hashed, number = placed.hashed, 0
+                size, num_counted = counted_bytes(placed.parts), int(counted.sum())
+                self._weights_file.write(counted.astype(np.uint8).data)
+            self.special_tokens += self._special(document.text, ids)
+            check_ids(ids, self._tokenizer.vocab_size, repr(name))
+            halves = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
+            place = (self.tokens, len(ids), document.source, document.record)
+            self._pending.append((*halves, *place, size, num_counted, number, placed.part))
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
             self.documents += 1
             self.tokens += len(ids)
             self.bytes += size
         if len(self._pending) >= hashes.SLICE // 4:  # tuples are large
             self.end_run()
+
+    def _name(self, document: SourceDocument) -> str:
+        return source_name(self._split.names[document.source], document.record)
+
+    def _special(self, text: str, ids: np.ndarray) -> int:
+        if self.form is not None and self.form.is_chat and self._given != "parse":
+            return count_quoted(self._tokenizer, text)
+        return count_special(self._tokenizer, text, ids)
 
     def end_run(self) -> None:
         run = hashes.in_order(np.array(self._pending, hashes.RAW))

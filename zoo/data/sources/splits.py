@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zoo.common.addresses import files_matching
-from zoo.data.sources.formats import check_readable, format_of, is_divisible
-from zoo.data.sources.readers import Fields, text_of
+from zoo.data.sources.formats import FORMATS, check_readable, format_of, is_divisible
+from zoo.data.sources.readers import Fields, field_of, text_of
 from zoo.data.sources.streams import Piece, whole_file
 
 _PLACES = 256  # in the corpus that are sampled, about
@@ -92,12 +92,7 @@ def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Spli
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: must be positive")
-    return divide(files_of(patterns), shard_bytes)
-
-
-def files_of(patterns: str | Sequence[str]) -> list[Piece]:
-    """The files that match, sorted by path for each pattern, each file once; raises as above."""
-    files: dict[str, Piece] = {}
+    files: dict[str, Piece] = {}  # a file that two patterns match is read once
     for pattern in patterns.split(",") if isinstance(patterns, str) else patterns:
         matching = files_matching(pattern.strip(), "data")
         for path in matching:
@@ -107,8 +102,9 @@ def files_of(patterns: str | Sequence[str]) -> list[Piece]:
             found = list(threads.map(whole_file, absolute, matching.values()))
         if not any(file.size for file in found):
             raise ValueError(f"{pattern.strip()!r}: all matching files ({len(found)}) are empty")
-        files |= {file.path: files.get(file.path, file) for file in found}
-    return list(files.values())
+        for file in found:
+            files.setdefault(file.path, file)
+    return divide(files.values(), shard_bytes)
 
 
 def divide(files: Iterable[Piece], shard_bytes: int) -> list[Split]:
@@ -142,10 +138,13 @@ class SourceDocument(NamedTuple):
     record: int
     """Line (of a CSV file, where the row ends), row or record number; 0 for a text file."""
     text: str
+    label: str | None = None
 
 
-def read_split(split: Split | Given, field: str = "text") -> Iterator[SourceDocument]:
-    """The documents of a split in their order, read in a stream; `field` names the text's field.
+def read_split(
+    split: Split | Given, field: str = "text", label: str | None = None
+) -> Iterator[SourceDocument]:
+    """The documents of a split in their order, read in a stream, by their text's and label's field.
 
     Raises:
         ValueError: what cannot be read, with its file and line, row or record, and the fix.
@@ -154,10 +153,20 @@ def read_split(split: Split | Given, field: str = "text") -> Iterator[SourceDocu
         for source, (_, text) in enumerate(split.documents):
             yield SourceDocument(source, 0, text)
         return
-    fields = Fields(field)
+    fields = Fields(field, label)
     for source, piece in enumerate(split.pieces):
-        for number, where, record in format_of(piece.path).read(piece, fields):
-            yield SourceDocument(source, number, text_of(record, where, field))
+        format = format_of(piece.path)
+        if label is not None and not format.fields:
+            labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
+            raise ValueError(f"{piece.path} has no field {label!r}: labels are in {labelled} files")
+        for number, where, record in format.read(piece, fields):
+            text = text_of(record, where, field)
+            found = None if label is None else field_of(record, where, label)
+            if label is not None and (not isinstance(found, str | int) or found == ""):
+                raise ValueError(
+                    f"{where}: field {label!r} is {found!r}: a label is a string or an integer"
+                )
+            yield SourceDocument(source, number, text, None if label is None else str(found))
 
 
 def sample_texts(

@@ -3,7 +3,7 @@
 With an online softmax (Milakov and Gimelshein 2018): outputs are rescaled as larger logits come.
 The gradient is written out so that the backward pass keeps no [seq, seq] array, and so that its
 products take inputs of the compute dtype: autodiff of fp32 logits would multiply fp32 by bf16.
-Legend of suffixes: as in `zoo.nn.attention.kernels`.
+Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import functools
@@ -14,47 +14,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.context_parallel import (
-    WHOLE,
-    Places,
-    Segments,
-    is_split,
-    on_each_device,
-    pad_pieces,
-    without_padding,
-)
 from zoo.nn.attention.masks import (
     MASKED,
     AxisOrder,
     Mask,
+    Places,
+    Segments,
     axis_order,
     logit_gradients,
     masked_logits,
+    pad_pieces,
     product,
+    without_padding,
 )
-from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.derivatives import custom_vjp
+from zoo.nn.products import custom_vjp
 
 
 def chunked(
-    q_BTNH: Float[Array, "batch queries heads head_dim"],
-    k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
-    v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
-    segment_ids: Int[Array, "batch keys"] | None,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    transfer: Transfer = "auto",
-) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention in plain XLA, whose program does not grow with the row."""
-    attend = functools.partial(scanned_pieces, mask=mask, scale=scale, soft_cap=soft_cap)
-    if is_split():
-        return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
-    segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
-
-
-def scanned_pieces(
     q_BTNH: Float[Array, "batch queries heads head_dim"],
     k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
     v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
@@ -66,16 +42,21 @@ def scanned_pieces(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention of one part of a row, whose queries have `places` among the keys."""
+    """Attention in plain XLA of one part of a row, whose queries have `places` among the keys.
+
+    Neither the program nor its memory grows with the square of the row.
+    """
     length = q_BTNH.shape[1] // places.pieces
     grid = Grid(masks.chunk_size(length), k_BSKH.shape[1])
     work = _work(places, length, mask, grid)
+    pad_queries = functools.partial(pad_pieces, pieces=places.pieces, multiple=grid.size)
+    pad_keys = functools.partial(pad_pieces, pieces=1, multiple=grid.size)
     if segments is not None:
-        segments = _pad(segments[0], places.pieces, grid), _pad(segments[1], 1, grid)
+        segments = pad_queries(segments[0]), pad_keys(segments[1])
     out_BTNH = _scanned(
-        _pad(q_BTNH, places.pieces, grid),
-        _pad(k_BSKH, 1, grid),
-        _pad(v_BSKH, 1, grid),
+        pad_queries(q_BTNH),
+        pad_keys(k_BSKH),
+        pad_keys(v_BSKH),
         segments,
         jax.tree.map(lambda x: x[part if len(x) > 1 else 0], work),
         mask,
@@ -108,7 +89,7 @@ def _work(places: Places, length: int, mask: Mask, grid: Grid) -> Work:
     within = range(0, length, grid.size)
     starts = [[start + i for start in part for i in within] for part in places.starts]
     of_part = functools.partial(
-        masks.pairs_of_pieces,
+        masks.pairs,
         length=length,
         num_keys=grid.num_keys,
         mask=mask,
@@ -194,11 +175,6 @@ def _scanned_backward(mask, scale, soft_cap, grid, residuals, g_BTNH):
 
 
 _scanned.defvjp(_scanned_forward, _scanned_backward)
-
-
-def _pad(x: Array, pieces: int, grid: Grid) -> Array:
-    """Whole chunks along axis 1, in each piece."""
-    return pad_pieces(x, pieces, grid.size)
 
 
 def _slice(x: Array, *, axis: int, chunk: Array, size: int) -> Array:

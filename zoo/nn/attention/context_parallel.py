@@ -6,52 +6,21 @@ they are gathered; then a causal row is cut in zigzag, so that all parts have eq
 device exchanges the second half of its queries for that of the device as far from the other end.
 Where it sends less, devices exchange heads for tokens instead: see `zoo.nn.attention.ulysses`.
 
-Legend of suffixes: as in `zoo.nn.attention.kernels`.
+Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import NO_SEGMENT, WHOLE, Attend, Mask, Places, Segments
 from zoo.nn.attention.ulysses import Exchange, Transfer
-from zoo.sharding import ShardingError, is_sharding, mesh_axes, num_parts, split_by
+from zoo.sharding import ShardingError, is_sharding, mesh_axes, split_by
 from zoo.sharding.specs import partition_spec
-
-NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded around a row
-
-Segments = tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
-
-
-class Places(NamedTuple):
-    """Where the queries of each part of a row lie: the first position of each equal piece of it.
-
-    Positions count from the first key that the part has. Parts that are alike are here once.
-    """
-
-    starts: tuple[tuple[int, ...], ...]
-
-    @property
-    def pieces(self) -> int:
-        """The pieces of a part."""
-        return len(self.starts[0])
-
-
-WHOLE = Places(((0,),))
-
-# From queries, keys, values, segments, places and the number of the part to the output.
-Attend = Callable[[Array, Array, Array, Segments | None, Places, Array | int], Array]
-
-
-def is_split() -> bool:
-    """Whether the mesh that is set splits the tokens of a row."""
-    return num_parts("inner_seq") > 1
 
 
 def on_each_device(
@@ -83,14 +52,12 @@ def on_each_device(
     def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
         if kv_heads != heads:
             group = total_heads // total_kv_heads
-            first = _index(heads, mesh) * q.shape[2]
+            axes = mesh_axes([heads])
+            first = jax.lax.axis_index(axes) * q.shape[2] if axes else 0
             k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
         exchange = Exchange(part.axes, part.number, q.shape[2], k.shape[2])
-        if not part.exchanges(exchange, transfer):
-            return part.attend(attend, q, k, v, segment_ids)
-        segments = None if segment_ids is None else (segment_ids, segment_ids)
-        q, k, v = exchange.whole_rows(q, k, v)
-        return exchange.own_part(attend(q, k, v, segments, WHOLE, 0))
+        way = exchange if part.exchanges(exchange, transfer) else part
+        return way.attend(attend, q, k, v, segment_ids)
 
     # A kernel's results do not say over which axes they vary, which the check would ask for.
     return jax.shard_map(
@@ -99,12 +66,6 @@ def on_each_device(
         out_specs=of_queries,
         check_vma=False,
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids)
-
-
-def _index(entry: Any, mesh: AbstractMesh) -> Array | int:
-    """The number of this device's part, along the mesh axes of an entry of a spec."""
-    axes = mesh_axes([entry])
-    return jax.lax.axis_index(axes) if axes else 0
 
 
 def _heads_of(x_BSKH: Array, first: Array | int, num_heads: int, group: int) -> Array:
@@ -243,25 +204,3 @@ class _Part(NamedTuple):
         starts = jnp.array(self.starts, jnp.int32)[index]
         size = self.length // len(starts)
         return jnp.concatenate([cut(ids, start, size, axis=1) for start in starts], axis=1), ids
-
-
-def pad_pieces(x: Array, pieces: int, multiple: int, value: Any = 0) -> Array:
-    """[B, T, …] with each of equal pieces of T padded to a multiple."""
-    batch, length = x.shape[0], x.shape[1] // pieces
-    missing = -length % multiple
-    if not missing:
-        return x
-    x = x.reshape(batch, pieces, length, *x.shape[2:])
-    x = jnp.pad(
-        x, [(0, missing if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value
-    )
-    return x.reshape(batch, pieces * (length + missing), *x.shape[3:])
-
-
-def without_padding(x: Array, pieces: int, length: int) -> Array:
-    """[B, T, …] of what `pad_pieces` gives, each piece of `length` again."""
-    batch, padded = x.shape[0], x.shape[1] // pieces
-    if padded == length:
-        return x
-    x = x.reshape(batch, pieces, padded, *x.shape[2:])[:, :, :length]
-    return x.reshape(batch, pieces * length, *x.shape[3:])

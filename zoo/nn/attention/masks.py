@@ -1,17 +1,19 @@
 """The keys that a query sees, by position, and the logits of queries and keys in plain XLA.
 
-An `AxisOrder` is the order of axes inside.
+A row may lie in parts, each of equal pieces, with padding behind each piece. An `AxisOrder` is the
+order of axes inside. Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.products import platform
 
@@ -61,12 +63,53 @@ class Mask(NamedTuple):
         return seen
 
 
-def pairs(length: int, mask: Mask, query_size: int, key_size: int) -> Iterator[tuple[int, int]]:
-    """The blocks of queries and of keys, by number, of which some query sees some key."""
-    yield from pairs_of_pieces((0,), length, length, mask, query_size, key_size)
+NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded around a row
+Segments = tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
 
 
-def pairs_of_pieces(
+class Places(NamedTuple):
+    """Where the queries of each part of a row lie: the first position of each equal piece of it.
+
+    Positions count from the first key that the part has. Parts that are alike are here once.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of a part."""
+        return len(self.starts[0])
+
+
+WHOLE = Places(((0,),))
+
+# From queries, keys, values, segments, places and the number of the part to the output.
+Attend = Callable[[Array, Array, Array, Segments | None, Places, Array | int], Array]
+
+
+def pad_pieces(x: Array, pieces: int, multiple: int, value: Any = 0) -> Array:
+    """[B, T, …] with each of equal pieces of T padded to a multiple."""
+    batch, length = x.shape[0], x.shape[1] // pieces
+    missing = -length % multiple
+    if not missing:
+        return x
+    x = x.reshape(batch, pieces, length, *x.shape[2:])
+    x = jnp.pad(
+        x, [(0, missing if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value
+    )
+    return x.reshape(batch, pieces * (length + missing), *x.shape[3:])
+
+
+def without_padding(x: Array, pieces: int, length: int) -> Array:
+    """[B, T, …] of what `pad_pieces` gives, each piece of `length` again."""
+    batch, padded = x.shape[0], x.shape[1] // pieces
+    if padded == length:
+        return x
+    x = x.reshape(batch, pieces, padded, *x.shape[2:])[:, :, :length]
+    return x.reshape(batch, pieces * length, *x.shape[3:])
+
+
+def pairs(
     starts: Sequence[int],
     length: int,
     num_keys: int,
@@ -74,7 +117,10 @@ def pairs_of_pieces(
     query_size: int,
     key_size: int,
 ) -> Iterator[tuple[int, int]]:
-    """The blocks likewise of pieces of `length` queries each, from the positions `starts` on."""
+    """The blocks of queries and of keys, by number, of which some query sees some key.
+
+    Queries are pieces of `length` each, from the positions `starts` on.
+    """
     per_piece = math.ceil(length / query_size)
     for piece, query in itertools.product(range(len(starts)), range(per_piece)):
         start, end = starts[piece] + query * query_size, starts[piece] + length

@@ -1,6 +1,6 @@
-"""JAX's flash kernel for TPUs on the devices of a mesh: each has its rows and its heads.
+"""JAX's flash kernel for TPUs, on one device: its mask, and the blocks of its grid.
 
-Legend of suffixes: as in `zoo.nn.attention.kernels`.
+Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import functools
@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.context_parallel import (
-    NO_SEGMENT,
-    Places,
-    Segments,
-    on_each_device,
-    pad_pieces,
-    without_padding,
-)
-from zoo.nn.attention.masks import Mask
-from zoo.nn.attention.ulysses import Transfer
+from zoo.nn.attention.masks import NO_SEGMENT, Mask, Places, Segments, pad_pieces, without_padding
 from zoo.nn.products import device_kind
 from zoo.nn.remat import KEPT
 
@@ -65,35 +56,6 @@ def splash(
     q_BTNH: Float[Array, "batch queries heads head_dim"],
     k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
     v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
-    segment_ids: Int[Array, "batch keys"] | None,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    transfer: Transfer = "auto",
-    *,
-    blocks: Blocks | None = None,
-    interpret: bool = False,
-) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention by `jax.experimental.pallas.ops.tpu.splash_attention`, its backward pass unfused.
-
-    The fused one keeps a gradient of the queries for each block of keys. Remat keeps the output
-    and the logarithms of the sums. `interpret` runs the kernel without a TPU.
-    """
-    attend = functools.partial(
-        _on_one_device,
-        mask=mask,
-        scale=scale,
-        soft_cap=soft_cap,
-        blocks=blocks,
-        interpret=interpret,
-    )
-    return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
-
-
-def _on_one_device(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
     segments: Segments | None,
     places: Places,
     part: Array | int,
@@ -101,9 +63,15 @@ def _on_one_device(
     mask: Mask,
     scale: float,
     soft_cap: float | None,
-    blocks: Blocks | None,
-    interpret: bool,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "batch queries heads head_dim"]:
+    """Attention of one part of a row on one device, its backward pass unfused.
+
+    It is `jax.experimental.pallas.ops.tpu.splash_attention`, whose fused backward pass keeps a
+    gradient of the queries for each block of keys. Remat keeps the output and the logarithms of
+    the sums. `interpret` runs the kernel without a TPU.
+    """
     length, num_keys = q_BTNH.shape[1] // places.pieces, k_BSKH.shape[1]
     blocks = blocks or blocks_for(length, num_keys)
     pad_queries = functools.partial(pad_pieces, pieces=places.pieces, multiple=blocks.queries)
@@ -197,7 +165,7 @@ def _scope(mask: Mask, shape: Shape, blocks: Blocks) -> str:
     runs, width, rows = 0, 0, 0
     for starts in shape.places.starts:
         sizes = (shape.length, shape.num_keys, mask, blocks.queries, blocks.keys)
-        counts = Counter(query for query, _ in masks.pairs_of_pieces(starts, *sizes))
+        counts = Counter(query for query, _ in masks.pairs(starts, *sizes))
         runs, rows = max(runs, counts.total()), len(counts)
         width = max(width, *counts.values())
     return f"runs_{runs}_of_{width * rows}_steps"

@@ -2,16 +2,17 @@
 
 An all-to-all gives each device the queries, keys and values of whole rows for its share of the
 heads, and another brings the output back to its part of the row (Jacobs et al. 2023, DeepSpeed
-Ulysses). Legend of suffixes: as in `zoo.nn.attention.kernels`.
+Ulysses). Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import WHOLE, Attend, Mask
 
 # Of keys and values to the queries, or of heads for tokens; "auto" is what sends less.
 Transfer = Literal["auto", "gather", "exchange"]
@@ -54,17 +55,15 @@ class Exchange(NamedTuple):
         gathered = gathered_numbers(self, length, mask, reach)
         return self.divides and self.numbers(length) < gathered
 
-    def whole_rows(self, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array) -> list[Array]:
-        """Queries, keys and values of whole rows, for this device's share of the heads."""
-        k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k_BSKH, v_BSKH))
-        return [self._all_to_all(x, 2, 1) for x in (q_BTNH, k, v)]
-
-    def own_part(self, out_BTNH: Array) -> Array:
-        """The output of all heads, for this device's part of the row."""
-        return self._all_to_all(out_BTNH, 1, 2)
-
-    def _all_to_all(self, x: Array, split: int, joined: int) -> Array:
-        return jax.lax.all_to_all(x, self.axes, split, joined, tiled=True)
+    def attend(
+        self, attend: Attend, q: Array, k: Array, v: Array, segment_ids: Array | None
+    ) -> Array:
+        """`attend` to whole rows, for this device's share of the heads, and back to its tokens."""
+        to = functools.partial(jax.lax.all_to_all, axis_name=self.axes, tiled=True)
+        k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
+        q, k, v = (to(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        return to(attend(q, k, v, segments, WHOLE, 0), split_axis=1, concat_axis=2)
 
 
 def gathered_numbers(exchange: Exchange, length: int, mask: Mask, reach: int | None) -> float:

@@ -13,6 +13,9 @@ from zoo.runs.run import Run
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 
+Scalars = Mapping[str, Array]  # of a step, on the devices
+Numbers = Mapping[str, float]
+
 
 class Loop:
     """The training loop as its callbacks see it."""
@@ -124,7 +127,7 @@ class Callback:
         """Before the first step of this start, with the state of both restored or initial."""
 
     def on_step(
-        self, loop: Loop, step: int, state: TrainState, metrics: Mapping[str, Array]
+        self, loop: Loop, step: int, state: TrainState, metrics: Scalars
     ) -> Mapping[str, Any] | None:
         """After step `step` was dispatched: nothing has waited for it, and float(x) would.
 
@@ -132,12 +135,12 @@ class Callback:
         next step takes the state's buffers: keep a copy of an array, never the array.
         """
 
-    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+    def on_log(self, loop: Loop, step: int, values: Numbers) -> None:
         """A line of metrics.jsonl is written, of a step or of an evaluation: on process 0 only."""
 
     def on_evaluation(
-        self, loop: Loop, step: int, state: TrainState, values: Mapping[str, float]
-    ) -> Mapping[str, float] | None:
+        self, loop: Loop, step: int, state: TrainState, values: Numbers
+    ) -> Numbers | None:
         """After an evaluation, with the values of earlier callbacks; returned ones join."""
 
     def on_checkpoint(self, loop: Loop, step: int, state: TrainState) -> None:

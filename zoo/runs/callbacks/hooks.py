@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.runs.callbacks.average import Average
-from zoo.runs.callbacks.best import BestCheckpoint, EarlyStopping, Save
-from zoo.runs.callbacks.callback import Callback, Loop
+from zoo.runs.callbacks.callback import Callback, Loop, Numbers, Scalars
+from zoo.runs.callbacks.evaluations import Average, BestCheckpoint, EarlyStopping, Save
 from zoo.runs.callbacks.norms import Norms
 from zoo.runs.callbacks.trackers import TRACKERS
 from zoo.runs.config import Config
@@ -33,8 +32,8 @@ class Snapshot:
     meta: dict[str, Any]
 
 
-class Hooks:
-    """The callbacks of a run: each moment, for all of them in order.
+class Hooks(Loop):
+    """The loop of a run with its callbacks: each moment, for all of them in order.
 
     Raises:
         TypeError: something that is no callback.
@@ -42,8 +41,8 @@ class Hooks:
     """
 
     def __init__(self, run: Run[Config], training: Training, callbacks: Sequence[Callback]):
-        self.loop = Loop(run, training)
-        self.callbacks: dict[str, Callback] = {}
+        super().__init__(run, training)
+        named: dict[str, Callback] = {}
         self._kept: dict[str, dict] = {}  # values of callbacks that are not there any more
         self._started: list[Callback] = []
         self._last: tuple[int, TrainState | None] = (0, None)
@@ -54,31 +53,28 @@ class Hooks:
                 raise ValueError(
                     f"callbacks: the name {callback.name!r} may have letters, digits, _ and - only"
                 )
-            if callback.name in self.callbacks:
+            if callback.name in named:
                 raise ValueError(
                     f"callbacks: two have the name {callback.name!r}, by which checkpoints know "
                     "them: set the attribute `name` of one, or leave out the flag that asks for it"
                 )
-            self.callbacks[callback.name] = callback
-        self._given = {name: callback.arrays for name, callback in self.callbacks.items()}
-        self.loop.callbacks = tuple(self.callbacks.values())
-
-    def __bool__(self) -> bool:
-        return bool(self.callbacks)
+            named[callback.name] = callback
+        self._named, self.callbacks = named, tuple(named.values())
+        self._given = {name: callback.arrays for name, callback in named.items()}
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after this step, by what is known so far."""
-        ends = bool(self.loop.stopped) and step == self._last[0]
-        return ends or step == self.loop.run.config.steps
+        ends = bool(self.stopped) and step == self._last[0]
+        return ends or step == self.run.config.steps
 
     # --- Moments ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def running(self, start: int, state: TrainState) -> Iterator[None]:
         """Within, the callbacks are started; then they are ended, whatever happened."""
-        self.loop.start, self._last = start, (start, state)
+        self.start, self._last = start, (start, state)
         try:
-            for callback in self.callbacks.values():
+            for callback in self.callbacks:
                 self._call(callback, "on_start", state)
                 self._started.append(callback)
             yield
@@ -90,33 +86,29 @@ class Hooks:
             raise
         self._end(self._last[1], raises=True)
 
-    def on_step(
-        self, step: int, state: TrainState, metrics: Mapping[str, Array]
-    ) -> Mapping[str, Any]:
+    def on_step(self, step: int, state: TrainState, metrics: Scalars) -> Mapping[str, Any]:
         """The metrics, and the ones that the callbacks add."""
         self._last = (step, state)
         return self._joined("on_step", step, state, metrics)
 
-    def on_evaluation(
-        self, step: int, state: TrainState, values: Mapping[str, float]
-    ) -> dict[str, float]:
+    def on_evaluation(self, step: int, state: TrainState, values: Numbers) -> dict[str, float]:
         """The values, and the ones that the callbacks add."""
         return dict(self._joined("on_evaluation", step, state, values))
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> None:
         """To be called on process 0."""
-        for callback in self.callbacks.values():
+        for callback in self.callbacks:
             self._call(callback, "on_log", step, values)
 
     def on_checkpoint(self, step: int, state: TrainState) -> None:
         """A checkpoint has been handed over."""
-        for callback in self.callbacks.values():
+        for callback in self.callbacks:
             self._call(callback, "on_checkpoint", step, state)
 
     def _joined(
         self, moment: str, step: int, state: TrainState, metrics: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        for callback in self.callbacks.values():
+        for callback in self.callbacks:
             added = self._call(callback, moment, step, state, metrics)
             if added is not None and not isinstance(added, Mapping):
                 raise TypeError(
@@ -133,9 +125,9 @@ class Hooks:
         return metrics
 
     def _call(self, callback: Callback, moment: str, *arguments: Any) -> Any:
-        self.loop.caller = (callback.name, moment)
+        self.caller = (callback.name, moment)
         try:
-            return getattr(callback, moment)(self.loop, *arguments)
+            return getattr(callback, moment)(self, *arguments)
         except Stopped:  # an evaluation of its own, cut short by a signal
             raise
         except Exception as error:
@@ -154,14 +146,14 @@ class Hooks:
             return
         if raises:
             raise failure
-        self.loop.run.say(f"{failure!r} {' '.join(failure.__notes__)}")
+        self.run.say(f"{failure!r} {' '.join(failure.__notes__)}")
 
     # --- State --------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """The state of now: later changes of the callbacks do not change it."""
         arrays, values = {}, {}
-        for name, callback in self.callbacks.items():
+        for name, callback in self._named.items():
             if callback.arrays is not None:
                 _check_arrays(callback)
                 arrays[name] = callback.arrays
@@ -175,8 +167,8 @@ class Hooks:
         meta: dict[str, Any] = {}
         if values or self._kept:
             meta["callbacks"] = {**self._kept, **values}
-        if self.loop.stopped:
-            meta["stopped"] = {"callback": self.loop.stopped_by, "reason": self.loop.stopped}
+        if self.stopped:
+            meta["stopped"] = {"callback": self.stopped_by, "reason": self.stopped}
         return Snapshot({"callbacks": arrays} if arrays else {}, meta)
 
     def begin(self, state: TrainState, step: int, meta: dict[str, Any]) -> None:
@@ -189,43 +181,43 @@ class Hooks:
             CheckpointError: it has others of one that is, or damaged ones.
         """
         self._kept = {}
-        for name, callback in self.callbacks.items():
+        for name, callback in self._named.items():
             callback.arrays = self._given[name]
             initial = self._call(callback, "initial_arrays", state)
             callback.arrays = jax.tree.map(self._placed, initial)
             _check_arrays(callback)
         if not meta:
             return
-        loop, found = self.loop, meta.get("callbacks", {})
-        extras = loop.run.checkpointer.extras
-        of_checkpoint = f"the checkpoint of step {step} in {loop.run.address}"
-        for name in found.keys() - self.callbacks.keys():
+        found = meta.get("callbacks", {})
+        extras = self.run.checkpointer.extras
+        of_checkpoint = f"the checkpoint of step {step} in {self.run.address}"
+        for name in found.keys() - self._named.keys():
             if any(_belongs(array, name) for array in extras):
                 raise RunError(
                     f"{of_checkpoint} has arrays of the callback {name!r}, which would be lost: "
                     "give it to zoo.fit again, or start anew with another --run-dir"
                 )
             self._kept[name] = found[name]
-            loop.say(f"the callback {name!r} is not there any more; its state is kept as it is")
+            self.say(f"the callback {name!r} is not there any more; its state is kept as it is")
         # All arrays first: where some are damaged, it begins again at the step before.
         arrays = {
             name: self._restored(name, callback.arrays)
-            for name, callback in self.callbacks.items()
+            for name, callback in self._named.items()
             if name in found
         }
-        for name, callback in self.callbacks.items():
+        for name, callback in self._named.items():
             if name in found:
                 callback.values, callback.arrays = found[name], arrays[name]
             elif callback.values or callback.arrays is not None:
-                loop.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
+                self.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
         self._given.clear()
         self._restore_stop(step, meta.get("stopped"))
 
     def _restored(self, name: str, arrays: PyTree) -> PyTree:
         """The arrays of a callback, in place of its initial ones."""
-        checkpointer = self.loop.run.checkpointer
+        checkpointer = self.run.checkpointer
         like = {"callbacks": {name: jax.tree.map(_struct, arrays)}}
-        self.callbacks[name].arrays = arrays = None  # the room of the initial ones
+        self._named[name].arrays = arrays = None  # the room of the initial ones
         names = [each for each in checkpointer.extras if _belongs(each, name)]
         return checkpointer.restore_extras(like, names)["callbacks"][name]
 
@@ -233,16 +225,16 @@ class Hooks:
         if stopped is None:
             return
         name, reason = stopped["callback"], stopped["reason"]
-        if name in self.callbacks:
-            self.loop.stopped, self.loop.stopped_by = reason, name
+        if name in self._named:
+            self.stopped, self.stopped_by = reason, name
         else:
-            self.loop.say(
+            self.say(
                 f"the callback {name!r}, which ended the run at step {step}, is not there any "
                 "more: it continues"
             )
 
     def _placed(self, x: Any) -> Any:
-        mesh = self.loop.run.mesh
+        mesh = self.run.mesh
         if not hasattr(x, "dtype"):
             return x  # `_check_arrays` names it
         on_mesh = isinstance(x, jax.Array) and x.sharding.device_set == {*mesh.devices.flat}

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from jaxtyping import Array, PyTree
 from zoo import sharding
 from zoo.common import files
 from zoo.common.configuration import require
-from zoo.runs.callbacks.callback import Callback, Loop
-from zoo.runs.callbacks.tracker import Tracker
+from zoo.runs.callbacks.callback import Callback, Loop, Numbers, Scalars
+from zoo.runs.callbacks.trackers import Tracker
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.training.state import TrainState, trained_leaves
@@ -62,9 +61,7 @@ class Norms(Callback):
             path = loop.run.folder / "norms.jsonl"
             self._log = MetricsLog(path, resume_step=loop.start)
 
-    def on_step(
-        self, loop: Loop, step: int, state: TrainState, metrics: Mapping[str, Array]
-    ) -> None:
+    def on_step(self, loop: Loop, step: int, state: TrainState, metrics: Scalars) -> None:
         """Measure the change since the copy; copy for the next one."""
         self._flush(loop)
         if self._is_due(step) or self._is_due(step + 1):
@@ -73,9 +70,7 @@ class Norms(Callback):
             self._pending = step, self._measure(self._before, trained)
         self._before = self._copy(trained) if self._is_due(step + 1) else None
 
-    def on_evaluation(
-        self, loop: Loop, step: int, state: TrainState, values: Mapping[str, float]
-    ) -> None:
+    def on_evaluation(self, loop: Loop, step: int, state: TrainState, values: Numbers) -> None:
         """Draw norms.png."""
         self._flush(loop)
         if loop.run.is_main:

@@ -52,8 +52,7 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record, atomically."""
-        text = json.dumps(vars(self))
-        files.replace(folder / RECORD, lambda temporary: temporary.write_text(text))
+        files.replace(folder / RECORD, json.dumps(vars(self)))
 
 
 class RemoteCopies:

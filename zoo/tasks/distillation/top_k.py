@@ -13,7 +13,7 @@ from zoo.nn.precision import in_precision
 from zoo.runs import processes
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
-from zoo.sharding.placement import on_host
+from zoo.sharding.placement import gathered
 from zoo.training.compiled import CompiledStep
 from zoo.training.distillation import top_k
 
@@ -51,7 +51,7 @@ def write_top_k(
         contextlib.closing(batches(plan, run.mesh, start=start, stop=stop)) as stream,
     ):
         for k, batch in stream:
-            entries = {name: on_host(x) for name, x in step(model, batch)[1].items()}
+            entries = {name: gathered(x) for name, x in step(model, batch)[1].items()}
             if run.is_main:
                 stored.write(k, entries)
                 done.add(sum(x.nbytes for x in entries.values()))

@@ -11,9 +11,9 @@ from zoo import sharding
 from zoo.common import configuration
 from zoo.data.chats import with_chat_template
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
-from zoo.nn.parameters import cast, is_kept
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
+from zoo.nn.stateful import cast, is_kept
 from zoo.publishing import formats, models
 from zoo.publishing.families import reconfigured
 from zoo.publishing.models import check_finite

@@ -11,7 +11,7 @@ from zoo.common.addresses import location
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.tokenizer import Reading
-from zoo.nn.attention import Implementation
+from zoo.nn.attention.attention import Implementation
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
 from zoo.runs.config import Config as RunConfig

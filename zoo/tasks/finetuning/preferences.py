@@ -120,9 +120,9 @@ def reference_log_probabilities(
     Raises:
         RunError: one is not finite.
     """
-    steps = evaluation.Evaluation(run, preferences.reference_values)
+    evaluator = evaluation.Evaluator(run, preferences.reference_values, plan)
     found = np.full((plan.num_pairs, 2), np.nan, np.float32)
-    for k, metrics in steps.results(model, plan, True, bounded=False):
+    for k, metrics in evaluator.results(model, True, bounded=False):
         pairs, values = plan.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
         if not np.isfinite(values[pairs >= 0]).all():
             wrong = pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0]

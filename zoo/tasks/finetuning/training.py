@@ -12,8 +12,7 @@ from zoo.data.chats import ChatTemplate
 from zoo.publishing import models
 from zoo.publishing.families import choose_eos_ids, with_more_ends
 from zoo.runs import loop
-from zoo.runs.callbacks.best import Save
-from zoo.runs.callbacks.evaluations import Samples
+from zoo.runs.callbacks.evaluations import Samples, Save
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language

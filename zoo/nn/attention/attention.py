@@ -1,10 +1,13 @@
 """Attention: one function in front of several kernels, the choice among them, and decoding's.
 
+A mesh that splits the tokens of a row is the matter of `context_parallel`, whatever the kernel.
+
 Legend of suffixes: B batch, T queries, S keys or slots of a cache, N query heads, K key-value
 heads, G query heads per key-value head, H head size.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -12,11 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention.chunked import chunked
-from zoo.nn.attention.masks import MASKED, Mask, einsum32
+from zoo.nn.attention.context_parallel import on_each_device
+from zoo.nn.attention.masks import MASKED, WHOLE, Attend, Mask, einsum32
 from zoo.nn.attention.splash import splash
 from zoo.nn.attention.ulysses import Transfer
-from zoo.nn.derivatives import in_forward_mode
-from zoo.nn.products import low_on_cpu, platform
+from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
@@ -74,8 +77,13 @@ def attention(
         )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     if implementation in ("chunked", "splash"):
-        attend = chunked if implementation == "chunked" else splash
-        return attend(q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, scale, soft_cap, transfer)
+        kernel: Callable[..., Array] = chunked if implementation == "chunked" else splash
+        attend: Attend = functools.partial(kernel, mask=mask, scale=scale, soft_cap=soft_cap)
+        # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
+        if implementation == "splash" or num_parts("inner_seq") > 1:
+            return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -99,6 +107,7 @@ def _refusal(
     q_BTNH: Array, mask: Mask, soft_cap: float | None, packed: bool, implementation: str
 ) -> str | None:
     """Why an implementation cannot serve, or None if it can."""
+    length, size, dtype = q_BTNH.shape[1], q_BTNH.shape[-1], q_BTNH.dtype
     if implementation in ("auto", "chunked"):
         return None
     if implementation not in ("xla", *_KERNELS):
@@ -110,33 +119,24 @@ def _refusal(
     if in_forward_mode():
         return "has no rule for forward mode"
     if implementation == "splash":
-        return _refusal_of_splash(q_BTNH)
-    return _refusal_of_cudnn(q_BTNH, mask, packed)
-
-
-def _refusal_of_splash(q_BTNH: Array) -> str | None:
-    if platform() != "tpu":
-        return f"needs a TPU, and this run is on {platform()!r}"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"needs bf16 or fp32, and the precision is {q_BTNH.dtype}"
-    length = q_BTNH.shape[1] // num_parts("inner_seq")
-    if length < 128:
-        return f"needs rows of 128 positions or more per device, and this one has {length}"
-    return None
-
-
-def _refusal_of_cudnn(q_BTNH: Array, mask: Mask, packed: bool) -> str | None:
+        length //= num_parts("inner_seq")
+        if platform() != "tpu":
+            return f"needs a TPU, and this run is on {platform()!r}"
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return f"needs bf16 or fp32, and the precision is {dtype}"
+        if length < 128:
+            return f"needs rows of 128 positions or more per device, and this one has {length}"
+        return None
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
     if split := split_by("inner_seq"):
         return f"takes whole rows, and {split} of the mesh splits them"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bf16 or fp16, and the precision is {q_BTNH.dtype}"
-    if q_BTNH.shape[-1] % 8 or q_BTNH.shape[-1] > 128:
-        return f"needs a multiple of 8 up to 128, and head_dim={q_BTNH.shape[-1]}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bf16 or fp16, and the precision is {dtype}"
+    if size % 8 or size > 128:
+        return f"needs a multiple of 8 up to 128, and head_dim={size}"
     if mask.window is not None and not mask.causal:
         return f"needs causal attention for a window, and window={mask.window} is without it"
-    length = q_BTNH.shape[1]
     if packed and length > _MASK_LENGTH:
         return (
             f"would keep a mask of [seq, seq] for packed rows of {length} positions, and takes up "
