@@ -187,7 +187,7 @@ def read_rows(
         if not file.fields:
             known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
             raise ValueError(f"{piece.path} has no fields: rows are read from {known} files")
-        for number, where, record in file.read(piece, None):
+        for number, where, record in file.read(piece):
             try:
                 row = {column: value for column, value in record.items() if value is not None}
                 for column, given in (names or {}).items():

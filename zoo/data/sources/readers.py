@@ -89,7 +89,7 @@ def _parsed(data: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        message = f"{where} is not JSON: {error.msg} at character {error.pos}"
+        message = f"{where} is not JSON: {error.msg}: character {error.pos}"
         raise ValueError(message) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
