@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from helpers import write_tokenizer
 from prepared_parts import rows_in
-from zoo.data.sources.reading import read_split
 
 import zoo
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
-from zoo.data.sources.splits import plan_splits
+from zoo.data.sources.splits import plan_splits, read_split
 from zoo.data.tokenizer import load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.tasks.finetuning.data import read_text
