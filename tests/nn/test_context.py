@@ -35,6 +35,7 @@ MESHES = (
     "fsdp=2,context=2,tensor=2",
     "data=2,context=4",
 )
+EXTREMES = ("context=8", "fsdp=2,context=2,tensor=2")  # all of one axis, and most axes
 
 
 def inputs(length: int, heads: tuple[int, int], size: int = 8) -> list[Any]:
@@ -419,14 +420,14 @@ step_of_one_device = functools.cache(lambda name: step_of(name, ""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["context=8", "fsdp=2,context=2,tensor=2"])
+@pytest.mark.parametrize("mesh", EXTREMES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_over_split_rows(name: str, mesh: str):
     assert_same_step(step_of(name, mesh), step_of_one_device(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EXTREMES)
 def test_adapters_over_split_rows(mesh: str):
     def adapted(key: Any) -> Any:
         config = lora.Config(rank=2, dora=True, dropout=0.1)
@@ -440,7 +441,7 @@ def test_adapters_over_split_rows(mesh: str):
 
 @pytest.mark.parametrize(
     "mesh",
-    ["data=2,context=2,tensor=2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES)],
+    ["data=2,context=2,tensor=2", *(pytest.param(m, marks=pytest.mark.slow) for m in EXTREMES)],
 )
 def test_logits_in_chunks_over_split_rows(mesh: str, monkeypatch: Any):
     make, batch = transformer_of(num_layers=1), token_batch(32)
