@@ -49,7 +49,7 @@ TESTS = {
     "data/completions": "test_completions | test_chats | test_rows",
     "data/rows": "test_rows",
     "data/sources/splits": "test_sources",
-    "data/sources/readers": "test_sources",
+    "data/sources/formats": "test_sources",
     "data/special_tokens": "test_tokenizer | test_completions",
     "data/token_plans": "test_data | test_prepared_plans",
     "data/tokenizer": "test_tokenizer",

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zoo.common.addresses import files_matching
-from zoo.data.sources.formats import FORMATS, check_readable, format_of, is_divisible
-from zoo.data.sources.readers import Fields, field_of, text_of
+from zoo.data.sources.formats import (
+    FORMATS,
+    Fields,
+    check_readable,
+    field_of,
+    format_of,
+    is_divisible,
+    text_of,
+)
 from zoo.data.sources.streams import Piece, whole_file
 
 _PLACES = 256  # in the corpus that are sampled, about
