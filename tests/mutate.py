@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 
 # Each module's files of tests; those behind a bar run only for survivors of the ones before it.
 TESTS = {
-    "data/mixtures/leaks": "test_mixtures | test_mixed_text",
     "data/mixtures/plan": "test_mixtures | test_mixed_text",
     "data/mixtures/schedule": "test_mixtures",
     "data/mixtures/spec": "test_mixtures",

@@ -33,6 +33,7 @@ from zoo.common.addresses import AddressError, location
 from zoo.common.store import Store
 from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
+from zoo.data.prepared.format import Manifest
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.hf.weights import Weights
 from zoo.publishing import PublishError, downloads, uploads
@@ -495,7 +496,8 @@ def of_a_run(names: list[str], world: Hostile) -> Any:
 def of_a_prepared_corpus(names: list[str], world: Hostile) -> Any:
     for name in names:
         world.put(f"corpus/tokenizer/{name}")
-    copies = Copies(location("memory://store/corpus", "data"), "fingerprint", world.folder)
+    manifest = Manifest({}, "", "uint16", 257, 2, ())
+    copies = Copies(location("memory://store/corpus", "data"), manifest, world.folder)
     return tree(copies.folder("tokenizer"))
 
 

@@ -1,8 +1,5 @@
 import hashlib
-import json
-import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -67,105 +64,7 @@ def test_non_utf8_text_is_refused(tmp_path):
         read_documents(str(tmp_path / "a.txt"))
 
 
-# --- JSON lines
-
-
-def test_jsonl(tmp_path):
-    lines = [json.dumps({"text": "a\u2028b"}, ensure_ascii=False), "", json.dumps({"text": "é"})]
-    path = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
-    assert pairs(read_documents(str(path))) == [
-        ("a.jsonl:1", "a\u2028b"),
-        ("a.jsonl:3", "é"),
-    ]
-    write(path, '{"body": "x", "text": "y"}')
-    assert pairs(read_documents(str(path), field="body")) == [("a.jsonl:1", "x")]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "cut', r"a\.jsonl, line 2 is not JSON"),
-        ('{"body": "x", "id": 1}', r"line 2 has no field 'text': its fields are \['body', 'id'\]"),
-        ('{"text": 3}', r"line 2: field 'text' is a int, not a string"),
-        ('["x"]', r"line 2 is a JSON list, not an object"),
-        ('{"text": "\\ud800"}', r"line 2: lone surrogate at character 0"),
-        (b'{"text": "\xff"}', r"line 2 is not UTF-8: byte 0xff at offset 10"),
-    ],
-)
-def test_malformed_jsonl_is_refused(tmp_path, line, message):
-    line = line if isinstance(line, bytes) else line.encode()
-    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(ValueError, match=message):
-        read_documents(str(path))
-
-
-# --- Parquet and ArrayRecord
-
-
-def test_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = str(tmp_path / "a.parquet")
-    parquet.write_table(arrow.table({"text": ["one", "twö"], "n": [1, 2]}), path)
-    assert pairs(read_documents(path)) == [("a.parquet:0", "one"), ("a.parquet:1", "twö")]
-    with pytest.raises(ValueError, match=r"no field 'body': its fields are \['text', 'n'\]"):
-        read_documents(path, field="body")
-    with pytest.raises(ValueError, match=r"row 0: field 'n' is a int, not a string"):
-        read_documents(path, field="n")
-    parquet.write_table(arrow.table({"text": ["one", None]}), path)
-    with pytest.raises(ValueError, match=r"row 1: field 'text' is a NoneType"):
-        read_documents(path)
-    write(tmp_path / "a.parquet", "no such thing")
-    with pytest.raises(ValueError, match="is no Parquet file"):
-        read_documents(path)
-
-
-@pytest.mark.parametrize("suffix", [".array_record", ".arrayrecord"])
-def test_array_record(tmp_path, suffix):
-    module = pytest.importorskip("array_record.python.array_record_module")
-    path = str(tmp_path / f"a{suffix}")
-
-    def records(*contents):
-        writer = module.ArrayRecordWriter(path, "group_size:1")
-        for content in contents:
-            writer.write(content)
-        writer.close()
-
-    records("öne".encode(), b"two")
-    assert pairs(read_documents(path)) == [
-        (f"a{suffix}:0", "öne"),
-        (f"a{suffix}:1", "two"),
-    ]
-    records(b"fine", b"not\xff")
-    with pytest.raises(ValueError, match="record 1 is not UTF-8: byte 0xff at offset 3"):
-        read_documents(path)
-    write(Path(path), "no such thing" * 10)
-    with pytest.raises(ValueError, match="is no ArrayRecord file"):
-        read_documents(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "extra"),
-    [
-        ("a.parquet", "pyarrow", "parquet"),
-        ("a.array_record", "array_record.python.array_record_module", "array-record"),
-    ],
-)
-def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module, extra):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"zoo\[{extra}\]"):
-        read_documents(str(write(tmp_path / name, "x")))
-
-
 # --- CSV and labels
-
-
-@pytest.mark.parametrize("name", ["a.zip", "a.arrow", "a.txt.bz2"])
-def test_what_is_no_text_is_not_read_as_text(tmp_path, name):
-    write(tmp_path / name, '[{"text": "x"}]')
-    write(tmp_path / "b.txt", "x")
-    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*leave it out of the pattern"):
-        read_documents(f"{tmp_path}/*")
 
 
 def test_columns_of_one_name_that_are_not_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Plans over stored parts: the same batches as over the same documents in memory."""
+"""Plans over stored parts: the same batches as over the same documents in one shard."""
 
 import concurrent.futures
 import itertools
@@ -18,15 +18,15 @@ BUCKETS = (8, 16, 32)
 def make_plan(tmp_path, kind):
     folders = itertools.count()
 
-    def make(lengths=LENGTHS, batch_size=4, seed=0, in_memory=False, ends=SEPARATOR, **options):
+    def make(lengths=LENGTHS, batch_size=4, seed=0, in_one_shard=False, ends=SEPARATOR, **options):
         folder = tmp_path / f"{next(folders)}"
         frame = 2 if ends == SEPARATOR else sum(id is not None for id in ends)
         (part, _), (corpus, _) = make_parts(folder, lengths, frame=frame)
         if kind == "packed":
-            documents = corpus if in_memory else part
+            documents = corpus if in_one_shard else part
             return token_plans.PackedPlan(documents, ends, 16, batch_size, seed, **options)
         options = {"too_long": "split", "cache": tmp_path / "cache"} | options
-        documents = corpus if in_memory else part
+        documents = corpus if in_one_shard else part
         return token_plans.BucketPlan(documents, ends, BUCKETS, batch_size, seed, **options)
 
     return make
@@ -64,7 +64,7 @@ def targets(batches):
 
 @both
 @pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None), (None, None), (297, 298)])
-def test_rows_are_those_in_memory(make_plan, ends):
+def test_rows_are_those_in_one_shard(make_plan, ends):
     """Both cut the same documents at the same places, in the same order."""
     for seed in range(6):
         options = {
@@ -75,7 +75,7 @@ def test_rows_are_those_in_memory(make_plan, ends):
         }
         for batch_size in (1, 3, 5):
             plan = make_plan(batch_size=batch_size, **options)
-            wanted = make_plan(batch_size=batch_size, in_memory=True, **options)
+            wanted = make_plan(batch_size=batch_size, in_one_shard=True, **options)
             for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
                 assert getattr(plan, name) == pytest.approx(getattr(wanted, name)), name
             assert plan.describe_buckets() == wanted.describe_buckets()
@@ -88,7 +88,7 @@ def test_rows_are_those_in_memory(make_plan, ends):
 @pytest.mark.parametrize("seed", range(6))
 def test_each_target_comes_once_per_epoch(make_plan, seed):
     options = {"lengths": random_lengths(seed), "seed": seed, "batch_size": seed + 1}
-    plan, wanted = make_plan(**options), make_plan(in_memory=True, **options)
+    plan, wanted = make_plan(**options), make_plan(in_one_shard=True, **options)
     assert plan.batches_per_epoch == wanted.batches_per_epoch
     assert plan.padding_waste == pytest.approx(wanted.padding_waste)
     for epoch in range(3):
@@ -146,7 +146,7 @@ def test_long_documents(make_plan):
     assert "add a larger bucket, or set too_long to 'truncate' or 'split'" in str(e.value)
     assert "2 of 5 documents are too long" in str(e.value)
     assert targets(epoch_of(make_plan(lengths, too_long="truncate"))) == targets(
-        epoch_of(make_plan(lengths, too_long="truncate", in_memory=True))
+        epoch_of(make_plan(lengths, too_long="truncate", in_one_shard=True))
     )
 
 

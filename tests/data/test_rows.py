@@ -11,8 +11,11 @@ from prepared_parts import rows_in
 import zoo
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
+from zoo.data.prepared import command, hashes, tokenizing
+from zoo.data.prepared.opening import open_prepared
+from zoo.data.prepared.prepare import prepare
 from zoo.data.sources.splits import plan_splits, read_split
-from zoo.data.tokenizer import load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.tasks.finetuning.data import read_text
 
@@ -313,6 +316,15 @@ def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):
     assert (data.train.batch(0)["targets"] == ids["<eot>"]).any()
 
 
+def test_no_command_is_needed_for_many_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("zoo.data.prepared.opening.BY_ITSELF", 10)
+    records = [{"prompt": f"{i}", "completion": "yes"} for i in range(9)]
+    _, said = started(tmp_path, capsys, ByteTokenizer(), records, format="completions")
+    assert "9 examples of completions: texts (prompt, completion)" in said
+    with pytest.raises(ValueError, match=r"above 0 GiB .*python -m zoo prepare"):
+        started(tmp_path, capsys, ByteTokenizer(), [{"text": "some text"}] * 9)
+
+
 def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):
     tokenizer = template.tokenizer
     records = [{"text": f"some text<|im_end|>{i}"} for i in range(9)]
@@ -326,3 +338,58 @@ def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys
         corpus = data.train.corpus
         found = np.concatenate([corpus[i] for i in range(len(corpus))])
         assert np.isin(found, special).any() == bool(given)
+
+
+# --- In the store -----------------------------------------------------------------------------
+
+
+ROWS = {"format": "completions", "names": {}, "now": None}
+STORED = {"special_tokens": None, "rows": ROWS, "held_out": 0.3, "shard_megabytes": 0.001}
+
+
+def test_a_killed_start_takes_up_the_shards_of_rows(tmp_path, monkeypatch):
+    for file in "ab":
+        records = [{"prompt": f"{file}{i}", "completion": f"{i}" * 20} for i in range(40)]
+        write(tmp_path / f"{file}.jsonl", records)
+    data, whole = str(tmp_path / "*.jsonl"), tmp_path / "whole"
+    expected = prepare(data, whole, **STORED)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashes, "write_parts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, tmp_path / "out", workers=1, **STORED)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "read_rows", killed)  # nothing is read again
+        found = prepare(data, tmp_path / "out", workers=1, **STORED)
+    assert len(found.shards) > 1
+    assert found == expected
+    assert command.verify(tmp_path / "out") == (1 + 6 * len(found.shards), [])
+    weights = tmp_path / "out" / "shards" / "00000000.weights"
+    content = bytearray(weights.read_bytes())
+    content[3] ^= 1
+    weights.write_bytes(content)
+    assert "00000000.weights is damaged: block 0" in command.verify(tmp_path / "out")[1][0]
+
+
+def test_files_of_two_forms_are_refused(tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x" * 50} for i in range(40)])
+    write(tmp_path / "b.jsonl", [{"instruction": f"{i}", "output": "x" * 50} for i in range(40)])
+    with pytest.raises(ValueError, match=r"texts \(prompt, completion\) and of Alpaca's"):
+        prepare(str(tmp_path / "*.jsonl"), tmp_path / "out", workers=1, **STORED)
+
+
+def test_labelled_rows_are_there_once(tmp_path):
+    """A copy is one with the same label; two labels of a text are in one part."""
+    records = [{"text": f"text {i}", "kind": kind} for i in range(40) for kind in ("one", "two")]
+    write(tmp_path / "a.jsonl", [*records, *records[:7], {"text": "", "kind": "three"}])
+    manifest = prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", label="kind", held_out=0.3)
+    assert (manifest.duplicates, manifest.empty, manifest.classes) == (7, 1, ("one", "two"))
+    prepared, found = open_prepared(tmp_path / "out"), []
+    for corpus in (prepared.train, prepared.held_out):
+        texts = [prepared.tokenizer.decode(corpus[i]) for i in range(len(corpus))]
+        assert texts[::2] == texts[1::2] != []
+        found += zip(texts, (manifest.classes[label] for label in corpus.labels()), strict=True)
+    assert sorted(found) == sorted((record["text"], record["kind"]) for record in records)

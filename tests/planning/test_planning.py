@@ -32,7 +32,6 @@ from zoo.planning import (
     published,
     report,
     roofline,
-    suggestions,
     targets,
     topology,
 )
@@ -669,18 +668,19 @@ def limited(estimate, limit):
     )
 
 
-def test_suggestions_go_from_cheap_to_expensive():
+def test_suggestions_go_from_cheap_to_expensive(monkeypatch):
     wanted = job(rows=32, remat="none", mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
     tried = []
 
     def make(changed, target, quick):
-        tried.append(suggestions.describe(wanted, changed))
+        tried.append(planner.describe(wanted, changed))
         return limited(estimate, 0)
 
     # The state alone of data=8 is more than this: those that keep it are not compiled at all.
     limit = (estimate.memory.parameters + estimate.memory.optimizer) * 0.9
-    found = suggestions.suggest(limited(estimate, limit), say=lambda _: None, make=make)
+    monkeypatch.setattr(planner, "make_estimate", make)
+    found = planner.suggest(limited(estimate, limit))
     assert found is None
     assert tried == [
         "--remat full --mesh fsdp=8",
@@ -693,25 +693,25 @@ def test_suggestions_go_from_cheap_to_expensive():
 
 def test_suggestions_for_slices_leave_only_gradients_between_them():
     target = targets.parse("2xv5e:4x4")
-    found = list(suggestions.changes(job(rows=64, mesh="data=32"), target, 64))
+    found = list(planner.changes(job(rows=64, mesh="data=32"), target))
     meshes = [changed.mesh for changed in found if changed.mesh != "data=32"]
     assert {"data=2,fsdp=16", "data=2,fsdp=8,tensor=2"} <= set(meshes)
     for mesh in meshes:
         assert sharding.abstract_mesh(mesh, 32).shape["data"] == 2
 
 
-def test_suggestions_stop_after_a_few():
+def test_suggestions_stop_after_a_few(capsys, monkeypatch):
     wanted = job(rows=2**12, mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
-    said = []
-    found = suggestions.suggest(
-        limited(estimate, 1e12),
-        say=said.append,
-        make=lambda changed, target, quick: limited(estimate, 0),
-    )
-    assert found is None
+    make = lambda changed, target, quick: limited(estimate, 0)
+    monkeypatch.setattr(planner, "make_estimate", make)
+    assert planner.suggest(limited(estimate, 1e12)) is None
+    said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("trying") for line in said) == 6
-    assert said[-1] == "no more than 6 changes are tried"
+    assert said[-2:] == [
+        "no more than 6 changes are tried",
+        "Nothing that was tried fits: take more devices, or larger ones.",
+    ]
 
 
 def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
@@ -728,7 +728,7 @@ def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
     assert flags(method="lora", base="nf4") == []
 
 
-def test_other_trainings_are_tried_last():
+def test_other_trainings_are_tried_last(monkeypatch):
     wanted, tried = job(rows=16, mesh="data=8"), []
     estimate = dataclasses.replace(small_estimate(), job=wanted)
 
@@ -738,12 +738,9 @@ def test_other_trainings_are_tried_last():
 
     other = job()
     big = dataclasses.replace(estimate.memory, total=2 * estimate.memory.total)
-    found = suggestions.suggest(
-        limited(dataclasses.replace(estimate, memory=big), 1e12),
-        others=[("--method lora", other)],
-        say=lambda _: None,
-        make=make,
-    )
+    monkeypatch.setattr(planner, "make_estimate", make)
+    too_large = limited(dataclasses.replace(estimate, memory=big), 1e12)
+    found = planner.suggest(too_large, [("--method lora", other)])
     assert found.flags == "--method lora"
     assert len(tried) > 2
     assert tried[-1] is other

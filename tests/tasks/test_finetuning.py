@@ -672,7 +672,7 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_h
     advised, jobs = [], []
     monkeypatch.setattr(planner, "make_estimate", lambda job, _: jobs.append(job) or too_large)
     monkeypatch.setattr(planner.report, "show", lambda estimate: None)
-    monkeypatch.setattr(planner, "show_suggestion", advised.append)
+    monkeypatch.setattr(planner, "suggest", advised.append)
     with pytest.raises(SystemExit):
         tune("--model=someone/model", "--plan=cpu:1")
     assert (fake_hub / "config.json").exists()

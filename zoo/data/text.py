@@ -83,11 +83,6 @@ class Source:
             local_path(self.cache, "data.cache")
 
     @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names in documents."""
-        return self.special_tokens or "text"
-
-    @property
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
         """The tokens that rows may have, by the field that says so."""
         bucketed = self.rows == "bucketed"

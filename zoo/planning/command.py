@@ -23,7 +23,7 @@ from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import flops, meshes, published, report
 from zoo.planning.job import Estimate, Job, make_estimate
-from zoo.planning.suggestions import Attempt, show_suggestion
+from zoo.planning.planner import Attempt, suggest
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
@@ -113,7 +113,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     found = None
     if config.suggest and not estimate.memory.fits:
         others = lighter(config, folder, target)
-        found = show_suggestion(estimate, others, quick=config.quick)
+        found = suggest(estimate, others, quick=config.quick)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(_markdown(config, estimate, found) + f"\n{reason}.\n" * bool(reason))

@@ -12,7 +12,6 @@ which leaves their serialization out. Once there is one, or a compiler that does
 process, `lowered.compile(compiler_options=…)` takes the place of both.
 """
 
-import functools
 import importlib.metadata
 import os
 import pickle
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ _STATS = (
     "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes",
     "alias_size_in_bytes", "temp_size_in_bytes",
 )  # fmt: skip
-_say = functools.partial(print, flush=True)
 
 
 class CompilerError(ValueError):
@@ -46,12 +44,10 @@ class OutOfMemory(CompilerError):
     """The program needs more of the device's memory than there is."""
 
 
-def compile_apart(
-    lowered: Any, target: Target, options: dict[str, Any], say: Callable[[str], None] = _say
-) -> Any:
+def compile_apart(lowered: Any, target: Target, options: dict[str, Any]) -> Any:
     """Compile a lowered step for a slice of TPUs in a process of its own.
 
-    `say` gets a line now and then. Where this release of JAX keeps the parts of a lowered step in
+    Where this release of JAX keeps the parts of a lowered step in
     other places than is known here, it is compiled in this process.
 
     Raises:
@@ -65,7 +61,7 @@ def compile_apart(
         asked, answer = Path(folder, "request"), Path(folder, "answer")
         asked.write_bytes(pickle.dumps(request))
         command = [sys.executable, "-m", "zoo.planning.compiler", str(asked), str(answer)]
-        run(command, f"the compiler of {target.name} ({version() or 'libtpu'})", say)
+        run(command, f"the compiler of {target.name} ({version() or 'libtpu'})")
         text, stats, failure = pickle.loads(answer.read_bytes())
     if failure:
         raise (OutOfMemory if "RESOURCE_EXHAUSTED" in failure else CompilerError)(failure)
@@ -73,7 +69,7 @@ def compile_apart(
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: SimpleNamespace(**stats))
 
 
-def run(command: Sequence[str], what: str, say: Callable[[str], None], every: float = 30.0) -> None:
+def run(command: Sequence[str], what: str, every: float = 30.0) -> None:
     """Run a command to its end, and say every so many seconds for how long it has run.
 
     Raises:
@@ -88,7 +84,7 @@ def run(command: Sequence[str], what: str, say: Callable[[str], None], every: fl
                 try:
                     process.wait(every)
                 except subprocess.TimeoutExpired:
-                    say(f"  compiling for {time.monotonic() - began:.0f} s …")
+                    print(f"  compiling for {time.monotonic() - began:.0f} s …", flush=True)
         finally:
             process.kill()
         errors.seek(0)

@@ -18,9 +18,9 @@ from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.ulysses import Exchange
 from zoo.planning import report, topology
 from zoo.planning.collectives import Collective, Kind
-from zoo.planning.job import Estimate, Job, make_estimate
+from zoo.planning.job import Estimate, Job
+from zoo.planning.planner import attempt, say
 from zoo.planning.roofline import roofline
-from zoo.planning.suggestions import attempt
 from zoo.planning.targets import Target
 from zoo.sharding import MESH_AXES, ShardingError
 from zoo.transformer.config import Config
@@ -167,17 +167,12 @@ def _by_hand(
     )
 
 
-_say = functools.partial(print, flush=True)
-
-
 def search(
     found: list[Candidate],
     make_job: Callable[[str], Job],
     target: Target,
     *,
     quick: bool = False,
-    say: Callable[[str], None] = _say,
-    make: Callable[..., Estimate] = make_estimate,
 ) -> tuple[Estimate, str]:
     """Compile the best candidates by hand, and take the fastest that fits, with the reason.
 
@@ -194,7 +189,7 @@ def search(
             f"{each.mesh}: by hand {each.seconds:.3f} s (products {each.compute:.3f}, parameters "
             f"{each.parameters:.3f}, activations {each.activations:.3f}); compiling …"
         )
-        estimate = attempt(make_job(each.mesh), target, quick, say, make)
+        estimate = attempt(make_job(each.mesh), target, quick)
         if estimate is None or not estimate.memory.fits:
             continue
         roof = roofline(estimate)

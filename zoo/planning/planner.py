@@ -1,17 +1,30 @@
-"""The planner of runs: a plan of a run's step in the place of training, or after it ran out."""
+"""The planner of runs, and changes that make a step fit, the cheapest first, each compiled.
 
+A plan of a run's step takes the place of training (`--plan v5e:4x4`), or explains a lack of memory.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+from jax.sharding import AbstractMesh
 
 from zoo import sharding
 from zoo.nn.precision import Precision
 from zoo.planning import report, targets
-from zoo.planning.job import Job, make_estimate, wanted_bytes
-from zoo.planning.suggestions import show_suggestion
+from zoo.planning.compiler import CompilerError
+from zoo.planning.job import Estimate, Job, make_estimate, wanted_bytes
 from zoo.runs.config import Config
 from zoo.runs.run import Run
+from zoo.sharding import ShardingError
 from zoo.training.description import Training
+
+_MOST = 6  # compiled changes: each may take a minute
+say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
 
 def prepare(target: str) -> Precision:
@@ -29,7 +42,7 @@ def show(run: Run[Config], training: Training) -> NoReturn:
     estimate = make_estimate(job, targets.parse(run.config.plan))
     report.show(estimate)
     if not estimate.memory.fits:
-        show_suggestion(estimate)
+        suggest(estimate)
     raise SystemExit(0)
 
 
@@ -44,7 +57,7 @@ def explain(run: Run[Config], training: Training, message: str, programs: list[A
         job, compiled = make_job(run, training), next(reversed(programs), None)
         estimate = make_estimate(job, targets.present(run.mesh), compiled=compiled)
         report.show(estimate)
-        if (found := show_suggestion(estimate)) is not None:
+        if (found := suggest(estimate)) is not None:
             advice = f"this fits: {found.flags}"
     wanted = wanted_bytes(message)
     size = "" if wanted is None else f" at an allocation of {report.gigabytes(wanted)}"
@@ -63,3 +76,120 @@ def make_job(run: Run[Config], training: Training) -> Job:
         clip_norm=config.clip_norm,
         remat=training.remat,
     )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A changed job, and its estimate."""
+
+    flags: str
+    """The change on the command line."""
+    estimate: Estimate
+
+
+def suggest(
+    estimate: Estimate, others: Iterable[tuple[str, Job]] = (), *, quick: bool = False
+) -> Attempt | None:
+    """Look for a change that fits; print each attempt, and the estimate of the one that fits.
+
+    None if none of the first few does, nor one of `others`, jobs by the flags that make them. A
+    change whose state alone does not fit is not compiled.
+    """
+    job, target = estimate.job, estimate.target
+
+    def changed_jobs() -> Iterator[tuple[str, Job]]:
+        count = 0
+        for changed in changes(job, target):
+            if _state_alone(changed, estimate, target) > estimate.memory.limit:
+                continue
+            if count == _MOST:
+                say(f"no more than {_MOST} changes are tried")
+                return
+            count += 1
+            yield describe(job, changed), changed
+
+    say("\nlooking for a change that fits; each is compiled")
+    for flags, changed in itertools.chain(changed_jobs(), others):
+        say(f"trying {flags} …")
+        found = attempt(changed, target, quick)
+        if found is None or not found.memory.fits:
+            continue
+        say(f"  {report.gigabytes(found.memory.total)}: fits")
+        # A run may be out of memory although its step would fit: others have some of it.
+        if found.memory.total < estimate.memory.total:
+            say(f"This fits: {flags}\n")
+            report.show(found)
+            return Attempt(flags, found)
+    say("Nothing that was tried fits: take more devices, or larger ones.")
+    return None
+
+
+def attempt(job: Job, target: targets.Target, quick: bool) -> Estimate | None:
+    """Compile a job, and say why where it cannot be, or how much it takes where it does not fit."""
+    try:
+        estimate = make_estimate(job, target, quick=quick)
+    except (ShardingError, CompilerError) as error:
+        say(f"  it cannot be: {error}")
+        return None
+    if not estimate.memory.fits:
+        say(f"  {report.gigabytes(estimate.memory.total)}: does not fit")
+    return estimate
+
+
+def changes(job: Job, target: targets.Target) -> Iterator[Job]:
+    """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
+    best, rows = job, job.training.data.batch_size
+    num_devices, num_slices = target.num_devices, target.num_slices
+    if job.remat_flag is not None and job.remat != "full":
+        best = dataclasses.replace(best, remat="full")
+        yield best
+
+    def sizes(mesh: str) -> AbstractMesh:
+        return sharding.abstract_mesh(mesh, num_devices)
+
+    sharded = dataclasses.replace(best, mesh=sharding.storage_mesh(num_devices, 1, num_slices))
+    meshes = [best] if sizes(job.mesh) == sizes(sharded.mesh) else [best, sharded]
+    for start in meshes:
+        if start is not best:
+            yield start
+        parts = sharding.num_batch_parts(sizes(start.mesh))
+        accumulate = job.accumulate * 2
+        while rows % (parts * accumulate) == 0:
+            yield dataclasses.replace(start, accumulate=accumulate)
+            accumulate *= 2
+    for split in (2, 4, 8):
+        in_slice = num_devices // num_slices
+        if in_slice % split == 0 and in_slice > split:
+            mesh = sharding.storage_mesh(num_devices, split, num_slices)
+            parts = sharding.num_batch_parts(sizes(mesh))
+            accumulate = max(1, rows // parts)
+            if rows % (parts * accumulate) == 0:
+                yield dataclasses.replace(
+                    best, mesh=mesh, accumulate=accumulate, sequence_parallel=True
+                )
+
+
+def describe(job: Job, changed: Job) -> str:
+    """The flags that make the one job the other."""
+    flags = []
+    if changed.remat != job.remat:
+        flags.append(f"{job.remat_flag} {changed.remat}")
+    if changed.mesh != job.mesh:
+        flags.append(f"--mesh {changed.mesh}")
+    if changed.sequence_parallel != job.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if changed.accumulate != job.accumulate:
+        flags.append(f"--accumulate {changed.accumulate}")
+    return " ".join(flags)
+
+
+def _state_alone(job: Job, estimate: Estimate, target: targets.Target) -> float:
+    """The approximate bytes of state per device: all storage axes divide it, and no others."""
+    kept = (estimate.memory.parameters + estimate.memory.optimizer) * _storage_parts(
+        estimate.job.mesh, target.num_devices
+    )
+    return kept / _storage_parts(job.mesh, target.num_devices)
+
+
+def _storage_parts(mesh: str, num_devices: int) -> int:
+    return sharding.max_parameter_parts(sharding.abstract_mesh(mesh, num_devices))

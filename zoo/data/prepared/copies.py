@@ -15,6 +15,9 @@ from zoo.data.prepared.format import (
     TOKENIZER,
     TOKENS,
     TRAIN,
+    WEIGHTS,
+    Manifest,
+    shard_file,
     work_file,
 )
 
@@ -30,8 +33,8 @@ def copy_shard(number: int, folder: Path, address: str) -> int:
     """Copy the files of a shard up, and return its number; what is there is not copied again."""
     copied = work_file(folder, number, ".copied")
     if not copied.exists():
-        shards = folder / SHARDS
-        Store(address, "out").put(shards, sizes(shards, _names(number)), f"{SHARDS}/")
+        shards, weighted = folder / SHARDS, shard_file(folder, number, WEIGHTS).exists()
+        Store(address, "out").put(shards, sizes(shards, _names(number, weighted)), f"{SHARDS}/")
         copied.touch()
     return number
 
@@ -43,20 +46,21 @@ def copy_tokenizer(folder: Path, address: str) -> None:
     Store(address, "out").put(folder, sizes(folder, names))
 
 
-def _names(number: int) -> list[str]:
+def _names(number: int, weighted: bool) -> list[str]:
     """The files of a shard."""
-    return [f"{number:08}{suffix}" for suffix in (TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES)]
+    suffixes = [TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES, *[WEIGHTS] * weighted]
+    return [f"{number:08}{suffix}" for suffix in suffixes]
 
 
 class Copies:
     """Copies of a corpus' folders and shards in `cache`, or in a temporary folder, when needed."""
 
-    def __init__(self, source: Location, fingerprint: str, cache: Path | None):
-        self._store = Store(source, "data")
+    def __init__(self, source: Location, manifest: Manifest, cache: Path | None):
+        self._store, self._weighted = Store(source, "data"), manifest.weighted
         if cache is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="zoo-shards-")
             cache = Path(self._temporary.name)
-        self._cache = files.local_path(cache, "data.cache") / "copies" / fingerprint
+        self._cache = files.local_path(cache, "data.cache") / "copies" / manifest.fingerprint
 
     def folder(self, name: str) -> Path:
         """A copy of a folder."""
@@ -70,6 +74,6 @@ class Copies:
         """The path of the copies of a shard's files without their suffixes."""
 
         def copy(folder: Path) -> None:
-            self._store.get(folder, _names(number), f"{SHARDS}/")
+            self._store.get(folder, _names(number, self._weighted), f"{SHARDS}/")
 
         return files.made_once(self._cache / f"{number:08}", copy, "data.cache") / f"{number:08}"

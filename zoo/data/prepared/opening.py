@@ -103,7 +103,7 @@ def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     with explained(folder):
         manifest = read_manifest(folder)
     if is_remote(folder):
-        copies = Copies(folder, manifest.fingerprint, cache)
+        copies = Copies(folder, manifest, cache)
         tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
     else:
         tokenizer, stem_of = (
@@ -153,7 +153,8 @@ def prepared_by_itself(
         ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
     """
     patterns = [pattern.strip() for pattern in config.files.split(",")]
-    content: Any = given.version if given is not None else files_of(config)
+    bounded = label is rows is None  # what a command could prepare
+    content: Any = given.version if given is not None else files_of(config, bounded=bounded)
     with tempfile.TemporaryDirectory() as temporary:
         spec = tokenizer
         if tokenizer != "bpe":
@@ -164,7 +165,7 @@ def prepared_by_itself(
             "vocab_size": vocab_size if spec == "bpe" else 0,
             "field": config.field,
             "held_out": config.held_out,
-            "special_tokens": config.reading if rows is None else config.special_tokens,
+            "special_tokens": config.special_tokens or (None if rows else "text"),
             "documents": config.documents if label is rows is None else "files",
             "label": label,
             "rows": rows,
@@ -191,13 +192,13 @@ def prepared_by_itself(
 
 
 def files_of(
-    config: Any, tokenizer: str | None = None
+    config: Any, tokenizer: str | None = None, *, bounded: bool = True
 ) -> list[tuple[str, int, float | int | None]]:
     """The files of a `text.Source`: paths, sizes, and times where they are known.
 
     Raises:
-        ValueError: they are too much to be prepared at the start of a run; it names the command
-            that prepares them, with its own `tokenizer` if none is given.
+        ValueError: they are `bounded`, and too much to be prepared at the start of a run; it names
+            the command that prepares them, with its own `tokenizer` if none is given.
     """
     patterns = [pattern.strip() for pattern in config.files.split(",")]
     found: dict[Location, str] = {}
@@ -205,14 +206,14 @@ def files_of(
         found |= files_matching(pattern, "data.files")
     stats = {str(path): path.stat() for path in found}
     size = sum(stat.st_size for stat in stats.values())
-    if size > BY_ITSELF:
+    if bounded and size > BY_ITSELF:
         words = ["python -m zoo prepare", *map(repr, patterns)]
         tokenizer = tokenizer or getattr(config, "tokenizer", "MODEL/tokenizer.json")
         words.append(f"--tokenizer {tokenizer}")
         if tokenizer == "bpe":
             words.append(f"--vocab-size {config.vocab_size}")
-        if config.reading != "text":
-            words.append(f"--special-tokens {config.reading}")
+        if config.special_tokens == "parse":
+            words.append("--special-tokens parse")
         raise ValueError(
             f"data.files={config.files!r} has {size / 2**30:,.1f} GiB in {len(found):,} files: "
             f"above {BY_ITSELF / 2**30:.0f} GiB a run does not tokenize by itself. Do it once, on "

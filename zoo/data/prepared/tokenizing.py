@@ -224,7 +224,7 @@ class _Writer:
         weights: BinaryIO,
         runs: BinaryIO,
     ):
-        self._split, self._given = split, spec.special_tokens
+        self._split, self._names, self._given = split, split.names, spec.special_tokens
         self._tokenizer = reading(tokenizer, spec.special_tokens or "parse")
         self._token_file, self._weights_file, self._run_file = tokens, weights, runs
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
@@ -269,7 +269,7 @@ class _Writer:
             self.end_run()
 
     def _name(self, document: SourceDocument) -> str:
-        return source_name(self._split.names[document.source], document.record)
+        return source_name(self._names[document.source], document.record)
 
     def _special(self, text: str, ids: np.ndarray) -> int:
         if self.form is not None and self.form.is_chat and self._given != "parse":

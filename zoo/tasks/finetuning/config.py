@@ -10,7 +10,6 @@ import tyro
 from zoo.common.addresses import location
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
-from zoo.data.tokenizer import Reading
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
@@ -43,12 +42,6 @@ class Data(text.Source):
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
     chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""
     """File of a chat template (Jinja) in place of the tokenizer's own, saved with the model."""
-
-    @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names in texts."""
-        parsed = self.format in ("completions", "preferences")
-        return self.special_tokens or ("parse" if parsed else "text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

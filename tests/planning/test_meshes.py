@@ -12,7 +12,7 @@ from helpers import small_config
 
 from zoo import sharding, transformer
 from zoo.common import configuration
-from zoo.planning import command, meshes, published, targets
+from zoo.planning import command, meshes, planner, published, targets
 from zoo.planning.compiler import CompilerError
 from zoo.planning.job import Estimate, Job
 from zoo.planning.meshes import Candidate, candidates, search
@@ -126,7 +126,10 @@ def compiled(monkeypatch, times, too_large=(), broken=()):
     monkeypatch.setattr(meshes, "roofline", roofline)
     found = [Candidate(mesh, 10.0, 1.0, 0.5, 0.1) for mesh in times]
     large = Candidate("data=8", 1000.0, 0.1, 0.0, 0.0)
-    result = search([large, *found], make_job, TARGET, say=said.append, make=make)
+    monkeypatch.setattr(planner, "make_estimate", make)
+    for module in (meshes, planner):
+        monkeypatch.setattr(module, "say", said.append)
+    result = search([large, *found], make_job, TARGET)
     return result, said, made
 
 
