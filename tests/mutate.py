@@ -70,7 +70,7 @@ TESTS = {
     "runs/remote/copies": "test_remote",
     "runs/remote/folder": "test_remote",
     "runs/remote/lease": "test_remote",
-    "common/store": "test_store test_remote",
+    "common/store": "test_store | test_remote_models",
     "sharding/axes": "test_sharding | test_optimizers",
     "sharding/mesh": "test_sharding",
     "sharding/placement": "test_sharding",

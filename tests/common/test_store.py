@@ -8,6 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from zoo.common import checksums, files
+from zoo.common import store as store_module
 from zoo.common.addresses import AddressError
 from zoo.common.store import Store, sizes
 
@@ -84,3 +85,21 @@ def test_the_first_error_ends_the_rest(store: Store, tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="the disk is full"):
         store.get(tmp_path, [f"{i}" for i in range(1000)])
     assert len(tried) < 1000
+
+
+def test_progress_counts_all_bytes(store: Store, tmp_path: Path, monkeypatch):
+    """Of files whose size is known the sum, and each of them once."""
+    shown: list[Shown] = []
+
+    class Shown(files.Transfer):
+        def __init__(self, title: str, total: int):
+            super().__init__(title, total)
+            shown.append(self)
+
+    monkeypatch.setattr(store_module, "Transfer", Shown)
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "b").write_bytes(b"12345")
+    store.put(tmp_path, sizes(tmp_path, ["a", "b"]), title="up")
+    store.get(tmp_path / "there", {"a": WHOLE, "b": {}}, title="down")
+    found = [(x._title, x._total, x._done) for x in shown]
+    assert found == [("up", 8, 8), ("down", 3, 8)]

@@ -70,7 +70,7 @@ def test_stages_continue_each_sources_numbers_without_a_gap(data, sources, per_b
         if grain == stages[stage].start * per_batch:
             began, weights = dict(seen), np.asarray(stages[stage].shares)
         source = schedule.source_of(grain)
-        assert schedule.rank(grain) == seen[source]
+        assert schedule.locate(grain)[1] == seen[source]
         seen[source] += 1
         within = np.array([seen[s] - began.get(s, 0) for s in range(sources)])
         length = grain + 1 - stages[stage].start * per_batch

@@ -432,7 +432,7 @@ def test_layout_slices_match_whole_arrays():
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
         stored = tensors(GOLDEN / name)
-        names = hf.names.layouts(model, family.tensors, family.prefixes[0])
+        names = hf.family.layouts(model, family.tensors, family.prefixes[0])
         for path, whole in arrays(model).items():
             for _ in range(5):
                 starts = [int(rng.integers(0, n)) for n in whole.shape]
@@ -523,7 +523,7 @@ def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: 
     again = zoo.load(tmp_path / "model")
     for path, x in arrays(model).items():
         np.testing.assert_array_equal(x, arrays(again)[path], err_msg=path)
-    assert again.config == hf.rules.canonical(model.config)
+    assert again.config == hf.family.canonical(model.config)
     zoo.save(tmp_path / "model", again, format="hf")  # it may be replaced
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damage")
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
@@ -552,7 +552,7 @@ def test_exports_name_all_sizes(kind: str, tmp_path: Path):
     names = {"n_inner"} if kind == "gpt2" else {"intermediate_size", "num_key_value_heads"}
     names |= {"head_dim"} if kind in ("llama", "qwen3", "mixtral") else set()
     assert {name: values[name] for name in names if not isinstance(values[name], int)} == {}
-    assert zoo.load(tmp_path).config == hf.rules.canonical(config)
+    assert zoo.load(tmp_path).config == hf.family.canonical(config)
 
 
 def test_unexportable_models_are_refused(tmp_path: Path):

@@ -223,7 +223,7 @@ class _Kept:
         return attention(q, k, v, **options)
 
     def keys_and_values(self) -> tuple[Array, Array]:
-        """Those of the layer's only call."""
+        """The keys and values of the layer's only call."""
         if len(self.calls) != 1:
             raise ValueError(
                 f"{self.name} calls `attend` {len(self.calls)} times, and decoding keeps the keys "

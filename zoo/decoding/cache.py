@@ -170,7 +170,7 @@ class LayerCache(eqx.Module):
         return LayerCache(put(self.keys, new.keys), put(self.values, new.values))
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
-        """Those rows of the `batch` that it has."""
+        """The cache of some rows, out of the `batch` that it has."""
         return jax.tree.map(lambda x: _place(_with_rows(x, batch)[rows]), self)
 
 
@@ -225,7 +225,7 @@ class StackedCache(eqx.Module):
         return StackedCache(write(self.layers, new))
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "StackedCache":
-        """Those rows of the `batch` that it has."""
+        """The cache of some rows, out of the `batch` that it has."""
         return StackedCache(jax.vmap(lambda layer: layer.take(rows, batch))(self.layers))
 
 
@@ -241,7 +241,7 @@ class Cache(eqx.Module):
     clock: Clock
 
     def take(self, rows: Int[Array, "rows"]) -> "Cache":
-        """The cache of those rows, in that order; one may come several times."""
+        """The cache of some rows, in that order; one may come several times."""
         positions = self.clock.positions
         layers = tuple(layer.take(rows, len(positions)) for layer in self.layers)
         return Cache(layers, Clock(self.clock.index, positions[rows]))

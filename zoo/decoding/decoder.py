@@ -22,7 +22,7 @@ class Decoder(Protocol):
     """A model that continues texts.
 
     It is a tree of arrays, and its methods but for `check_decoder` are traced. The cache is a tree
-    of arrays too; its `take(rows)` is the cache of those rows, in that order.
+    of arrays too; its `take(rows)` is the cache of some rows, in that order.
     """
 
     @property

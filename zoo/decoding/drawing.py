@@ -1,7 +1,7 @@
 """The next token: penalties and biases of the logits, the tokens that are left, and the draw.
 
 Penalties come before the temperature, and what is cut off after it, in the order of `transformers`:
-the `top_k` likeliest, of these `top_p`, of these `min_p`.
+the `top_k` likeliest, among them `top_p`, among them `min_p`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ class Seen(eqx.Module):
     def of(
         tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int
     ) -> "Seen":
-        """Those of prompts alone; `mask` is False at padding."""
+        """The tokens of prompts; `mask` is False at padding."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         none = jnp.zeros((tokens.shape[0], vocab_size), jnp.int32)
         return Seen(none.at[rows, tokens].max(mask.astype(jnp.int32)) > 0, none)
 
     def add(self, tokens: Int[Array, "batch"]) -> "Seen":
-        """Those with one more token per row."""
+        """The same with one more token per row."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         return Seen(self.prompt, self.counts.at[rows, tokens].add(1))
 
@@ -162,7 +162,7 @@ class Sampler(eqx.Module):
     top_k: int | None = eqx.field(static=True, default=None)
     min_p: Float[Array, ""] | None = None
     penalties: tuple[Float[Array, ""], ...] | None = None
-    """Of repetition, presence and frequency."""
+    """For repetition, presence and frequency."""
     bias: Float[Array, "vocab"] | None = None
 
     @staticmethod

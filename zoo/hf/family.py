@@ -1,175 +1,211 @@
-"""A family in Hugging Face's format: rules for configuration fields and a map of tensor names.
+"""A family in Hugging Face's format: rules for configuration fields, and a map of tensor names.
 
-Both work in both directions. A field of `config.json` that no rule of the family knows, or a value
-that the zoo's model does not support, is an error: nothing that changes the maths is ignored.
+Both work in both directions. The zoo stacks the layers and experts that Hugging Face numbers, has
+weights as [in, out] (`x @ w`), and keeps heads and their features on separate axes. A family
+describes this by one `Tensor` per parameter, in the names of the parameter's logical axes.
 """
 
-# ruff: noqa: D102 (`Rule` documents the methods of all rules)
-
-import abc
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
+from string import Formatter
+from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.names import Tensor
+from zoo.hf.rules import Fields, Rule, shortest
 from zoo.publishing import PublishError
 from zoo.publishing.families import check_counts
+from zoo.sharding.axes import keystr, map_parameters
+
+LAYER = "layer"  # the name of the first axis of stacked layers
+Range = tuple[int, int]
+Index = tuple[slice, ...]
 
 
-def words(text: str) -> frozenset[str]:
-    """The words of a text, such as names of fields."""
-    return frozenset(text.split())
+@dataclass(frozen=True)
+class Tensor:
+    """The place of a parameter in a Hugging Face file.
 
-
-# Fields without effect on what a model computes from its tokens.
-IGNORED = words(
+    `name` is a template, in which `{layer}` and `{experts}`, axes that the parameter stacks, become
+    numbers, and `{prefix}` the family's prefix. `axes` are the tensor's axes by the parameter's
+    names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
+    "heads.head_dim embed". `part` = (i, n): the parameter is the i-th of n along the axis `part`.
     """
-    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
-    attention_dropout attention_probs_dropout_prob auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
-    initializer_range keys_to_ignore_at_inference label2id length_penalty max_length min_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_past output_router_logits output_scores
-    pad_token_id prefix problem_type remove_invalid_values repetition_penalty resid_pdrop
-    return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
-    unsloth_version use_bfloat16 use_cache use_return_dict
+
+    name: str
+    axes: str = ""
+    part: tuple[int, int] | None = None
+
+
+def table(text: str, *, layer: str) -> dict[str, Tensor]:
+    """The places of parameters by path: per line path, name, axes, and of parts their i/n.
+
+    The names of parameters of `blocks` follow `layer`.
     """
-)
-# Fields of other families, or of none, with the value that switches them off, as null does.
-_NEUTRAL: Mapping[str, Any] = {
-    "add_cross_attention": False,
-    "attention_bias": False,
-    "embedding_multiplier": 1,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "logits_scaling": 1,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1,
-    "pretraining_tp": 1,
-    "pruned_heads": {},
-    "residual_multiplier": 1,
-    "rope_interleaved": False,
-    "tie_encoder_decoder": False,
-    "use_bidirectional_attention": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
-}
-_ABSENT = object()
+    found = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        path, name, *axes = line.split()
+        part = None
+        if axes and "/" in axes[-1]:
+            number, count = axes.pop().split("/")
+            part = int(number), int(count)
+        name = layer + name if path.startswith("blocks.") else name
+        found[path] = Tensor(name, " ".join(axes), part)
+    return found
 
 
-class Fields:
-    """The fields of a `config.json`; each is taken once."""
+class Piece(NamedTuple):
+    """One Hugging Face tensor's share of a parameter."""
 
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values = values
-        self._left = dict(values)
-        self._where = where
+    path: str  # of the parameter
+    at: dict[str, int]  # along the axes that the parameter stacks
 
-    def take(self, name: str, default: Any = _ABSENT) -> Any:
-        """A field's value, or the default if it is absent."""
-        value = self._left.pop(name, default)
-        if value is _ABSENT:
-            raise PublishError(f"{self._where} has no field {name}")
-        return value
 
-    def refusal(self, reason: str) -> PublishError:
-        """An error that names the file."""
-        return PublishError(f"{self._where}: {reason}")
+class Layout:
+    """One parameter of a model, and the Hugging Face tensors that hold it."""
 
-    def finish(self, ignored: Collection[str], allowed: Collection[str] | None = ()) -> None:
-        """Refuse the fields that no rule took, but for those `allowed`; None allows all."""
-        left = {
-            name: x
-            for name, x in self._left.items()
-            if name not in IGNORED | set(ignored) and x not in (None, _NEUTRAL.get(name))
+    def __init__(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        names: tuple[str | None, ...],
+        tensor: Tensor,
+        prefix: str,
+    ):
+        self.tensor = tensor
+        self.axes = tuple(name or LAYER for name in names)
+        self.sizes = dict(zip(self.axes, shape, strict=True))
+        fields = [field for _, field, _, _ in Formatter().parse(tensor.name) if field]
+        self.numbered = [axis for axis in self.axes if axis in fields]
+        # The axes that each tensor has, in the parameter's order and in the tensor's.
+        self._ours = [axis for axis in self.axes if axis not in fields]
+        self.factors = [group.split(".") for group in (tensor.axes or " ".join(self._ours)).split()]
+        self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
+        self.prefix = prefix
+        self._part, self._num_parts = tensor.part or (0, 1)
+        assert sorted(self._theirs) == sorted(self._ours), (path, self._theirs, self._ours)
+
+    def name(self, index: Mapping[str, int]) -> str:
+        """The name of the tensor with these numbers."""
+        return self.tensor.name.format(prefix=self.prefix, **index)
+
+    def resized(self, sizes: Mapping[str, int]) -> "Layout":
+        """The layout of a parameter with other sizes of these axes."""
+        found = copy.copy(self)
+        found.sizes = {**self.sizes, **sizes}
+        return found
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each of the tensors."""
+        return tuple(math.prod(self._size(axis) for axis in group) for group in self.factors)
+
+    def names(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Each tensor's name and numbers."""
+        for index in self._indices({axis: (0, size) for axis, size in self.sizes.items()}):
+            yield self.name(index), index
+
+    def read(self, slices: Index, dtype: Any, read: Callable[[str, Index], np.ndarray]) -> Any:
+        """The parameter at `slices`, made of slices of tensors, `read(name, slices)`."""
+        ranges = {
+            axis: s.indices(size)[:2]
+            for (axis, size), s in zip(self.sizes.items(), slices, strict=True)
         }
-        if surplus := sorted(set(allowed or ()) - self._left.keys()):
-            raise self.refusal(
-                f"ignore={surplus}: no unknown fields of the file; it has {sorted(left) or 'none'}"
-            )
-        if allowed is not None and (unknown := sorted(left.keys() - set(allowed))):
-            fields = ", ".join(f"{name}={left[name]!r}" for name in unknown)
-            raise self.refusal(
-                f"unknown fields, which may change the maths: {fields}. If they do not, open it by "
-                f"zoo.load(..., ignore={tuple(unknown)}), or remove them from the file"
-            )
+        out = np.empty([stop - start for start, stop in ranges.values()], dtype)
+        where, cuts, shape = self._tensor_slices(ranges)
+        order = [self._theirs.index(axis) for axis in self._ours]
+        for index in self._indices(ranges):
+            part = read(self.name(index), where).reshape(shape)[cuts].transpose(order)
+            out[self.at({axis: i - ranges[axis][0] for axis, i in index.items()})] = part
+        return out
+
+    def write(self, index: Mapping[str, int], part: np.ndarray) -> np.ndarray:
+        """The tensor with these numbers, given the parameter there; only its own `part`.
+
+        Given some of the parameter's rows, these rows of it.
+        """
+        order = [self._ours.index(axis) for axis in self._theirs]
+        sizes = dict(zip(self._ours, part.shape, strict=True))
+        shape = [math.prod(sizes.get(axis, 1) for axis in group) for group in self.factors]
+        return np.ascontiguousarray(part.transpose(order).reshape(shape))
+
+    @property
+    def part_axis(self) -> int | None:
+        """The tensor's axis along which it holds several parameters; None if it holds one."""
+        return next((i for i, group in enumerate(self.factors) if "part" in group), None)
+
+    def rows(self, size: int) -> Iterator[dict[str, slice]]:
+        """The tensor cut along its first axis to `size` values at most, as slices of an axis."""
+        if not self._theirs:
+            yield {}
+            return
+        first = self._theirs[0]
+        one_row = math.prod(self.sizes[axis] for axis in self._theirs[1:])
+        step = max(1, size // max(one_row, 1))
+        for start in range(0, self.sizes[first], step):
+            yield {first: slice(start, min(start + step, self.sizes[first]))}
+
+    def at(self, index: Mapping[str, int | slice]) -> tuple[Any, ...]:
+        """The index of the parameter at these numbers, and in these slices."""
+        return tuple(index.get(axis, slice(None)) for axis in self.axes)
+
+    def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
+        """The numbers of each tensor within the ranges."""
+        for numbers in product(*(range(*ranges[axis]) for axis in self.numbered)):
+            yield dict(zip(self.numbered, numbers, strict=True))
+
+    def _size(self, axis: str) -> int:
+        return self._num_parts if axis == "part" else self.sizes[axis]
+
+    def _tensor_slices(self, ranges: Mapping[str, Range]) -> tuple[Index, Index, list[int]]:
+        """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
+        ranges = {**ranges, "part": (self._part, self._part + 1)}
+        where, cuts, shape = [], [], []
+        for group in self.factors:
+            low, high = 0, 1  # the range to read, in blocks of the remaining factors
+            for axis in group:
+                size = self._size(axis)
+                start, stop = ranges[axis]
+                cut = slice(None)
+                if high - low > 1:  # several blocks are read as a whole, and then cut
+                    cut, start, stop = slice(start, stop), 0, size
+                low, high = low * size + start, (high - 1) * size + stop
+                if axis != "part":
+                    cuts.append(cut)
+                    shape.append(stop - start)
+            where.append(slice(low, high))
+        return tuple(where), tuple(cuts), shape
 
 
-class Rule(abc.ABC):
-    """A map between some fields of a `config.json` and some of a `Config`, in both directions."""
+def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Layout]:
+    """The layout of each parameter of a model (or of its skeleton), by its path."""
+    found: dict[str, Layout] = {}
 
-    @abc.abstractmethod
-    def read(self, fields: Fields) -> dict[str, Any]:
-        """The fields of the `Config`."""
+    def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
+        key = keystr(path)
+        found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
 
-    @abc.abstractmethod
-    def write(self, config: Any) -> dict[str, Any]:
-        """The fields of `config.json`."""
-
-
-@dataclass(frozen=True)
-class Same(Rule):
-    """The same value under another name; `default` is Hugging Face's, for an absent field."""
-
-    theirs: str
-    ours: str
-    default: Any = _ABSENT
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {self.ours: fields.take(self.theirs, self.default)}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {self.theirs: functools.reduce(getattr, self.ours.split("."), config)}
+    map_parameters(add, skeleton)
+    return found
 
 
-@dataclass(frozen=True)
-class Fixed(Rule):
-    """A field with one supported value, which is Hugging Face's default too.
-
-    A field that transformers does not know itself is not `written`; null switches off as False.
-    """
-
-    theirs: str
-    value: Any
-    written: bool = True
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        found = fields.take(self.theirs, self.value)
-        if found != self.value and not (found is None and not self.value):
-            raise fields.refusal(f"{self.theirs}={found!r} is not supported, only {self.value!r}")
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {self.theirs: self.value} if self.written else {}
-
-
-@dataclass(frozen=True)
-class Choice(Rule):
-    """A field whose values have other names in the zoo; of several, the first is written."""
-
-    theirs: str
-    ours: str
-    values: Mapping[str, Any]
-    default: str
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        value = fields.take(self.theirs, self.default)
-        if value not in self.values:
-            known = ", ".join(self.values)
-            raise fields.refusal(f"{self.theirs}={value!r} is not supported, only {known}")
-        return {self.ours: self.values[value]}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        value = getattr(config, self.ours)
-        return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
+def pieces(found: Mapping[str, Layout]) -> dict[str, list[Piece]]:
+    """The pieces of each Hugging Face tensor, in their order in it."""
+    table: dict[str, list[Piece]] = {}
+    for path, layout in found.items():
+        for name, index in layout.names():
+            table.setdefault(name, []).append(Piece(path, index))
+    for parts in table.values():
+        parts.sort(key=lambda piece: (found[piece.path].tensor.part or (0, 1))[0])
+    return table
 
 
 @dataclass(frozen=True)
@@ -249,3 +285,37 @@ class Family:
             for name, value in mine.items()
             if name not in ignored and value != other[name]
         ]
+
+
+def canonical(config: transformer.Config) -> transformer.Config:
+    """The one form of all configurations of the same model, by which they are compared.
+
+    Derived sizes are filled in, the pattern is the shortest, fields without effect are defaults.
+    """
+    pattern = config.all_layer_kinds
+    changes: dict[str, Any] = {
+        "attention.num_kv_heads": config.kv_heads,
+        "attention.head_dim": config.head_size,
+        "d_ff": config.hidden_size,
+        "attention.window_pattern": shortest(pattern),
+    }
+    stretched = config.positions.scaling.factor != 1
+    if config.attention.scale == config.head_size**-0.5:
+        changes["attention.scale"] = None
+    if config.positions.local_theta == config.positions.theta and not stretched:
+        changes["positions.local_theta"] = None
+    without_effect = {
+        "attention.window": "local" not in pattern,
+        "attention.window_pattern": "local" not in pattern,
+        "positions.local_theta": "local" not in pattern or config.positions.kind != "rotary",
+        "positions.theta": config.positions.kind != "rotary",
+        "positions.scaling": config.positions.kind != "rotary" or not stretched,
+        "attention.qkv_bias": config.bias,
+        "experts.per_token": config.experts.num_experts is None,
+        "experts.normalize": config.experts.num_experts is None,
+    }
+    defaults = type(config)(vocab_size=1)
+    for name, has_none in without_effect.items():
+        if has_none:
+            changes[name] = functools.reduce(getattr, name.split("."), defaults)
+    return configuration.replaced(config, changes)

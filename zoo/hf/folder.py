@@ -16,10 +16,10 @@ from jaxtyping import PyTree
 
 from zoo.common.checksums import Digest
 from zoo.hf import gpt2_bert, hub, llama, quantization, token_ids
-from zoo.hf.family import Family
-from zoo.hf.matrices import Matrix, Part
-from zoo.hf.names import Layout, Piece, layouts, pieces
-from zoo.hf.weights import Weights, are_present, weight_files, write_weights
+from zoo.hf.family import Family, Layout, Piece, layouts, pieces
+from zoo.hf.methods import read_method
+from zoo.hf.quantization import Expected, Matrix, Part
+from zoo.hf.weights import DTYPES, Weights, are_present, weight_files, write_weights
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import check_model
 from zoo.publishing.formats import (
@@ -42,7 +42,7 @@ from zoo.publishing.tensors import (
 )
 from zoo.sharding.placement import gathered
 
-# `describe` prefers the first of the families that fit.
+# `family_of` prefers the first of the families that fit.
 _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
 _ORDER += [llama.GEMMA2, llama.GEMMA3, llama.MIXTRAL, llama.QWEN3_MOE]
 _ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
@@ -90,7 +90,8 @@ class _HuggingFace(Format):
         tokenizer: Any,
         like: Path | None,
     ) -> dict[str, Digest]:
-        family, description = describe(model)
+        family = family_of(model)
+        description = family.write(model.config)
         values, generation = {}, {}
         if like is not None and formats.of(like) is self:
             values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
@@ -179,7 +180,9 @@ def _open(
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     family, config = _family(folder, values, options.ignore)
-    method = quantization.read_method(values, f"{folder / 'config.json'}", options.quantize)
+    method = None
+    if (settings := values.get(quantization.FIELD)) is not None:
+        method = read_method(settings, f"{folder / CONFIG}", options.quantize)
     weights = Weights(folder)
     config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
@@ -195,18 +198,12 @@ def _open(
     return quantized_skeleton(skeleton, options.quantize), weights, parts
 
 
-def describe(model: eqx.Module) -> tuple[Family, dict]:
-    """The family of a model, and what its `config.json` says of the maths.
+def family_of(model: PyTree) -> Family:
+    """The family of a model, or of its skeleton.
 
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
     """
-    family = family_of(model)
-    return family, family.write(getattr(model, "config", None))
-
-
-def family_of(model: PyTree) -> Family:
-    """The family of a model, or of its skeleton; errors as of `describe`."""
     config = getattr(model, "config", None)
     differences = {
         kind: family.difference(config)
@@ -268,7 +265,7 @@ def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> 
         return layout.dtype
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtypes = {weights.dtype(name) for name, _ in layout.names()}
+    dtypes = {DTYPES[weights.tensors[name].dtype] for name, _ in layout.names()}
     return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
 
 
@@ -278,13 +275,13 @@ def _check(
     found: dict[str, Layout],
     matrices: dict[str, dict[str, Matrix]],
 ) -> None:
-    """Refuse files with missing, surplus or misshapen tensors."""
+    """Refuse files with missing, surplus or misshapen tensors, or of other types."""
     whole = [layout for path, layout in found.items() if path not in matrices]
-    wanted = {name: x.tensor_shape for x in whole for name, _ in x.names()}
+    wanted = {name: Expected(x.tensor_shape, (*DTYPES,)) for x in whole for name, _ in x.names()}
+    for stack in matrices.values():
+        for matrix in stack.values():
+            wanted |= matrix.tensors()
     stored = {name: x.shape for name, x in weights.tensors.items()}
-    of_matrices = quantization.tensors(matrices)
-    for name, expected in of_matrices.items():
-        wanted[name] = stored.get(name, (1,)) if expected.shape is None else expected.shape
     for name in stored.keys() - wanted.keys():
         if (
             name.endswith(family.buffers)
@@ -292,10 +289,15 @@ def _check(
             or quantization.is_zero_bias(weights, name, matrices)
         ):
             del stored[name]
-    check_tensors(f"{weights.folder}", stored, wanted)
-    for name in wanted.keys() - of_matrices.keys():
-        weights.dtype(name)
-    quantization.check_dtypes(weights, of_matrices)
+    shapes = {x: stored.get(x, (1,)) if y.shape is None else y.shape for x, y in wanted.items()}
+    check_tensors(f"{weights.folder}", stored, shapes)
+    for name, expected in wanted.items():
+        if (tensor := weights.tensors[name]).dtype not in expected.dtypes:
+            raise PublishError(
+                f"{weights.folder / tensor.file}: {name} is of type {tensor.dtype}, and has to be "
+                f"{' or '.join(expected.dtypes)}; get it again from its source, or open a "
+                "checkpoint that is not quantized"
+            )
 
 
 def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:

@@ -3,9 +3,8 @@
 import dataclasses
 
 from zoo import bert, transformer
-from zoo.hf.family import Choice, Family, Fixed, Same, words
-from zoo.hf.names import table
-from zoo.hf.rules import canonical
+from zoo.hf.family import Family, canonical, table
+from zoo.hf.rules import Choice, Fixed, Same, words
 
 _GPT2 = table(
     """

@@ -6,9 +6,17 @@ from typing import Any
 
 from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.family import Choice, Family, Fixed, Rule, Same
-from zoo.hf.names import table
-from zoo.hf.rules import LayerTypes, OptionalLayerTypes, QueryScale, Rotary, canonical
+from zoo.hf.family import Family, canonical, table
+from zoo.hf.rules import (
+    Choice,
+    Fixed,
+    LayerTypes,
+    OptionalLayerTypes,
+    QueryScale,
+    Rotary,
+    Rule,
+    Same,
+)
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
 

@@ -22,11 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.hf import names as hf_names
-from zoo.hf import peft_config
-from zoo.hf.linears import Linear, linears
-from zoo.hf.names import Layout
-from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS
+from zoo.hf import family, peft_config
+from zoo.hf.family import Layout
+from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS, Linear, linears
 from zoo.hf.weights import DTYPES
 from zoo.publishing import PublishError
 from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
@@ -52,7 +50,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     }[field]
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
-    tensor = hf_names.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, part)
+    tensor = family.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, part)
     return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
 
 
@@ -70,13 +68,17 @@ class _Adapters:
     def __init__(self, folder: Path, base: PyTree):
         self.path, self._where = folder / WEIGHTS, folder / ADAPTER_CONFIG
         self.options = peft_config.read(self._where)
-        prefixes, _, table = peft_config.modules(base)
+        prefixes, _, table, _ = linears(base)
         with open_file(self.path) as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             stored = {name: tuple(part.get_shape()) for name, part in parts.items()}
             self._types = {name: part.get_dtype() for name, part in parts.items()}
         self.prefix = _prefix(prefixes, table, stored)
-        self.table = {path: linear for path, linear in table.items() if self._is_target(linear)}
+        self.table = {
+            path: linear
+            for path, linear in table.items()
+            if any(map(self.options.has, linear.names(self.prefix)))
+        }
         self._check_targets(table)
         self._modules = {
             name: linear
@@ -84,7 +86,15 @@ class _Adapters:
             for name in linear.names(self.prefix)
             if self.options.has(name)
         }
-        check_tensors(f"{self.path}", stored, self._shapes())
+        fields = [x for x in ENDS if x != "magnitude" or self.options.use_dora]
+        wanted = {
+            f"{_ROOT}{name}.{ENDS[field]}": layout(
+                "", linear, field, self.options.rank(name), self.prefix
+            ).tensor_shape
+            for name, linear in self._modules.items()
+            for field in fields
+        }
+        check_tensors(f"{self.path}", stored, wanted)
         first = max(self._modules, key=self.options.rank)
         self._scale = self.options.scale(first)
         # Dropout is for training, and only hidden matrices have it.
@@ -116,9 +126,6 @@ class _Adapters:
 
         return Opened(typed(self._skeleton, dtype), load, self.config)
 
-    def _is_target(self, linear: Linear) -> bool:
-        return any(map(self.options.has, linear.names(self.prefix)))
-
     def _check_targets(self, table: dict[str, Linear]) -> None:
         if not self.table:
             modules = sorted({linear.names(self.prefix)[0] for linear in table.values()})
@@ -140,19 +147,6 @@ class _Adapters:
                 f"{self._where}: use_dora=True and adapters on some layers of {partly[0]} only; "
                 "the zoo has them on all layers, and the missing ones would be trained too"
             )
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape that each tensor has to have."""
-        found = {}
-        for name, linear in self._modules.items():
-            for field in self._fields:
-                of_module = layout("", linear, field, self.options.rank(name), self.prefix)
-                found[f"{_ROOT}{name}.{ENDS[field]}"] = of_module.tensor_shape
-        return found
-
-    @property
-    def _fields(self) -> list[str]:
-        return [field for field in ENDS if field != "magnitude" or self.options.use_dora]
 
     def _layout(self, name: str) -> Layout:
         path, _, field = name.rpartition(".")
@@ -216,7 +210,7 @@ class _Peft(AdapterFormat):
         return _Adapters(folder, base).opened(options)
 
     def check(self, model: PyTree, config: lora.Config) -> None:
-        for parts in _by_module(peft_config.modules(model)[2], config):
+        for parts in _by_module(linears(model).by_path, config):
             count = next(iter(parts.values())).part[1]
             if config.dora and len(parts) < count:
                 raise PublishError(
@@ -226,7 +220,7 @@ class _Peft(AdapterFormat):
                 )
 
     def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
-        (prefix, *_), task, table = peft_config.modules(model)
+        (prefix, *_), task, table, _ = linears(model)
         modules = _by_module(table, config)
         leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
         nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
@@ -248,11 +242,10 @@ class _Peft(AdapterFormat):
         write_file(folder and folder / WEIGHTS, tensors, metadata)
 
     def modules(self, model: PyTree) -> dict[str, str]:
-        try:
-            family, table = linears(model)
-        except PublishError:  # a model of no family has only paths
+        prefixes, _, table, is_of_family = linears(model)
+        if not is_of_family:  # it has only paths
             return {}
-        return {path: linear.names(family.prefixes[0])[0] for path, linear in table.items()}
+        return {path: linear.names(prefixes[0])[0] for path, linear in table.items()}
 
 
 PEFT = _Peft()

@@ -1,4 +1,8 @@
-"""PEFT's `adapter_config.json`: which modules have adapters, of which rank and scale."""
+"""PEFT's `adapter_config.json`: which modules of a model have adapters, of which rank and scale.
+
+A module holds a matrix, or several. They are those of the model's family in Hugging Face's format:
+`q_proj`, `c_attn`; in a model that it lacks a matrix is a module of its own, named by its path.
+"""
 
 import json
 import math
@@ -7,15 +11,15 @@ import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.common import configuration
-from zoo.hf.family import words
-from zoo.hf.linears import Linear, linears
-from zoo.hf.names import LAYER
+from zoo.hf.family import LAYER, Tensor
+from zoo.hf.folder import family_of
+from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
 from zoo.publishing import PublishError
 from zoo.publishing.formats import Base, read_json
@@ -39,6 +43,111 @@ _IGNORED = words(
 # The other ways to begin change the matrices of the base too.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _NOTHING: tuple[Any, ...] = (None, False, "none", [], {})
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix of a model, and the module that it is the weight of, or a part of the weight."""
+
+    module: str
+    """The module's name, a template as in `Tensor`."""
+    sizes: Mapping[str, int]
+    """The sizes of the matrix's axes, in their order; those before `inputs` stack matrices."""
+    inputs: str
+    """The axes that are the module's input features, joined as in `Tensor`."""
+    outputs: str
+    """The axes that are its output features."""
+    is_transposed: bool
+    """Whether the weight is stored as [in, out], as a Conv1D's is."""
+    part: tuple[int, int]
+    """(i, n): the i-th of n parts of the module's outputs."""
+    refusal: str
+    """Why PEFT's format has no adapter of this matrix; "" if it has."""
+
+    def names(self, prefix: str) -> list[str]:
+        """The name of the module in each layer; where each expert has one, of the first one's."""
+        layers = range(self.sizes.get(LAYER, 1))
+        return [self.module.format(prefix=prefix, layer=i, experts=0) for i in layers]
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The axes that stack matrices."""
+        used = {*self.inputs.split("."), *self.outputs.split(".")}
+        return tuple(axis for axis in self.sizes if axis not in used)
+
+
+class Linears(NamedTuple):
+    """The modules of a model."""
+
+    prefixes: tuple[str, ...]
+    """Possible prefixes of their names; the first is written."""
+    task: str
+    """The model's task in PEFT's words."""
+    by_path: dict[str, Linear]
+    """By the paths of the matrices."""
+    is_of_family: bool
+
+
+def linears(model: PyTree) -> Linears:
+    """The modules of a model, with adapters or without."""
+    plain = eqx.filter_eval_shape(resolve, model)
+    try:
+        family = family_of(plain)
+    except PublishError:
+        family = None
+    found = {}
+
+    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
+        key = keystr(path)
+        if not is_matrix(names, field=key):
+            return
+        inputs, outputs = matrix_axes(names)
+        axes = [name or LAYER for name in names]
+        stacked = axes[: inputs[0]]
+        if family is None:  # its axes may have the same name
+            axes = [*stacked, *(f"axis{i}" for i in range(len(stacked), len(names)))]
+        into, out = (".".join(axes[i] for i in group) for group in (inputs, outputs))
+        if family is None:
+            first, *rest = key.removesuffix(".weight").split(".")
+            module = ".".join([first, *["{layer}"] * bool(stacked), *rest])
+            tensor = Tensor(module, f"{into} {out}")
+        else:
+            tensor = family.tensors[key]
+        groups = (tensor.axes or " ".join(axes[len(stacked) :])).split()
+        is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
+        refusal = ""
+        if stacked not in ([], [LAYER]) or (family and "routes" in axes):
+            refusal = "versions of transformers name experts and their routers differently"
+            if family is None:
+                refusal = f"a stack of matrices along {', '.join(stacked)}"
+        elif "embedding" in key:
+            refusal = "an embedding is no Linear"
+        found[key] = Linear(
+            module=tensor.name.removesuffix(".weight"),
+            sizes=dict(zip(axes, leaf.shape, strict=True)),
+            inputs=groups[not is_transposed],
+            outputs=groups[is_transposed],
+            is_transposed=is_transposed,
+            part=tensor.part or (0, 1),
+            refusal=refusal,
+        )
+
+    map_parameters(add, plain)
+    is_lm = family is not None and "LM" in family.architecture
+    task = "CAUSAL_LM" if is_lm else "FEATURE_EXTRACTION"
+    return Linears(family.prefixes if family else ("",), task, found, family is not None)
+
+
+def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:
+    """The names for `target_modules` that mean a module in all layers, and none of the others."""
+    names = linear.names(prefix)
+    modules = {other.names(prefix)[0] for other in others} | {names[0]}
+    words = re.sub(r".*\.\d+\.", "", names[0]).split(".")
+    for start in reversed(range(len(words))):
+        end = ".".join(words[start:])
+        if [name for name in modules if f".{name}".endswith(f".{end}")] == [names[0]]:
+            return [end]
+    return names  # "output.dense" would mean "attention.output.dense" too
 
 
 @dataclass(frozen=True)
@@ -180,60 +289,6 @@ def read_base(folder: Path) -> Base:
     except (TypeError, ValueError) as error:
         raise PublishError(f"{folder / ADAPTER_CONFIG} or {WEIGHTS}: {error}") from error
     return Base(name or "", revision, checksum, quantized, eos_ids)
-
-
-def modules(model: PyTree) -> tuple[tuple[str, ...], str, dict[str, Linear]]:
-    """The prefixes of a model's modules, its task in PEFT's words, and its matrices by path."""
-    try:
-        family, table = linears(model)
-    except PublishError:
-        return ("",), "FEATURE_EXTRACTION", _own_modules(model)
-    task = "CAUSAL_LM" if "LM" in family.architecture else "FEATURE_EXTRACTION"
-    return family.prefixes, task, table
-
-
-def _own_modules(model: PyTree) -> dict[str, Linear]:
-    """The matrices of a model that Hugging Face lacks, each a module named by its path."""
-    found = {}
-
-    def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
-        key = keystr(path)
-        if not is_matrix(names, field=key):
-            return
-        inputs, outputs = matrix_axes(names)
-        stacked = names[: inputs[0]]
-        axes = [f"axis{i}" for i in range(len(names))]
-        axes[: len(stacked)] = [name or LAYER for name in stacked]
-        first, *rest = key.removesuffix(".weight").split(".")
-        refusal = ""
-        if stacked not in ((), (None,)):
-            refusal = f"a stack of matrices along {', '.join(axes[: len(stacked)])}"
-        elif "embedding" in key:
-            refusal = "an embedding is no Linear"
-        found[key] = Linear(
-            module=".".join([first, *(["{layer}"] if stacked else []), *rest]),
-            sizes=dict(zip(axes, leaf.shape, strict=True)),
-            inputs=".".join(axes[i] for i in inputs),
-            outputs=".".join(axes[i] for i in outputs),
-            is_transposed=True,
-            part=(0, 1),
-            refusal=refusal,
-        )
-
-    map_parameters(add, eqx.filter_eval_shape(resolve, model))
-    return found
-
-
-def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:
-    """The names for `target_modules` that mean a module in all layers, and none of the others."""
-    names = linear.names(prefix)
-    modules = {other.names(prefix)[0] for other in others} | {names[0]}
-    words = re.sub(r".*\.\d+\.", "", names[0]).split(".")
-    for start in reversed(range(len(words))):
-        end = ".".join(words[start:])
-        if [name for name in modules if f".{name}".endswith(f".{end}")] == [names[0]]:
-            return [end]
-    return names  # "output.dense" would mean "attention.output.dense" too
 
 
 def fields(

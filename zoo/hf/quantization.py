@@ -1,57 +1,220 @@
-"""Folders whose matrices are quantised: `quantization_config`, and which matrices those are."""
+"""Quantised matrices of Hugging Face's files as the zoo's: slices of codes, scales, zero points.
 
-from collections.abc import Mapping
-from typing import Any
+A file has a matrix as [outputs, inputs] in a method's own packing, with heads flattened. A group
+that spans several heads becomes several with the same scale, so that values stay what they are.
+Which matrices of a folder are quantised, its tensors say; how, `quantization_config`.
+"""
 
+import abc
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.hf.bitsandbytes import BitsAndBytes
-from zoo.hf.family import Fields
-from zoo.hf.gptq import Awq, Gptq
-from zoo.hf.matrices import Expected, Matrix, Method, Part, stacked
-from zoo.hf.names import Layout
+from zoo.hf.family import Index, Layout, Tensor
 from zoo.hf.weights import DTYPES, Weights
 from zoo.publishing import PublishError
+from zoo.quantization.codes import StoredKind, pack
+from zoo.quantization.matrix import QuantizedMatrix, axes_of
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.rules import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
-METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "bitsandbytes": BitsAndBytes}
 # Of the tensors that take the place of a matrix's `weight`, or stand beside it.
 _MARKS = (".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format")
-_INSTEAD = "open the checkpoint that it was made of, by quantize='int8', 'int4' or 'nf4'"
+INSTEAD = "open the checkpoint that it was made of, by quantize='int8', 'int4' or 'nf4'"
 
 
-def read_method(
-    values: Mapping[str, Any], where: str, quantize: str | None = None
-) -> Method | None:
-    """How a folder's matrices are quantised, by its `config.json`; None if they are not.
+Read = Callable[[str, Index], np.ndarray]
+FLOATS = ("F16", "BF16", "F32")
+
+
+class Expected(NamedTuple):
+    """A tensor that a quantised matrix needs."""
+
+    shape: tuple[int, ...] | None
+    """None: known once other tensors are read."""
+    dtypes: tuple[str, ...]
+
+
+class Matrix(abc.ABC):
+    """A quantised matrix of a file, [outputs, inputs], of which slices are read.
+
+    `name` is that of the module: its tensors are f"{name}.qweight" and so on. After `prepare` it
+    knows its `group` (the number of inputs, in order, that share a scale), whether it has zero
+    points, and in which order its inputs stand, if not in the model's.
 
     Raises:
-        PublishError: another method, settings that are not supported, or `quantize`, which is for
-            matrices that are not quantised.
+        ValueError: sizes that the method can't have, or (by `prepare`) damaged tensors.
     """
-    found = values.get(FIELD)
-    if found is None:
-        return None
-    if not isinstance(found, dict):
-        raise PublishError(f"{where}: {FIELD}={found!r}: has to be a table of settings")
-    kind = found.get("quant_method")
-    if kind is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        kind = "bitsandbytes"  # of the time when it was the only one
-    if not isinstance(kind, str) or kind not in METHODS:
-        raise PublishError(
-            f"{where}: weights quantised by quant_method={kind!r} are not read, only those of "
-            f"{', '.join(METHODS)}; {_INSTEAD}"
+
+    kind: StoredKind
+    group: int
+    has_zeros: bool = False
+    order: np.ndarray | None = None
+    stored_scales: str | None = None
+    """The tensor of the scales, whose dtype they keep; None: they are computed, in fp32."""
+
+    def __init__(self, name: str, shape: tuple[int, int], stored: Collection[str]):
+        self.name = name
+        self.outputs, self.inputs = shape
+
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, Expected]:
+        """The tensors that hold the matrix, by name."""
+
+    def prepare(self, read: Read) -> None:  # noqa: B027 (there need not be any)
+        """Read and check what is small."""
+
+    @abc.abstractmethod
+    def codes(self, rows: slice, columns: slice, read: Read) -> np.ndarray:
+        """The codes of outputs and of inputs (in the matrix's order), one per byte."""
+
+    @abc.abstractmethod
+    def scales(self, rows: slice, at: np.ndarray, read: Read) -> np.ndarray:
+        """The scales of outputs and of the inputs `at`, ascending."""
+
+    def zeros(self, rows: slice, at: np.ndarray, read: Read) -> np.ndarray:
+        """The zero points likewise."""
+        raise NotImplementedError
+
+
+Method = Callable[[str, tuple[int, int], Collection[str]], Matrix]
+"""A way to quantise, with its settings: the matrix of a module, given the names of all tensors."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a quantised parameter; read as a `Layout` is."""
+
+    layout: Layout
+    """Of its values one by one: of codes before two share a byte."""
+    dtype: Any
+    read_matrix: Callable[[Matrix, Index, Read], np.ndarray]
+    matrices: Mapping[str, Matrix]
+    """By the names that the layout gives."""
+    packed: int | None = None
+    """The axis along which two codes share a byte, in groups of `group`."""
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        shape = list(self.layout.sizes.values())
+        if self.packed is not None:
+            shape[self.packed] //= 2
+        return tuple(shape)
+
+    def read(self, slices: Index, dtype: Any, read: Read) -> np.ndarray:
+        """The array at `slices`."""
+
+        def matrix(name: str, where: Index) -> np.ndarray:
+            return self.read_matrix(self.matrices[name], where, read)
+
+        if self.packed is None:
+            return self.layout.read(slices, dtype, matrix)
+        # Whole groups are read, for each has its halves in one another's bytes.
+        start, stop, _ = slices[self.packed].indices(self.shape[self.packed])
+        half = self.group // 2
+        first, last = start // half, -(-stop // half)
+        whole = [*slices]
+        whole[self.packed] = slice(first * self.group, last * self.group)
+        codes = self.layout.read(tuple(whole), dtype, matrix)
+        found = pack(codes, self.packed, self.group)
+        cut = [slice(None)] * len(slices)
+        cut[self.packed] = slice(start - first * half, stop - first * half)
+        return found[tuple(cut)]
+
+
+def stacked(
+    layout: Layout,
+    names: tuple[str | None, ...],
+    matrices: Mapping[str, Matrix],
+    scale_dtype: Any,
+    dtype: DTypeLike,
+) -> tuple[QuantizedMatrix, dict[str, Part]]:
+    """The skeleton of a parameter that stacks matrices, and its arrays by their fields' names.
+
+    `dtype` is that of the values.
+
+    Raises:
+        ValueError: groups that don't fit the parameter's axes.
+    """
+    inputs, _ = matrix_axes(names)
+    into = [layout.axes[axis] for axis in inputs]
+    one, last = next(iter(matrices.values())), inputs[-1]
+    size = layout.sizes[into[-1]]
+    group = math.gcd(one.group, size)
+    blocks = {into[-1]: size // group}
+    is_packed = one.kind != "int8"
+    if one.group == one.inputs and not is_packed:
+        group, blocks = size, dict.fromkeys(into, 1)
+    if group < 8 or (is_packed and group % 2):
+        raise ValueError(
+            f"groups of {one.group} inputs and {into[-1]} of {size} have {group} in common, and "
+            "that many would have a scale of their own; it has to be even, and at least 8"
         )
-    if quantize is not None:
-        raise PublishError(
-            f"{where}: quantize={quantize!r} is for whole weights, and those here are quantised "
-            f"already, by {kind}; leave it out, or open the checkpoint that they were made of"
+
+    of_blocks = layout.resized(blocks)
+    columns = of_blocks.tensor_shape[1]
+
+    def at(where: slice) -> np.ndarray:
+        return np.arange(where.start, where.stop) * (one.inputs // columns)
+
+    parts = {
+        "codes": Part(
+            layout,
+            np.uint8 if is_packed else np.int8,
+            lambda matrix, where, read: matrix.codes(where[0], where[1], read),
+            matrices,
+            last if is_packed else None,
+            group,
+        ),
+        "scales": Part(
+            of_blocks,
+            scale_dtype,
+            lambda matrix, where, read: matrix.scales(where[0], at(where[1]), read),
+            matrices,
+        ),
+    }
+    if any(matrix.has_zeros for matrix in matrices.values()):
+        parts["zeros"] = Part(
+            of_blocks,
+            parts["codes"].dtype,
+            lambda matrix, where, read: matrix.zeros(where[0], at(where[1]), read),
+            matrices,
         )
-    return METHODS[kind].read(Fields(found, f"{where}: {FIELD} of {kind}"))
+    if any(matrix.order is not None for matrix in matrices.values()):
+        parts["order"] = Part(_layout_of_order(layout, into, one), np.int32, _order, matrices)
+    made = partial(
+        QuantizedMatrix,
+        kind=one.kind,
+        packed=last - len(names) if is_packed else None,
+        dtype_name=str(jnp.dtype(dtype)),
+        axes=axes_of(names, parts["scales"].shape),
+    )
+    arrays = {"zeros": None} | {x: jax.ShapeDtypeStruct(y.shape, y.dtype) for x, y in parts.items()}
+    return eqx.filter_eval_shape(made, **arrays), parts
+
+
+def _layout_of_order(layout: Layout, into: list[str], one: Matrix) -> Layout:
+    stack = {x: n for x, n in layout.sizes.items() if x in layout.numbered}
+    tensor = Tensor(layout.tensor.name, "order")
+    shape, names = (*stack.values(), one.inputs), (*stack, "order")
+    return Layout("", shape, names, tensor, layout.prefix)
+
+
+def _order(matrix: Matrix, where: Index, read: Read) -> np.ndarray:
+    order = np.arange(matrix.inputs) if matrix.order is None else matrix.order
+    return order[where[0]]
 
 
 def find(
@@ -81,13 +244,13 @@ def find(
         if plain and len(plain) < len(names):
             raise PublishError(
                 f"{weights.folder}: {path} stacks layers, of which some are quantised and others, "
-                f"{plain[0]} for one, are not; {_INSTEAD}"
+                f"{plain[0]} for one, are not; {INSTEAD}"
             )
         if not plain:
             if not _is_linear(layout):
                 raise PublishError(
                     f"{weights.folder}: {names[0]} of the family {family} is no matrix as "
-                    f"[outputs, inputs], and so it is not read quantised; {_INSTEAD}"
+                    f"[outputs, inputs], and so it is not read quantised; {INSTEAD}"
                 )
             matrices[path] = {name: _matrix(method, name, layout, weights) for name in names}
     if not matrices:
@@ -101,9 +264,9 @@ def find(
 def _matrix(method: Method, name: str, layout: Layout, weights: Weights) -> Matrix:
     module, shape = name.removesuffix(".weight"), layout.tensor_shape
     try:
-        return method.matrix(module, (shape[0], shape[1]), weights.tensors)
+        return method(module, (shape[0], shape[1]), weights.tensors)
     except ValueError as error:
-        raise PublishError(f"{weights.folder}: {module}: {error}; {_INSTEAD}") from error
+        raise PublishError(f"{weights.folder}: {module}: {error}; {INSTEAD}") from error
 
 
 def _is_linear(layout: Layout) -> bool:
@@ -117,23 +280,6 @@ def _is_linear(layout: Layout) -> bool:
 
 def _module(name: str) -> str:
     return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
-
-
-def tensors(matrices: Mapping[str, Mapping[str, Matrix]]) -> dict[str, Expected]:
-    """The tensors that hold the matrices."""
-    every = (matrix for stack in matrices.values() for matrix in stack.values())
-    return {name: expected for matrix in every for name, expected in matrix.tensors().items()}
-
-
-def check_dtypes(weights: Weights, expected: Mapping[str, Expected]) -> None:
-    """Refuse tensors of quantised matrices that are of another type."""
-    for name, (_, dtypes) in expected.items():
-        stored = weights.tensors[name]
-        if stored.dtype not in dtypes:
-            raise PublishError(
-                f"{weights.folder / stored.file}: {name} is of type {stored.dtype}, and has to be "
-                f"{' or '.join(dtypes)}; get it again from its source"
-            )
 
 
 def is_zero_bias(weights: Weights, name: str, matrices: Mapping[str, Mapping[str, Matrix]]) -> bool:
@@ -174,7 +320,7 @@ def put(
         try:
             made, arrays = stacked(found[key], names, stack, scale_dtype, dtype)
         except ValueError as error:
-            raise PublishError(f"{weights.folder}: {key}: {error}; {_INSTEAD}") from error
+            raise PublishError(f"{weights.folder}: {key}: {error}; {INSTEAD}") from error
         parts.update({f"{key}.{name}": part for name, part in arrays.items()})
         return made
 

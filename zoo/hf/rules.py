@@ -1,16 +1,174 @@
-"""Rules for fields that do not map one to one, and the canonical form of a configuration."""
+"""Rules: maps between fields of a `config.json` and fields of the zoo's `Config`, both ways.
+
+A field that no rule of a family knows, or a value that the zoo's model does not support, is an
+error: nothing that changes the maths is ignored.
+"""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
+import abc
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.family import Fields, Rule
+from zoo.publishing import PublishError
 from zoo.transformer.config import RopeScaling
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, such as names of fields."""
+    return frozenset(text.split())
+
+
+# Fields without effect on what a model computes from its tokens.
+IGNORED = words(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_pdrop
+    attention_dropout attention_probs_dropout_prob auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
+    initializer_range keys_to_ignore_at_inference label2id length_penalty max_length min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id prefix problem_type remove_invalid_values repetition_penalty resid_pdrop
+    return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_return_dict
+    """
+)
+# Fields of other families, or of none, with the value that switches them off, as null does.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "embedding_multiplier": 1,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "logits_scaling": 1,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "residual_multiplier": 1,
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+_ABSENT = object()
+
+
+class Fields:
+    """The fields of a `config.json`; each is taken once."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self._left = dict(values)
+        self._where = where
+
+    def take(self, name: str, default: Any = _ABSENT) -> Any:
+        """A field's value, or the default if it is absent."""
+        value = self._left.pop(name, default)
+        if value is _ABSENT:
+            raise PublishError(f"{self._where} has no field {name}")
+        return value
+
+    def refusal(self, reason: str) -> PublishError:
+        """An error that names the file."""
+        return PublishError(f"{self._where}: {reason}")
+
+    def finish(self, ignored: Collection[str], allowed: Collection[str] | None = ()) -> None:
+        """Refuse the fields that no rule took, but for those `allowed`; None allows all."""
+        left = {
+            name: x
+            for name, x in self._left.items()
+            if name not in IGNORED | set(ignored) and x not in (None, _NEUTRAL.get(name))
+        }
+        if surplus := sorted(set(allowed or ()) - self._left.keys()):
+            raise self.refusal(
+                f"ignore={surplus}: no unknown fields of the file; it has {sorted(left) or 'none'}"
+            )
+        if allowed is not None and (unknown := sorted(left.keys() - set(allowed))):
+            fields = ", ".join(f"{name}={left[name]!r}" for name in unknown)
+            raise self.refusal(
+                f"unknown fields, which may change the maths: {fields}. If they do not, open it by "
+                f"zoo.load(..., ignore={tuple(unknown)}), or remove them from the file"
+            )
+
+
+class Rule(abc.ABC):
+    """A map between some fields of a `config.json` and some of a `Config`, in both directions."""
+
+    @abc.abstractmethod
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """The fields of the `Config`."""
+
+    @abc.abstractmethod
+    def write(self, config: Any) -> dict[str, Any]:
+        """The fields of `config.json`."""
+
+
+@dataclass(frozen=True)
+class Same(Rule):
+    """The same value under another name; `default` is Hugging Face's, for an absent field."""
+
+    theirs: str
+    ours: str
+    default: Any = _ABSENT
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return {self.ours: fields.take(self.theirs, self.default)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: functools.reduce(getattr, self.ours.split("."), config)}
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """A field with one supported value, which is Hugging Face's default too.
+
+    A field that transformers does not know itself is not `written`; null switches off as False.
+    """
+
+    theirs: str
+    value: Any
+    written: bool = True
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        found = fields.take(self.theirs, self.value)
+        if found != self.value and not (found is None and not self.value):
+            raise fields.refusal(f"{self.theirs}={found!r} is not supported, only {self.value!r}")
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: self.value} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """A field whose values have other names in the zoo; of several, the first is written."""
+
+    theirs: str
+    ours: str
+    values: Mapping[str, Any]
+    default: str
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        value = fields.take(self.theirs, self.default)
+        if value not in self.values:
+            known = ", ".join(self.values)
+            raise fields.refusal(f"{self.theirs}={value!r} is not supported, only {known}")
+        return {self.ours: self.values[value]}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        value = getattr(config, self.ours)
+        return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
+
 
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS = {
@@ -218,40 +376,6 @@ class QueryScale(Rule):
     def write(self, config: Any) -> dict[str, Any]:
         scale = config.attention.scale
         return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}
-
-
-def canonical(config: transformer.Config) -> transformer.Config:
-    """The one form of all configurations of the same model, by which they are compared.
-
-    Derived sizes are filled in, the pattern is the shortest, fields without effect are defaults.
-    """
-    pattern = config.all_layer_kinds
-    changes: dict[str, Any] = {
-        "attention.num_kv_heads": config.kv_heads,
-        "attention.head_dim": config.head_size,
-        "d_ff": config.hidden_size,
-        "attention.window_pattern": shortest(pattern),
-    }
-    stretched = config.positions.scaling.factor != 1
-    if config.attention.scale == config.head_size**-0.5:
-        changes["attention.scale"] = None
-    if config.positions.local_theta == config.positions.theta and not stretched:
-        changes["positions.local_theta"] = None
-    without_effect = {
-        "attention.window": "local" not in pattern,
-        "attention.window_pattern": "local" not in pattern,
-        "positions.local_theta": "local" not in pattern or config.positions.kind != "rotary",
-        "positions.theta": config.positions.kind != "rotary",
-        "positions.scaling": config.positions.kind != "rotary" or not stretched,
-        "attention.qkv_bias": config.bias,
-        "experts.per_token": config.experts.num_experts is None,
-        "experts.normalize": config.experts.num_experts is None,
-    }
-    defaults = type(config)(vocab_size=1)
-    for name, has_none in without_effect.items():
-        if has_none:
-            changes[name] = functools.reduce(getattr, name.split("."), defaults)
-    return configuration.replaced(config, changes)
 
 
 def shortest(pattern: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -68,16 +68,6 @@ class Weights:
         with slice_reader() as read:
             yield lambda name, slices: read(self.folder / self.tensors[name].file, name, slices)
 
-    def dtype(self, name: str) -> Any:
-        """The dtype of a tensor; a PublishError if the model is quantized."""
-        stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
-            raise PublishError(
-                f"{self.folder / stored.file}: {name} is of type {stored.dtype}, and weights have "
-                f"to be {', '.join(DTYPES)}; open a checkpoint that is not quantized"
-            )
-        return DTYPES[stored.dtype]
-
 
 def weight_files(folder: Path) -> list[str]:
     """The names of the files that hold the weights of a folder."""

@@ -44,7 +44,7 @@ class Products:
 
     @property
     def flops_per_byte(self) -> float:
-        """Of the chip and its memory, at their peaks: 166 of v5p, 241 of v5e, 560 of v6e."""
+        """The chip's operations per byte of its memory, at their peaks; v5p has 166."""
         return 560.0 if self.kind.startswith("TPU v6") else 241.0
 
     @property
@@ -166,7 +166,7 @@ def tile_of_products(products: Products) -> Tile:
 
 @functools.cache
 def tile_of_sums(products: Products) -> Tile:
-    """The same, of each group's sum of the outer products of its inputs and outputs."""
+    """The same for each group's sum of the outer products of its inputs and outputs."""
     return min(_tiles(products), key=lambda tile: _time_of_sums(products, tile))
 
 

@@ -44,7 +44,7 @@ class Scheme(abc.ABC):
     """
 
     dtype: ClassVar[Any]
-    """Of activations, and of all other products."""
+    """The dtype of activations, and of all other products."""
 
     @abc.abstractmethod
     def operands(self, layer: Tree) -> Tree:

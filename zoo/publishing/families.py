@@ -11,6 +11,7 @@ import json
 import reprlib
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -350,10 +351,10 @@ class _Own(Format):
     def open(self, folder: Path, options: Options) -> Opened:
         if options.ignore:
             raise PublishError(f"ignore={options.ignore!r}: {folder} is in the zoo's own format")
-        path = folder / WEIGHTS
-        skeleton = read_skeleton(folder, options.like)
-        typed = read_dtypes(path, skeleton, options.dtype, options.quantize)
-        return Opened(typed, lambda skeleton: read_arrays(path, skeleton, options.mesh))
+        path, quantize = folder / WEIGHTS, options.quantize
+        skeleton = read_dtypes(path, read_skeleton(folder, options.like), options.dtype, quantize)
+        read = partial(read_arrays, path, mesh=options.mesh, quantize=quantize is not None)
+        return Opened(skeleton, read)
 
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None

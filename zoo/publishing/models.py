@@ -40,7 +40,6 @@ from zoo.publishing.formats import (
     README,
     AdapterFormat,
     Base,
-    Opened,
     Options,
     read_json,
     replacing,
@@ -156,14 +155,7 @@ def load(
     which names the file, field, class or tensor at fault.
     """
     options = Options(mesh, dtype, quantize, overrides, like, ignore)
-    folders = [*chain(find(name_or_folder))]
-    for upper, below in pairwise(folders):
-        _check_base(upper, below)
-    opened = _open(folders[-1], options, verified=True)
-    model = opened.load(opened.skeleton)
-    for folder in reversed(folders[:-1]):
-        model = _put(folder, model, options)
-    return model
+    return _made(name_or_folder, options, arrays=True)
 
 
 def skeleton(
@@ -183,20 +175,24 @@ def skeleton(
     Raises PublishError, which names the file, field or tensor at fault.
     """
     options = Options(None, dtype, quantize, overrides, None, ignore, weights)
-    folders = [*chain(find(name_or_folder, weights=weights))]
-    model = _open(folders[-1], options, verified=False).skeleton
+    return _made(name_or_folder, options, arrays=False)
+
+
+def _made(name_or_folder: str | Path, options: Options, *, arrays: bool) -> PyTree:
+    """A model, or without `arrays` its skeleton: a whole one, then adapters one after another."""
+    folders = [*chain(find(name_or_folder, weights=options.weights))]
+    found = formats.of(last := folders[-1])
+    if arrays:
+        for upper, below in pairwise(folders):
+            _check_base(upper, below)
+        if found.has_checksums or (last / checksums.NAME).exists():
+            verify(last, by_parts=True)
+    opened = found.open(last, options)
+    model = reconfigured(opened.skeleton, options.overrides)
+    model = opened.load(model) if arrays else model
     for folder in reversed(folders[:-1]):
-        model = _put(folder, model, options, arrays=False)
+        model = _put(folder, model, options, arrays=arrays)
     return model
-
-
-def _open(folder: Path, options: Options, *, verified: bool) -> Opened:
-    """The whole model in a folder, whose configuration has the values of `options`."""
-    found = formats.of(folder)
-    if verified and (found.has_checksums or (folder / checksums.NAME).exists()):
-        verify(folder, by_parts=True)
-    opened = found.open(folder, options)
-    return opened._replace(skeleton=reconfigured(opened.skeleton, options.overrides))
 
 
 def _check_base(folder: Path, below: Path) -> None:

@@ -61,21 +61,21 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
         PublishError: no such model.
         AddressError: the store at an address cannot be reached, or refuses.
     """
-    if is_remote(name_or_folder):
-        if (hub := formats.of_id(name_or_folder)) is not None:
-            return hub.fetch(str(name_or_folder), revision=revision, weights=weights)
-        return downloads.fetched(name_or_folder)
-    given = local_path(name_or_folder, "model")
-    if (folder := _local(name_or_folder)) is not None:
-        return folder
-    if (given / "checkpoints").is_dir():
-        raise PublishError(f"{given} is a run that has not finished: it has no model yet")
-    if Path(name_or_folder).is_file():
-        raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
-    if Path(name_or_folder).exists():
-        raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
+    at_address = is_remote(name_or_folder)
+    if not at_address:
+        given = local_path(name_or_folder, "model")
+        if (folder := _local(name_or_folder)) is not None:
+            return folder
+        if (given / "checkpoints").is_dir():
+            raise PublishError(f"{given} is a run that has not finished: it has no model yet")
+        if Path(name_or_folder).is_file():
+            raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
+        if Path(name_or_folder).exists():
+            raise PublishError(f"{name_or_folder} is not a model of the zoo: it has no {CONFIG}")
     if (hub := formats.of_id(name_or_folder)) is not None:
         return hub.fetch(str(name_or_folder), revision=revision, weights=weights)
+    if at_address:
+        return downloads.fetched(name_or_folder)
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")
@@ -85,8 +85,9 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
 def find_here(name_or_folder: str | Path) -> Path | None:
     """The folder of a model as `find` gives it, if it is on this machine; nothing is downloaded."""
     at_address = is_remote(name_or_folder)
-    folder = None if at_address else _local(name_or_folder)
-    if folder is not None or (not at_address and Path(name_or_folder).exists()):
+    if not at_address and (
+        (folder := _local(name_or_folder)) is not None or Path(name_or_folder).exists()
+    ):
         return folder
     if (hub := formats.of_id(name_or_folder)) is not None:
         return hub.cached(str(name_or_folder))

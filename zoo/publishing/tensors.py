@@ -202,18 +202,20 @@ def read_tensors(
     return read_arrays(path, read_dtypes(path, skeleton, dtype), mesh)
 
 
-def read_arrays(path: Path, skeleton: PyTree, mesh: Mesh | sharding.Layout | None) -> Any:
-    """The arrays of a skeleton that `read_dtypes` returned, quantised as it has them."""
+def read_arrays(
+    path: Path, skeleton: PyTree, mesh: Mesh | sharding.Layout | None, *, quantize: bool = False
+) -> Any:
+    """The arrays of a skeleton that `read_dtypes` returned; `quantize` is as for `fill`."""
     with slice_reader() as read:
         part = lambda name, index, dtype: read(path, name, index, dtype)  # noqa: E731
-        return fill(skeleton, mesh, part, quantize=True)
+        return fill(skeleton, mesh, part, quantize=quantize)
 
 
 def read_dtypes(
     path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
 ) -> PyTree:
     """The skeleton with the dtypes of the file, or `dtype`, and quantised matrices of a kind."""
-    kept, found = kept_dtypes(skeleton), outline(path)
+    kept, found = {} if dtype is None else kept_dtypes(skeleton), outline(path)
     stored_shapes = {name: x.shape for name, x in found.items()}
     check_tensors(f"{path}", stored_shapes, parameter_shapes(skeleton))
 
@@ -266,11 +268,11 @@ def fill(
         return place(shape, one if layout.mesh is None else where, part)
 
     def make(path: tuple, leaf: Any, where: Any) -> Any:
-        if not is_parameter(leaf) and not is_quantized(leaf):
-            return leaf
         part = lambda index: read(keystr(path), index, leaf.dtype)  # noqa: E731
         if is_parameter(leaf):
             return put(leaf.shape, where, part)
+        if not quantize or not is_quantized(leaf):
+            return leaf
         names = named_alone(skeleton, (*path, GetAttrKey("codes")), leaf.codes).names
         made = plugins.find(QUANTIZATIONS, leaf.kind).quantize_parts(leaf, names, part)
         return jax.tree.map(lambda x, where: put(x.shape, where, x.__getitem__), made, where)

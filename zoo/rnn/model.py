@@ -52,7 +52,7 @@ class Direction(eqx.Module):
 
     @property
     def weights(self) -> Weights:
-        """These as `zoo.rnn.recurrence` takes them."""
+        """The weights as `zoo.rnn.recurrence` takes them."""
         return Weights(self.weight_ih, self.weight_hh, self.bias)
 
 

@@ -164,7 +164,7 @@ def logical_axes(tree: PyTree) -> Any:
     as those of a convolution's window. A module that stacks others names their first leading axis
     by a static field `stacked_axis`.
 
-    An array whose annotation has no names of axes has those given by `use`; or those that are built
+    An array whose annotation has no names of axes has those that `use` gives; or those built
     in for Equinox's layers; or "unnamed" for each axis of a matrix, and "element" for a vector's.
 
     Raises:

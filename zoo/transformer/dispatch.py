@@ -200,7 +200,7 @@ def _one_round(
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
     here = jax.lax.axis_index(split.others) if split.others else 0
-    # Of several devices with the same tokens each sends those of its own experts' number.
+    # Where several devices have the same tokens, each sends what is for experts of its number.
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
     order_R = jnp.argsort(expert_R)

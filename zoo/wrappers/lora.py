@@ -67,7 +67,7 @@ class Adapted(Operand):
     down: Float[Array, "*inputs"]
     up: Float[Array, "*outputs"]
     magnitude: Float[Array, "*columns"] | None
-    """Of DoRA: the length of each column, float32."""
+    """The length of each column for DoRA, float32."""
     seed: UInt32[Array, "*stack"] | None
     """With dropout, a number per stacked matrix, so that no two have the same masks."""
     alpha: float = eqx.field(static=True)
@@ -373,7 +373,7 @@ def config_of(model: PyTree) -> Config:
 def trainable(model: PyTree) -> PyTree:
     """A tree of booleans, for `make_train_step`: the adapters alone are trained.
 
-    Of adapters on adapters those are that were put on last.
+    Where adapters stand on adapters, only the newest train.
     """
 
     def mark(node: Any) -> Any:

@@ -102,10 +102,6 @@ class Schedule:
         """The source of a grain."""
         return self.locate(grain)[0]
 
-    def rank(self, grain: int) -> int:
-        """The grain's number within its source, from 0 without a gap."""
-        return self.locate(grain)[1]
-
     def counts(self, batches: int) -> Int64[np.ndarray, "sources"]:
         """The grains of each source in the first `batches` batches."""
         stage, table, place = self._place(batches * self.per_batch)

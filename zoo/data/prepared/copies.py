@@ -64,16 +64,19 @@ class Copies:
 
     def folder(self, name: str) -> Path:
         """A copy of a folder."""
-
-        def copy(folder: Path) -> None:
-            self._store.get(folder, self._store.names(name), f"{name}/")
-
-        return files.made_once(self._cache / name, copy, "data.cache")
+        return self._copied(name, None, f"{name}/")
 
     def stem(self, number: int) -> Path:
         """The path of the copies of a shard's files without their suffixes."""
+        name = f"{number:08}"
+        return self._copied(name, _names(number, self._weighted), f"{SHARDS}/") / name
+
+    def _copied(self, name: str, names: list[str] | None, prefix: str) -> Path:
+        """Copies of these files, or all, made at their first use; an error if one is missing."""
 
         def copy(folder: Path) -> None:
-            self._store.get(folder, _names(number, self._weighted), f"{SHARDS}/")
+            wanted = self._store.names(name) if names is None else names
+            for missing in self._store.get(folder, wanted, prefix):
+                raise FileNotFoundError(f"{self._store.address}/{prefix}{missing} is missing")
 
-        return files.made_once(self._cache / f"{number:08}", copy, "data.cache") / f"{number:08}"
+        return files.made_once(self._cache / name, copy, "data.cache")

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -71,11 +71,6 @@ def hash_limit(fraction: float) -> int:
 def limit_between(lowest: int, highest: int, fraction: float) -> int:
     """The hash below which documents are held out; of two rows or more, neither part is empty."""
     return min(max(hash_limit(fraction), (lowest >> 32) + 1 << 32), highest >> 32 << 32)
-
-
-def trains_on(limit: int) -> Callable[[str], bool]:
-    """A function: whether a text's hash is not below the limit, so that it is not held out."""
-    return lambda text: number_of_key(text.encode()) >= limit
 
 
 def number_of_key(key: bytes) -> int:

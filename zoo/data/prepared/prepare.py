@@ -267,7 +267,8 @@ def training_texts(
     if sum(split.num_bytes for split in splits) <= num_bytes:
         limit = _limit_of_files(splits, field, held_out)  # few documents may have another one
     files = [split for split in splits if isinstance(split, Split)]
-    yield from sample_texts(files, field, num_bytes=num_bytes, wanted=hashes.trains_on(limit))
+    trains_on = lambda text: hashes.number_of_key(text.encode()) >= limit  # noqa: E731
+    yield from sample_texts(files, field, num_bytes=num_bytes, wanted=trains_on)
     for split in splits:
         if isinstance(split, Given):
             for document in read_split(split):

@@ -168,7 +168,7 @@ class _Part(NamedTuple):
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else x_BSKH
 
     def _distances(self, reach: int) -> range:
-        """How many parts away those are that lie within reach."""
+        """How many parts away the parts within reach are."""
         return range(1, math.ceil(reach / self.length) + 1)
 
     def _sent(self, x: Array, reach: int, far: int) -> Array:
