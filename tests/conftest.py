@@ -26,7 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Whole runs, in processes of their own: begun last, they would keep one worker busy at the end.
-FIRST = ("test_faults.py", "test_multiprocess.py", "test_recipes.py")
+FIRST = (
+    "test_faults.py",
+    "test_soak.py",
+    "test_multiprocess.py",
+    "test_recipes.py",
+    "test_additions.py",
+    "test_examples.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

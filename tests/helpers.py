@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -258,6 +259,33 @@ class FetchedSizes:
 
     def _free(self, size: int) -> None:
         self._alive -= size
+
+
+def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple]:
+    """Few cases, always the same, with each combination of values of any `strength` of the axes.
+
+    One bug rarely needs more than two or three values together; all of them are a product.
+    """
+    numbers = range(len(axes))
+    left = {
+        tuple(zip(chosen, values, strict=True))
+        for chosen in itertools.combinations(numbers, strength)
+        for values in itertools.product(*(range(len(axes[axis])) for axis in chosen))
+    }
+    all_cases = [*itertools.product(*(range(len(axis)) for axis in axes))]
+    covers = {
+        case: {
+            tuple((axis, case[axis]) for axis in chosen)
+            for chosen in itertools.combinations(numbers, strength)
+        }
+        for case in all_cases
+    }
+    cases = []
+    while left:
+        best = max(all_cases, key=lambda case: len(covers[case] & left))  # the first of equals
+        left -= covers[best]
+        cases.append(best)
+    return [tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in cases]
 
 
 def copy(tree: Any) -> Any:

@@ -1,12 +1,20 @@
 """The tests' own comparisons, which have to be able to fail."""
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import arrays, assert_trees_close, copy, equations, value_and_gradients
+from helpers import (
+    arrays,
+    assert_trees_close,
+    copy,
+    covering,
+    equations,
+    value_and_gradients,
+)
 
 FULL = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -27,6 +35,17 @@ def test_arrays_lists_jax_and_numpy_leaves():
 def test_trees_without_arrays_are_refused(empty: Any):
     with pytest.raises(AssertionError, match="no array in"):
         arrays(empty)
+
+
+@pytest.mark.parametrize(("strength", "least", "most"), [(1, 4, 4), (2, 12, 14), (3, 24, 32)])
+def test_few_cases_cover_all_combinations(strength: int, least: int, most: int):
+    axes = ["abcd", [False, True], [None, 1, 2], [0, 1]]
+    cases = covering(*axes, strength=strength)
+    assert least <= len(cases) <= most < 4 * 2 * 3 * 2
+    assert cases == covering(*axes, strength=strength)
+    for chosen in itertools.combinations(range(4), strength):
+        seen = {tuple(case[axis] for axis in chosen) for case in cases}
+        assert seen == {*itertools.product(*(axes[axis] for axis in chosen))}
 
 
 def test_duplicate_paths_are_refused():

@@ -26,14 +26,6 @@ def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence
     assert [outcome.boundary for outcome in outcomes] == [*chosen]
 
 
-@pytest.mark.slow
-def test_runs_killed_at_boundaries_match_straight_runs(kinds):
-    """Where a run on a pretrained model has more to lose; the slow tests do the rest."""
-    within = ["within the reference's pass", "within the evaluation at step 0"]
-    assert {*within} < {*kinds.straight("DPO")[1]}
-    assert_same_after_kills(kinds, "DPO", [*within, "the end"])
-
-
 @pytest.fixture(scope="module")
 def shares(kinds) -> dict[str, list[str]]:
     """Each boundary once, of a kind of run that passes it: of the kind with the fewest so far."""

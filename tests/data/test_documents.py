@@ -6,8 +6,7 @@ import pytest
 from zoo.data import documents
 from zoo.data.documents import Document, functions
 from zoo.data.sources.formats import TEXT, format_of
-from zoo.data.sources.reading import read_split
-from zoo.data.sources.splits import plan_splits
+from zoo.data.sources.splits import plan_splits, read_split
 
 
 def write(path, content):

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.common.addresses import AddressError, location
-from zoo.data.sources import reading
-from zoo.data.sources.lines import read_jsonl
-from zoo.data.sources.pieces import Piece
-from zoo.data.sources.reading import SourceDocument, read_split
-from zoo.data.sources.sample import sample_texts
-from zoo.data.sources.splits import plan_splits
+from zoo.data.sources import formats
+from zoo.data.sources.formats import read_jsonl
+from zoo.data.sources.splits import SourceDocument, plan_splits, read_split, sample_texts
+from zoo.data.sources.streams import Piece
 
 MIB = 2**20
 
@@ -388,7 +386,7 @@ def test_missing_extras_are_named_before_any_document_is_read(
     ],
 )
 def test_documents_beyond_the_limit_are_refused(tmp_path, monkeypatch, name, place):
-    monkeypatch.setattr(reading, "MAX_DOCUMENT", 1000)
+    monkeypatch.setattr(formats, "MAX_DOCUMENT", 1000)
     contents, path = ["fine", "x" * 1001], tmp_path / name
     if name == "a.parquet":
         write_parquet(path, contents)
@@ -409,7 +407,7 @@ def test_documents_beyond_the_limit_are_refused(tmp_path, monkeypatch, name, pla
 
 
 def test_open_quotes_do_not_read_the_rest_of_a_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_DOCUMENT", 1_000_000)
+    monkeypatch.setattr(formats, "MAX_DOCUMENT", 1_000_000)
     path = write(tmp_path / "a.csv", 'text\nfine\n"open\n' + "row\n" * 1_000_000)
     assert f"{path} is not CSV after line" in error_of(path)
     assert "field larger than field limit" in error_of(path)
@@ -417,7 +415,7 @@ def test_open_quotes_do_not_read_the_rest_of_a_table(tmp_path, monkeypatch):
 
 GROWTH = """
 import re, sys
-from zoo.data.sources.reading import read_split
+from zoo.data.sources.splits import read_split
 from zoo.data.sources.splits import plan_splits
 
 def peak():

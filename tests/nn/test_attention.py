@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, flash, value_and_gradients
+from helpers import covering, equations, flash, value_and_gradients
 from jaxtyping import Array
 
 from zoo import sharding
@@ -151,7 +151,7 @@ def test_splash_matches_chunked_attention_on_a_mesh():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "window", "soft_cap", "heads", "packed"),
-    [*itertools.product([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True])],
+    covering([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True], strength=3),
 )
 def test_splash_matches_chunked_attention(
     causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool

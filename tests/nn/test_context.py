@@ -1,7 +1,6 @@
 """The mesh axis "context": tokens of a row on several devices give the numbers of one device."""
 
 import functools
-import itertools
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import flash, value_and_gradients
+from helpers import covering, flash, value_and_gradients
 from recipe_cases import Recipe, shared
 from recipe_cases import losses as losses_of
 
@@ -36,6 +35,7 @@ MESHES = (
     "fsdp=2,context=2,tensor=2",
     "data=2,context=4",
 )
+EXTREMES = ("context=8", "fsdp=2,context=2,tensor=2")  # all of one axis, and most axes
 
 
 def inputs(length: int, heads: tuple[int, int], size: int = 8) -> list[Any]:
@@ -92,7 +92,7 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
 @pytest.mark.parametrize(
     ("mesh", "packed", "causal", "window", "soft_cap", "heads", "transfer"),
     [
-        *itertools.product(
+        *covering(
             MESHES,
             [False, True],
             [False, True],
@@ -100,8 +100,9 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
             [None, 2.0],
             [(2, 2), (4, 2)],
             ["gather"],
+            strength=3,
         ),
-        *itertools.product(
+        *covering(
             MESHES,
             [False, True],
             [False, True],
@@ -109,11 +110,10 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
             [None, 2.0],
             [(8, 8), (16, 4)],
             ["exchange"],
+            strength=3,
         ),
         # Heads of several devices begin within a group.
-        *itertools.product(
-            ["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]
-        ),
+        *covering(["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]),
     ],
 )
 def test_attention_over_split_rows(
@@ -131,22 +131,18 @@ def test_attention_over_split_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "transfer"),
-    [("context=2", "gather"), ("context=4,tensor=2", "gather"), ("context=2", "exchange")],
+    ("sent", "causal", "window", "packed"),
+    covering(
+        [("context=2", "gather"), ("context=4,tensor=2", "gather"), ("context=2", "exchange")],
+        [True, False],
+        [None, 70, 230],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize(
-    ("mask", "packed"),
-    [
-        (Mask(True, None), False),
-        (Mask(True, None), True),
-        (Mask(True, 70), True),
-        (Mask(True, 300), False),
-        (Mask(False, None), True),
-        (Mask(False, 70), False),
-        (Mask(False, 230), True),
-    ],
-)
-def test_splash_over_split_rows(mesh: str, transfer: Any, mask: Mask, packed: bool):
+def test_splash_over_split_rows(
+    sent: tuple[str, Any], causal: bool, window: int | None, packed: bool
+):
+    (mesh, transfer), mask = sent, Mask(causal, window)
     length = 300 if mesh == "context=2" else 400
     *qkv, g = inputs(length, (4, 2))
     ids = segments(length).astype(jnp.int32) if packed else None
@@ -424,14 +420,14 @@ step_of_one_device = functools.cache(lambda name: step_of(name, ""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EXTREMES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_over_split_rows(name: str, mesh: str):
     assert_same_step(step_of(name, mesh), step_of_one_device(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EXTREMES)
 def test_adapters_over_split_rows(mesh: str):
     def adapted(key: Any) -> Any:
         config = lora.Config(rank=2, dora=True, dropout=0.1)
@@ -445,7 +441,7 @@ def test_adapters_over_split_rows(mesh: str):
 
 @pytest.mark.parametrize(
     "mesh",
-    ["data=2,context=2,tensor=2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES)],
+    ["data=2,context=2,tensor=2", *(pytest.param(m, marks=pytest.mark.slow) for m in EXTREMES)],
 )
 def test_logits_in_chunks_over_split_rows(mesh: str, monkeypatch: Any):
     make, batch = transformer_of(num_layers=1), token_batch(32)

@@ -72,9 +72,7 @@ class Trained(NamedTuple):
 
 MESHES = {
     "": ("", None),
-    "data": ("data=8", None),
     "fsdp": ("fsdp=8", None),
-    "tensor": ("tensor=8", None),
     "all": ("data=2,fsdp=2,tensor=2", None),
     "sequence": ("data=2,fsdp=2,tensor=2", sharding.SEQUENCE_PARALLEL),
 }
@@ -118,17 +116,7 @@ def one_device(request: pytest.FixtureRequest) -> tuple[Family, Trained]:
     return request.param, train_five_steps(request.param, "")
 
 
-# "all" has each of the axes that have a mesh of their own.
-@pytest.fixture(
-    scope="module",
-    params=[
-        "all",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("data", "fsdp", "tensor", "sequence")
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=["all", pytest.param("sequence", marks=pytest.mark.slow)])
 def on_mesh(request: pytest.FixtureRequest, one_device: tuple[Family, Trained]) -> Trained:
     return train_five_steps(one_device[0], request.param)
 

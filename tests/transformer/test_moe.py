@@ -16,6 +16,7 @@ from helpers import (
     arrays,
     assert_trees_close,
     copy,
+    covering,
     drawn_transformer,
     make_transformer,
     pad_tokens,
@@ -165,36 +166,39 @@ def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
 
 
 OF_LAYER_ON_ONE_DEVICE = functools.cache(lambda skewed: of_layer("", skewed, {}))
+DISPATCHES = ["all_to_all", "all_reduce"]
 MLPS_SPLIT = {"experts": "expert"}  # and each expert over the tensor axis
 
 
-@pytest.mark.parametrize("skewed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dispatch", ["all_to_all", "all_reduce"])
+EXPERT_MESHES = [
+    ("expert=8", {}),
+    ("data=2,expert=4", {}),
+    ("fsdp=2,expert=4", {}),
+    ("expert=4,tensor=2", {}),
+    ("expert=2,tensor=4", MLPS_SPLIT),
+    ("fsdp=2,expert=2,tensor=2", MLPS_SPLIT),
+    ("expert=4,context=2", {}),
+    ("data=2,expert=2,context=2", {}),
+    ("expert=2,context=2,tensor=2", {}),
+    ("expert=2,tensor=4", {"experts": ("tensor", "expert")}),
+]
+
+
 @pytest.mark.parametrize(
-    ("spec", "rules"),
+    ("placed", "dispatch", "skewed"),
     [
-        ("fsdp=2,expert=2,tensor=2", {}),
+        *((("fsdp=2,expert=2,tensor=2", {}), dispatch, True) for dispatch in DISPATCHES),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("expert=8", {}),
-                ("data=2,expert=4", {}),
-                ("fsdp=2,expert=4", {}),
-                ("expert=4,tensor=2", {}),
-                ("expert=2,tensor=4", MLPS_SPLIT),
-                ("fsdp=2,expert=2,tensor=2", MLPS_SPLIT),
-                ("expert=4,context=2", {}),
-                ("data=2,expert=2,context=2", {}),
-                ("expert=2,context=2,tensor=2", {}),
-                ("expert=2,tensor=4", {"experts": ("tensor", "expert")}),
-            ]
+            for case in covering(EXPERT_MESHES, DISPATCHES, [False, True])
         ),
     ],
     ids=str,
 )
 def test_an_expert_axis_gives_one_devices_gradients(
-    spec: str, rules: dict, dispatch: Any, skewed: bool
+    placed: tuple[str, dict], dispatch: Any, skewed: bool
 ):
+    spec, rules = placed
     one = OF_LAYER_ON_ONE_DEVICE(skewed)
     many = of_layer(spec, skewed, rules, dispatch=dispatch, buffer=1.0)
     flat = jax.tree.leaves(one)

@@ -14,6 +14,7 @@ from helpers import (
     as_subclass,
     assert_trees_close,
     copy,
+    covering,
     drawn_model,
     drawn_transformer,
     equations,
@@ -560,9 +561,10 @@ def step_of(model, loss, batch, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["", "data=2,fsdp=2,tensor=2"])
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("case", AGAINST_MERGED)
+@pytest.mark.parametrize(
+    ("case", "dora", "axes"),
+    covering([*AGAINST_MERGED], [False, True], ["", "data=2,fsdp=2,tensor=2"]),
+)
 def test_gradients_are_those_by_the_chain_rule_of_the_merged_model(case, dora, axes):
     make, loss, precision, accumulate, make_batch = AGAINST_MERGED[case]
     config = dataclasses.replace(CONFIG, dora=dora)

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from zoo.data import completions
 from zoo.data.chats import ChatTemplate, Message, Part
 from zoo.data.sources.formats import FORMATS, format_of
-from zoo.data.sources.records import MAX_DOCUMENT
 from zoo.data.sources.splits import Split
 from zoo.data.tokenizer import Tokenizer
 
@@ -188,7 +187,7 @@ def read_rows(
         if not file.fields:
             known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
             raise ValueError(f"{piece.path} has no fields: rows are read from {known} files")
-        for number, where, record in file.read(piece, None, MAX_DOCUMENT):
+        for number, where, record in file.read(piece):
             try:
                 row = {column: value for column, value in record.items() if value is not None}
                 for column, given in (names or {}).items():

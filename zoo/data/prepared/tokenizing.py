@@ -32,8 +32,7 @@ from zoo.data.prepared.format import (
     work_file,
 )
 from zoo.data.rows import Form, RowOptions, read_rows
-from zoo.data.sources.reading import SourceDocument, read_split
-from zoo.data.sources.splits import Given, Split
+from zoo.data.sources.splits import Given, SourceDocument, Split, read_split
 from zoo.data.special_tokens import unframed
 from zoo.data.tokenizer import (
     BPETokenizer,

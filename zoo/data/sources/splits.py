@@ -1,18 +1,29 @@
-"""Splits: the files of a corpus in parts of about equal size, each read on its own."""
+"""Splits: the files of a corpus in parts of about equal size, and the documents of each."""
 
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from zoo.common.addresses import Location, files_matching
-from zoo.data.sources.formats import check_readable, is_divisible
-from zoo.data.sources.pieces import Piece, whole_file
+from zoo.common.addresses import files_matching
+from zoo.data.sources.formats import (
+    FORMATS,
+    Fields,
+    check_readable,
+    field_of,
+    format_of,
+    is_divisible,
+    text_of,
+)
+from zoo.data.sources.streams import Piece, whole_file
+
+_PLACES = 256  # in the corpus that are sampled, about
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,12 @@ def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Spli
         raise ValueError(f"shard_bytes={shard_bytes}: must be positive")
     files: dict[str, Piece] = {}  # a file that two patterns match is read once
     for pattern in patterns.split(",") if isinstance(patterns, str) else patterns:
-        found = list(_files(pattern.strip()))
+        matching = files_matching(pattern.strip(), "data")
+        for path in matching:
+            check_readable(str(path))
+        absolute = [path.absolute() if isinstance(path, Path) else path for path in matching]
+        with ThreadPoolExecutor(16) as threads:  # a store is asked for each file
+            found = list(threads.map(whole_file, absolute, matching.values()))
         if not any(file.size for file in found):
             raise ValueError(f"{pattern.strip()!r}: all matching files ({len(found)}) are empty")
         for file in found:
@@ -121,13 +137,70 @@ def _pieces(file: Piece, shard_bytes: int) -> list[Piece]:
     ]
 
 
-def _files(pattern: str) -> Iterator[Piece]:
-    matching = files_matching(pattern, "data")
-    for path in matching:
-        check_readable(str(path))
+class SourceDocument(NamedTuple):
+    """A text with the place it was read from."""
 
-    def piece(path: Location) -> Piece:
-        return whole_file(path.absolute() if isinstance(path, Path) else path, matching[path])
+    source: int
+    """Index of the file in `Split.names`."""
+    record: int
+    """Line (of a CSV file, where the row ends), row or record number; 0 for a text file."""
+    text: str
+    label: str | None = None
 
-    with ThreadPoolExecutor(16) as threads:  # a store is asked for each file
-        return iter(list(threads.map(piece, matching)))
+
+def read_split(
+    split: Split | Given, field: str = "text", label: str | None = None
+) -> Iterator[SourceDocument]:
+    """The documents of a split in their order, read in a stream, by their text's and label's field.
+
+    Raises:
+        ValueError: what cannot be read, with its file and line, row or record, and the fix.
+    """
+    if isinstance(split, Given):
+        for source, (_, text) in enumerate(split.documents):
+            yield SourceDocument(source, 0, text)
+        return
+    fields = Fields(field, label)
+    for source, piece in enumerate(split.pieces):
+        format = format_of(piece.path)
+        if label is not None and not format.fields:
+            labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
+            raise ValueError(f"{piece.path} has no field {label!r}: labels are in {labelled} files")
+        for number, where, record in format.read(piece, fields):
+            text = text_of(record, where, field)
+            found = None if label is None else field_of(record, where, label)
+            if label is not None and (not isinstance(found, str | int) or found == ""):
+                raise ValueError(
+                    f"{where}: field {label!r} is {found!r}: a label is a string or an integer"
+                )
+            yield SourceDocument(source, number, text, None if label is None else str(found))
+
+
+def sample_texts(
+    splits: Sequence[Split],
+    field: str = "text",
+    *,
+    num_bytes: int = 64 * 2**20,
+    wanted: Callable[[str], bool] = lambda text: True,
+) -> Iterator[str]:
+    """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
+
+    The first texts of each of some hundred parts of equal size; of a compressed file, its
+    beginning. All texts where the files have no more. Only those that are `wanted`, such as those
+    that are not held out.
+    """
+    pieces = (piece for split in splits for piece in split.pieces)
+    files = dict.fromkeys(dataclasses.replace(piece, begin=0, end=piece.size) for piece in pieces)
+    total = sum(file.size for file in files)
+    parts = divide(files, max(2**20, total // _PLACES))
+    left = num_bytes
+    # The smallest first: what a part leaves of its share is for those after it.
+    for index, part in enumerate(sorted(parts, key=lambda part: part.num_bytes)):
+        share = left // (len(parts) - index)
+        for document in read_split(part, field):
+            if wanted(document.text):
+                size = len(document.text.encode())
+                share, left = share - size, left - size
+                yield document.text
+            if share <= 0:
+                break
