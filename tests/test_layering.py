@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1550,
     "publishing": 1930,
     "hf": 3110,
-    "runs": 4930,
+    "runs": 4950,
     "tasks": 1620,
     "alignment": 1290,
     "planning": 3200,

@@ -152,6 +152,17 @@ def test_flags_of_other_programs_are_translated(given, meant, capsys):
     assert f"{name}: did you mean {meant}?" in capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.parametrize("given", ["--prompt", "--prompts=def", "--model"])
+def test_what_has_no_flag_is_shown_in_its_place(given, capsys):
+    from recipes import generate
+
+    with pytest.raises(SystemExit):
+        parse(generate.Config, "python -m recipes.generate", [given, "def"])
+    name = given.partition("=")[0]
+    line = f"{name}: has no flag; write python -m recipes.generate MODEL PROMPTS"
+    assert line in capsys.readouterr().err.splitlines()
+
+
 def test_flags_are_translated_to_those_that_there_are():
     from recipes import generate, lm
 

@@ -83,20 +83,32 @@ def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> A
     try:
         return tyro.cli(function, prog=prog, args=arguments, registry=_REGISTRY)
     except SystemExit as error:
-        for line in _meant(function, arguments) if error.code else ():
+        for line in _meant(function, prog, arguments) if error.code else ():
             print(line, file=sys.stderr)
         raise
 
 
-def _meant(function: Any, arguments: Sequence[str]) -> list[str]:
-    flags, lines = _flags(function), []
+def _meant(function: Any, prog: str, arguments: Sequence[str]) -> list[str]:
+    flags, lines, places = _flags(function), [], _places(function)
     for argument in arguments:
         given = argument.partition("=")[0].replace("_", "-")
         wanted = _ELSEWHERE.get(given.lstrip("-").rpartition(".")[2])
         found = [flag for flag in flags if f".{flag}".endswith(f".{wanted}")]
-        if given.startswith("--") and given[2:] not in flags and found:
+        if given.startswith("--") and {given[2:], f"{given[2:]}s"} & {*places}:
+            lines.append(f"{given}: has no flag; write {prog} {' '.join(places).upper()}")
+        elif given.startswith("--") and given[2:] not in flags and found:
             lines.append(f"{given}: did you mean --{min(found, key=len)}?")
     return lines
+
+
+def _places(cls: Any) -> list[str]:
+    """The names of what has a place on the command line and no flag, in their order."""
+    if typing.get_args(cls):
+        return [*dict.fromkeys(name for each in typing.get_args(cls) for name in _places(each))]
+    hints = typing.get_type_hints(cls, include_extras=True) if callable(cls) else {}
+    [marker] = typing.get_args(tyro.conf.Positional[str])[1:]
+    found = {name for name, hint in hints.items() if marker in typing.get_args(hint)[1:]}
+    return [name.replace("_", "-") for name in hints if name in found]
 
 
 def _flags(cls: Any) -> list[str]:
