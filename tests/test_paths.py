@@ -136,9 +136,9 @@ CEILINGS = {
     logit: 11,
     row: 24,
     checkpoint: 4,
-    load: 17,
+    load: 18,
     finetune: 30,
-    adapters: 29,
+    adapters: 30,
     int4_product: 3,
 }
 

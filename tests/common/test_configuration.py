@@ -261,7 +261,7 @@ def test_float_fields_are_collected():
     }
     names |= {
         "recipes.rnn.clip_norm",
-        "zoo.nn.layers.low_freq_factor",
+        "zoo.transformer.config.low_freq_factor",
         "zoo.data.text.held_out",
     }
     assert FIELDS.keys() >= names

@@ -215,7 +215,7 @@ def read_dtypes(
     path: Path, skeleton: PyTree, dtype: DTypeLike | None, quantize: Kind | str | None = None
 ) -> PyTree:
     """The skeleton with the dtypes of the file, or `dtype`, and quantised matrices of a kind."""
-    kept, found = {} if dtype is None else kept_dtypes(skeleton), outline(path)
+    kept, found = kept_dtypes(skeleton), outline(path)
     stored_shapes = {name: x.shape for name, x in found.items()}
     check_tensors(f"{path}", stored_shapes, parameter_shapes(skeleton))
 
