@@ -103,7 +103,7 @@ def _continuation(
         state, advance = sampling._begin(rows, drawn)
         state = advance(state, num_tokens)
         tokens = np.asarray(state.tokens)[:, :num_tokens]
-        return tokens, int(getattr(state, "steps", num_tokens - 1))
+        return tokens, num_tokens - 1 if state.steps is None else int(state.steps)
 
     return call
 

@@ -20,7 +20,9 @@ import recipes.lm
 import recipes.mlp
 import recipes.rnn
 from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
+from zoo.alignment import tuning
 from zoo.common import configuration
+from zoo.tasks import finetuning
 from zoo.transformer.config import RopeScaling
 from zoo.wrappers.classifier import Classifier
 
@@ -384,3 +386,8 @@ def test_data_of_wrong_type_is_refused(config: Any):
         changed(config, batch_size="x")
     with pytest.raises(ValueError, match=r"^data\.held_out=nan: must be a finite number"):
         changed(config, held_out=math.nan)
+
+
+def test_a_namesake_is_refused_by_its_module():
+    with pytest.raises(ValueError, match=r"^data=.*of zoo\.alignment\.tuning, not of zoo\.tasks"):
+        configuration.check_value("data", finetuning.Data("*.txt"), tuning.Data)

@@ -158,6 +158,9 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
     if not _fits(value, annotation):
         choices = typing.get_args(annotation)
         wanted = f"must be {_text(annotation)}"
+        other = type(value)
+        if dataclasses.is_dataclass(annotation) and other.__name__ == _name(annotation):
+            wanted += f" of {annotation.__module__}, not of {other.__module__}"
         if typing.get_origin(annotation) is Literal:
             wanted = f"choose one of {[*choices]}"
         raise ValueError(f"{name}={reprlib.repr(value)}: {wanted}")
@@ -235,5 +238,9 @@ def _text(annotation: Any) -> str:
     if origin in (tuple, Sequence):
         return f"a tuple, of {_text(arguments[0])} each"
     if dataclasses.is_dataclass(annotation):
-        return f"a {getattr(annotation, '__name__', annotation)}"
+        return f"a {_name(annotation)}"
     return _TEXTS.get(annotation, str(annotation))
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__name__", str(cls))
