@@ -78,7 +78,7 @@ TESTS = {
     "sharding/specs": "test_sharding",
     "tasks/mixtures": "test_mixtures",
     "training/chunked_loss": "test_losses | test_train -k logits_in_chunks",
-    "alignment/distillation_loss": "test_distillation -k 'not unfit and not go_together'",
+    "alignment/distillation": "test_distillation -k 'not unfit and not go_together'",
     "training/losses": "test_losses | test_moe -k balanc",
     "training/optimizers": "test_optimizers | test_parametrization",
     "training/parametrization": "test_parametrization",

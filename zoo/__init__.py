@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from zoo import sharding as sharding
     from zoo import transformer as transformer
     from zoo.alignment import distillation as distillation
-    from zoo.alignment import distillation_loss as distillation_loss
     from zoo.alignment import preferences as preferences
     from zoo.alignment.pairs import PairPlan as PairPlan
     from zoo.common.configuration import may_differ as may_differ
@@ -88,7 +87,6 @@ _NAMES = {  # where each name is from: the module itself, or one that has it
     "sharding": "zoo.sharding",
     "transformer": "zoo.transformer",
     "distillation": "zoo.alignment.distillation",
-    "distillation_loss": "zoo.alignment.distillation_loss",
     "preferences": "zoo.alignment.preferences",
     "PairPlan": "zoo.alignment.pairs",
     "may_differ": "zoo.common.configuration",

@@ -51,9 +51,6 @@ KINDS = {
     "DPO": f"finetune {PAIRS} {BASE} --method=full",
     "DPO of adapters": f"finetune {PAIRS} {BASE} --method=lora --lora.rank=2",
     "distillation": f"distill {TEXT} --teacher={{place}}/base --no-compare {STUDENT}",
-    "distillation from disk": (
-        f"distill {TEXT} --teacher={{place}}/base --no-compare {STUDENT} --top-k=4"
-    ),
     "classification": (
         f"finetune {LABELS} --data.buckets 32 --label=label --keep-best=eval_loss --method=full "
         + BASE
@@ -71,7 +68,6 @@ MOMENTS = {
     ),
     "loading the base": ("zoo.publishing.models:load",),
     "the reference's pass": ("zoo.alignment.tuning:reference_log_probabilities",),
-    "the teacher's pass": ("zoo.alignment.distillation:write_top_k",),
     "compiling the step": ("zoo.runs.loop:_compile",),
     "evaluation": ("zoo.runs.recorder:Recorder.evaluation",),
     "a line of metrics": ("zoo.runs.metrics:MetricsLog.write",),

@@ -17,19 +17,11 @@ import tyro
 from helpers import VOCAB, drawn_rnn, drawn_transformer, pad_tokens, small_config, token_batch
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Array
-from recipe_cases import Recipe, assert_same_result, finish, metrics, shared, wait_for
+from recipe_cases import Recipe, metrics, shared
 
 import zoo
 from zoo import distillation, losses, optimizers, rnn, transformer
-from zoo.alignment.distillation_loss import (
-    TEACHER_ENTRIES,
-    Distillation,
-    Taught,
-    divergences,
-    student_alone,
-    top_k,
-)
-from zoo.alignment.top_k import REST, StoredTopK, TopKPlan
+from zoo.alignment.distillation import Distillation, Taught, divergences, student_alone
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import in_precision
 from zoo.runs.processes import RunError
@@ -81,18 +73,11 @@ def test_loss_and_gradient_match_the_formula(chunks: int, monkeypatch: pytest.Mo
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
     assert np.abs(wanted[1].logits).max() > 0.5
     np.testing.assert_allclose(found[1].logits, wanted[1].logits, rtol=1e-4, atol=1e-5)
-
-
-def test_metrics_are_the_two_parts():
-    total, weight, metrics = MIXED.beside_teacher(Taught(table(0), table(1)), BATCH, None)
-    assert weight == BATCH["weights"].sum()
-    hard = losses.next_token(table(0), BATCH, None)[0]
-    np.testing.assert_allclose(metrics["next_token"], hard, rtol=1e-6)
-    parts = 0.3 * 4 * metrics["kl"] + 0.7 * metrics["next_token"]
-    np.testing.assert_allclose(total, parts, rtol=1e-6)
-    total, _, metrics = Distillation().beside_teacher(Taught(table(0), table(1)), BATCH, None)
-    parts = 0.9 * metrics["kl"] + 0.1 * metrics["next_token"]
-    np.testing.assert_allclose(total, parts, rtol=1e-6)
+    total, weight, parts = MIXED.beside_teacher(Taught(table(0), table(1)), batch, None)
+    assert weight == batch["weights"].sum()
+    hard = losses.next_token(table(0), batch, None)[0]
+    np.testing.assert_allclose(parts["next_token"], hard, rtol=1e-6)
+    np.testing.assert_allclose(total, 0.3 * 4 * parts["kl"] + 0.7 * hard, rtol=1e-6)
 
 
 def test_a_pair_casts_at_use_where_both_of_it_do():
@@ -121,18 +106,6 @@ def test_without_weight_it_is_the_language_loss():
     pairs = zip(jax.tree.leaves(of_both.student), jax.tree.leaves(of_student), strict=True)
     for one, other in pairs:
         np.testing.assert_array_equal(one, other)
-    assert loss.of_stored(student, BATCH, None)[0] == losses.next_token(student, BATCH, None)[0]
-
-
-def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
-    loss = Distillation(temperature=1.7, weight=1.0)
-    value, gradient = of_logits(
-        lambda student, teacher: loss.beside_teacher(Taught(student, teacher), BATCH, None)[0],
-        table(0),
-        table(0),
-    )
-    np.testing.assert_allclose(value, 0, atol=1e-5)
-    np.testing.assert_allclose(gradient.logits, 0, atol=1e-6)
 
 
 def test_infinite_logits_of_the_teacher_have_no_mass():
@@ -145,49 +118,6 @@ def test_infinite_logits_of_the_teacher_have_no_mass():
     )
     gradient = jax.grad(lambda x: divergences(x, teacher)[0])(student)[0]
     np.testing.assert_allclose(gradient, q - np.append(p, 0), rtol=1e-5)
-
-
-def stored_batch(teacher: Any, k: int, temperature: float) -> dict[str, Array]:
-    return BATCH | jax.jit(lambda: top_k(teacher, BATCH, k, temperature))()
-
-
-@pytest.mark.parametrize("k", [VOCAB, 5])
-def test_stored_top_k_matches_the_formula(k: int):
-    teacher, batch = table(1), stored_batch(table(1), k, 2.0)
-
-    def coarse(logits: Array) -> Array:
-        """The log-probabilities of the k likeliest tokens, and of all others as one."""
-        log_probs = jax.nn.log_softmax(logits / 2.0)
-        ids = jnp.argsort(-teacher(batch["tokens"]))[..., :k]
-        chosen = jnp.take_along_axis(log_probs, ids, -1)
-        if k == VOCAB:
-            return chosen
-        return jnp.append(chosen, jnp.log1p(-jnp.exp(chosen).sum(-1, keepdims=True)), -1)
-
-    def formula(student: Table, teacher: Table) -> Array:
-        log_p, log_q = (coarse(x(batch["tokens"])) for x in (teacher, student))
-        kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
-        hard = losses.next_token(student, batch, None)[0]
-        return 0.3 * 4 * (kl * batch["weights"]).sum() + 0.7 * hard
-
-    def ours(student: Table, teacher: Table) -> Array:
-        return MIXED.of_stored(student, batch, None)[0]
-
-    found, wanted = (of_logits(f, table(0), teacher) for f in (ours, formula))
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    np.testing.assert_allclose(found[1].logits, wanted[1].logits, rtol=1e-3, atol=1e-4)
-
-
-def test_top_k_of_the_whole_vocabulary_is_the_teacher(monkeypatch: pytest.MonkeyPatch):
-    student, teacher = table(0), table(1)
-    on_the_fly = MIXED.beside_teacher(Taught(student, teacher), BATCH, None)
-    monkeypatch.setattr(losses, "LOGITS_BYTES", 2 * 4 * 8 * 12 * VOCAB // 3)
-    whole = stored_batch(teacher, VOCAB, 2.0)
-    stored = MIXED.of_stored(student, whole, None)
-    np.testing.assert_allclose(stored[0], on_the_fly[0], rtol=1e-6)
-    assert not whole[REST].any()  # nor a rounding error
-    entries = stored_batch(teacher, 3, 2.0)
-    assert [entries[name].shape for name in TEACHER_ENTRIES] == [(8, 12, 3), (8, 12, 3), (8, 12)]
 
 
 def step_once(batch: Any, loss: Any, model: Any, **options: Any) -> tuple[Any, dict[str, Array]]:
@@ -207,48 +137,24 @@ def step_once(batch: Any, loss: Any, model: Any, **options: Any) -> tuple[Any, d
     return state.model, metrics
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "mesh": {"mesh": "data=2,fsdp=2,tensor=2"},
-    "accumulated": {"accumulate": 4},
-    "padded": {"padded": True},
-    "all": {"mesh": "data=2,fsdp=2,tensor=2", "accumulate": 2, "padded": True},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", ["on the fly", "stored"])
-def test_mesh_accumulation_and_padding_change_nothing(kind: str, variant: str):
-    student, teacher = drawn_rnn("gru"), drawn_transformer()
-    options, batch = dict(VARIANTS[variant]), BATCH
-    padded = options.pop("padded", False)
-    model, loss = Taught(student, teacher), MIXED.beside_teacher
-    if kind == "stored":
-        model, loss, batch = student, MIXED.of_stored, stored_batch(teacher, 5, 2.0)
-    if "mesh" in options:
-        options["mesh"] = zoo.make_mesh(options["mesh"])
-    wanted, expected = step_once(batch, loss, model)
-    given = pad_batch(batch) if padded else batch
-    found, metrics = step_once(given, loss, model, **options)
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "padded"),
+    [("", 4, True), ("data=2,fsdp=2,tensor=2", 1, False), ("data=2,fsdp=2,tensor=2", 2, True)],
+)
+def test_mesh_accumulation_and_padding_change_nothing(mesh: str, accumulate: int, padded: bool):
+    student = drawn_rnn("gru")
+    model, loss = Taught(student, drawn_transformer()), MIXED.beside_teacher
+    wanted, expected = step_once(BATCH, loss, model)
+    batch = pad_tokens(jax.tree.map(np.asarray, BATCH)) if padded else BATCH
+    options: Any = {"mesh": zoo.make_mesh(mesh)} if mesh else {}
+    found, metrics = step_once(batch, loss, model, accumulate=accumulate, **options)
     for name in ("loss", "kl", "next_token", "tokens"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
-    before = jax.tree.leaves(eqx.filter(student, eqx.is_array))
-    trees = [x.student if kind == "on the fly" else x for x in (found, wanted)]
-    pairs = zip(*map(jax.tree.leaves, trees), before, strict=True)
-    for one, other, old in pairs:
+    trees = found.student, wanted.student, eqx.filter(student, eqx.is_array)
+    for one, other, old in zip(*map(jax.tree.leaves, trees), strict=True):
         assert np.abs(other - old).max() > 1e-6
         np.testing.assert_allclose(one, other, atol=2e-5)
-
-
-def pad_batch(batch: dict[str, Array]) -> dict[str, Array]:
-    tokens = {name: x for name, x in batch.items() if name not in TEACHER_ENTRIES}
-    more = batch["tokens"].shape[1] // 2
-    rest = {
-        name: jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
-        for name, x in batch.items()
-        if name in TEACHER_ENTRIES
-    }
-    return pad_tokens({name: np.asarray(x) for name, x in tokens.items()}) | rest
 
 
 def test_the_teacher_is_frozen_and_computes_without_dropout():
@@ -263,100 +169,10 @@ def test_the_teacher_is_frozen_and_computes_without_dropout():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": 0.0}, r"temperature=0.0: must be positive"),
-        ({"temperature": -1.0}, r"temperature=-1.0: must be positive"),
-        ({"weight": 1.5}, r"weight=1.5: must be in 0 to 1"),
-        ({"weight": -0.1}, r"weight=-0.1: must be in 0 to 1"),
-    ],
-)
-def test_values_out_of_range_are_refused(change: dict[str, float], message: str):
-    with pytest.raises(ValueError, match=message):
-        Distillation(**change)
-
-
 def test_another_vocabulary_is_refused():
     model = Taught(table(0), table(1, vocab=VOCAB + 1))
     with pytest.raises(ValueError, match="the teacher has 65 outputs, and the student 64"):
         MIXED.beside_teacher(model, BATCH, None)
-
-
-# --- What is stored -----------------------------------------------------------------------------
-
-
-class Rows:
-    """A plan of token rows, each batch of its own tokens."""
-
-    unit, batch_size, buckets, batches_per_epoch = "tokens", 4, (6,), 3
-
-    def __init__(self, seed: int = 0):
-        self._seed = seed
-
-    def row(self, bucket: int) -> dict:
-        return {"tokens": ((bucket,), np.int32)}
-
-    def batch(self, k: int, rows: slice | None = None) -> dict[str, np.ndarray]:
-        tokens = np.random.default_rng([self._seed, k]).integers(0, 99, (4, 6)).astype(np.int32)
-        return {"tokens": tokens[rows or slice(None)]}
-
-
-def entries(k: int) -> dict[str, np.ndarray]:
-    ids = np.full((4, 6, 2), k, np.int32)
-    log_probs, rest = np.full((4, 6, 2), -k, np.float32), np.full((4, 6), 0.1, np.float32)
-    return dict(zip(TEACHER_ENTRIES, (ids, log_probs, rest), strict=True))
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredTopK:
-    found = StoredTopK(tmp_path / "top", Rows(), 2, {"teacher": "abc", "temperature": 1.0})
-    for k in (0, 1):
-        found.write(k, entries(k))
-    return found
-
-
-def test_stored_batches_are_read_by_number_and_rows(stored: StoredTopK):
-    plan = TopKPlan(Rows(), stored)
-    assert stored.num_batches == 2
-    batch = plan.batch(1, slice(1, 3))
-    np.testing.assert_array_equal(batch["tokens"], Rows().batch(1)["tokens"][1:3])
-    for name, x in entries(1).items():
-        np.testing.assert_array_equal(batch[name], x[1:3])
-        assert plan.row(6)[name] == (x.shape[1:], x.dtype)
-    (stored.folder / "00000000.npz").unlink()  # the pass resumes with the first that is missing
-    assert stored.num_batches == 0
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    "damage", [flip, lambda x: x.write_bytes(x.read_bytes()[:-9]), Path.unlink]
-)
-def test_damaged_stored_batches_are_refused(stored: StoredTopK, damage: Any):
-    damage(stored.folder / "00000001.npz")
-    with pytest.raises(ValueError, match=r"00000001\.npz is damaged or missing"):
-        stored.read(1)
-
-
-def test_stored_batches_of_other_data_or_teachers_are_refused(stored: StoredTopK):
-    about = {"teacher": "abc", "temperature": 1.0}
-    with pytest.raises(ValueError, match="of other data: batch 0 is of other tokens"):
-        StoredTopK(stored.folder, Rows(1), 2, about)
-    with pytest.raises(ValueError, match=r"of teacher='abc', and this run asks for 'xyz'"):
-        StoredTopK(stored.folder, Rows(), 2, {**about, "teacher": "xyz"})
-    with pytest.raises(ValueError, match=r"of top_k=2, and this run asks for 3"):
-        StoredTopK(stored.folder, Rows(), 3, about)
-    with pytest.raises(ValueError, match=r"has files, and no about.json"):
-        StoredTopK(stored.folder.parent, Rows(), 3, about)
-    killed = stored.folder.parent / "killed"  # as it wrote its first file
-    killed.mkdir()
-    (killed / "about.json.tmp").write_text("{")
-    assert StoredTopK(killed, Rows(), 3, about).num_batches == 0
 
 
 # --- The recipe ---------------------------------------------------------------------------------
@@ -383,10 +199,6 @@ def distil(shared, tmp_path):
     [
         ({"temperature": 0.0}, "temperature=0.0: must be positive"),
         ({"weight": 1.1}, "weight=1.1: must be in 0 to 1"),
-        ({"top_k": 0}, "top_k=0: must be at least 1"),
-        ({"top_k": 3, "weight": 0.0}, "top_k=3: with weight=0 there is no teacher"),
-        ({"stored": Path("x")}, "stored='x': only the likeliest tokens are stored"),
-        ({"top_k": 3, "run_dir": "gs://a/b"}, "name a local folder for what the teacher writes"),
         ({"rnn": rnn.Config(vocab_size=9)}, "student='transformer' takes nothing from --rnn"),
         (
             {"model": small_config(**{"experts.num_experts": 2})},
@@ -406,7 +218,6 @@ def test_configurations_that_do_not_go_together_are_refused(fields: dict, messag
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--top-k=321", "top_k=321: teacher=.* has 320 ids"),
         ("--teacher=mlp-digits", "teacher='mlp-digits' is no language model, .* MLP"),
         ("--data.seq-len=4096", "data.seq_len=4096: teacher=.* has 2048 positions"),
         ("--teacher=lm-python", "'bytes', of 257 ids, has another vocabulary than .* of 2048"),
@@ -417,45 +228,6 @@ def test_unfit_teachers_are_refused_before_any_compute(flag, message, distil, mo
     monkeypatch.setattr(distillation, "read_text", None)
     with pytest.raises(ValueError, match=message):
         distil(flag)
-
-
-@pytest.mark.slow
-def test_all_tokens_stored_train_as_the_teacher_on_the_fly(distil, tmp_path, capsys):
-    flags = ("--precision=fp32", "--temperature=2")
-    live = distil(*flags, run_dir=tmp_path / "live")
-    folder = tmp_path / "top"
-    kept = distil(*flags, "--top-k=320", f"--stored={folder}", run_dir=tmp_path / "kept")
-    wanted, found = ([x for x in metrics(path) if "kl" in x] for path in (live, kept))
-    assert len(wanted) == len(found) == 6
-    for one, other in zip(found, wanted, strict=True):
-        assert one["kl"] > 0
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3)
-    # Another student reads the same folder; with more steps, the pass resumes.
-    assert len(list(folder.glob("*.npz"))) == 6
-    capsys.readouterr()
-    more = ("--top-k=320", f"--stored={folder}", "--student=rnn", "--rnn.hidden-size=16")
-    more += ("--model.num-layers=2", "--model.d-model=128", "--model.dropout=0.0")
-    distil(*flags, *more, "--steps=7", run_dir=tmp_path / "rnn")
-    assert "of batches 6 to 6" in capsys.readouterr().out
-    other = ("--precision=fp32", "--temperature=3", "--top-k=320", f"--stored={folder}")
-    with pytest.raises(ValueError, match=r"temperature=2.0, and this run asks for 3.0"):
-        distil(*other, run_dir=tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_a_killed_run_on_stored_tokens_resumes_bit_for_bit(shared, tmp_path):
-    recipe, flags = Recipe("distill", shared), ("--top-k=4",)
-    straight, run_dir = tmp_path / "straight", tmp_path / "run"
-    recipe.run(straight, *flags)
-    for where in ("teacher/0000001*.npz", "checkpoints/8"):
-        process = recipe.start(run_dir, *flags)
-        wait_for(lambda: any(run_dir.glob(where)), process)  # noqa: B023
-        process.kill()
-        process.communicate()
-        assert process.returncode < 0
-    finish(recipe.start(run_dir, *flags))
-    assert_same_result(run_dir, straight)
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from jaxtyping import Array, Float
 import zoo
 import zoo.runs.recorder
 from zoo import ensemble, losses, mlp, preferences
-from zoo.alignment.distillation_loss import Distillation, Taught
-from zoo.alignment.top_k import IDS, LOG_PROBS, REST
+from zoo.alignment.distillation import Distillation, Taught
 from zoo.data import loader
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
@@ -203,7 +202,6 @@ def test_what_is_accepted_is_found_through_wrappers():
         (mixed, text(key), expected),
         (functools.partial(losses.next_token), (text(key), None), expected),
         (Distillation().beside_teacher, taught, expected),
-        (Distillation().of_stored, text(key), expected),
         (preferences.orpo(), text(key), expected),
         (losses.classification, Foreign(key), {}),
     ]:
@@ -333,17 +331,6 @@ def pairs_batch() -> dict[str, np.ndarray]:
     return {**token_batch(4, 16), "reference": np.full((4, 2), -3.0, np.float32)}
 
 
-def stored_batch() -> dict[str, np.ndarray]:
-    ids = np.tile(np.arange(4, dtype=np.int32), (4, 16, 1))
-    likely = np.full((4, 16, 4), np.log(0.2), np.float32)
-    return {
-        **token_batch(4, 16),
-        IDS: ids,
-        LOG_PROBS: likely,
-        REST: np.full((4, 16), 0.2, np.float32),
-    }
-
-
 OF_THE_ZOO: dict[str, Any] = {
     "next token": (losses.next_token, drawn_transformer, token_batch),
     "experts": (
@@ -358,7 +345,6 @@ OF_THE_ZOO: dict[str, Any] = {
     ),
     "orpo": (preferences.orpo(), drawn_transformer, pairs_batch),
     "dpo": (preferences.dpo(), drawn_transformer, pairs_batch),
-    "stored": (Distillation(2.0).of_stored, drawn_transformer, stored_batch),
     "teacher": (
         Distillation(2.0).beside_teacher,
         lambda: Taught(drawn_transformer(), drawn_transformer(num_layers=1)),

@@ -1,7 +1,11 @@
 """Distillation: a student language model of any family beside a published teacher's distribution.
 
-The student alone is the same training without the teacher, for comparison: it begins with the same
-parameters, and has the same batches.
+At each position the loss is `weight` T² KL(teacher ‖ student), of both distributions at temperature
+T, plus 1 - `weight` times the loss on the next token (Hinton et al. 2015). T² keeps the gradients
+of both in proportion. The student alone is the same training without the teacher, for comparison:
+it begins with the same parameters, and has the same batches.
+
+Legend of suffixes: B batch, T time, E embed.
 """
 
 import dataclasses
@@ -10,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Key, PyTree
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
 
-from zoo.alignment.distillation_loss import Distillation, Taught, student_alone
-from zoo.alignment.top_k import StoredTopK, TopKPlan, write_top_k
-from zoo.common import checksums
 from zoo.common.addresses import is_remote
 from zoo.common.configuration import may_differ, require
-from zoo.common.files import local_path
 from zoo.data import text
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer
 from zoo.decoding.decoder import decoder_of
+from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out
 from zoo.nn.products import Kind
+from zoo.nn.protocols import HasReadout
 from zoo.nn.remat import Policy
 from zoo.publishing import models
 from zoo.publishing.models import check_finite
@@ -32,10 +37,129 @@ from zoo.rnn.model import RNN
 from zoo.runs.run import Run
 from zoo.tasks import language
 from zoo.tasks.generation import have_same_tokens
+from zoo.training import losses
+from zoo.training.chunked_loss import chunked
 from zoo.training.description import Training
 from zoo.training.pretrained import Pretrained
 from zoo.transformer.config import num_flops_per_token as transformer_flops
 from zoo.transformer.model import Transformer
+
+# --- The loss ------------------------------------------------------------------------------------
+
+
+class Taught(CastsAtUse):
+    """A student, which is trained, and beside it its teacher, which is not (`student_alone`)."""
+
+    student: PyTree
+    teacher: PyTree
+
+    @property
+    def casts_at_use(self) -> bool:
+        """Whether both cast their parameters themselves."""
+        return casts_at_use(self.student) and casts_at_use(self.teacher)
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether both cast their inputs themselves."""
+        return casts_inputs(self.student) and casts_inputs(self.teacher)
+
+
+def student_alone(model: Taught) -> PyTree:
+    """The tree of booleans of a `Training`'s `trainable`: the student is trained."""
+    nothing = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(lambda x: x.student, nothing, jax.tree.map(lambda _: True, model.student))
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A temperature, and the weight of the teacher beside the data: a loss for a train step.
+
+    Metrics are `kl`, the divergence at the temperature, and `next_token`, the loss on the data; of
+    weight 0 there are none, and the loss is `zoo.losses.next_token`'s, bit for bit.
+
+    Raises:
+        ValueError: a temperature that is not positive, or a weight outside of 0 to 1.
+    """
+
+    temperature: float = 1.0
+    weight: float = 0.9
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, f"temperature={self.temperature}: must be positive")
+        require(0 <= self.weight <= 1, f"weight={self.weight}: must be in 0 to 1")
+
+    @losses.OF_TOKENS
+    def beside_teacher(
+        self, model: Taught, batch: dict[str, Array], key: Array | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """The loss of `model.student` on a token batch, as `make_train_step` takes it.
+
+        The batch is that of `zoo.losses.next_token`. The teacher computes without dropout.
+        """
+        if self.weight == 0:
+            return losses.next_token(model.student, batch, key)
+        losses.check_tokens(batch)
+        readout, x_BTE = _outputs(model.student, batch, key)
+        with dropping_out(None):
+            teacher, of_teacher = jax.lax.stop_gradient(_outputs(model.teacher, batch, None))
+        logits = jax.eval_shape(readout, x_BTE)
+        size = jax.eval_shape(teacher, of_teacher).shape[-1]
+        require(
+            size == logits.shape[-1],
+            f"the teacher has {size} outputs, and the student {logits.shape[-1]}: give both one "
+            "tokenizer and one vocab_size",
+        )
+        # One chunk too: the gradient is computed forward, and no logits are kept for it.
+        count = losses.num_chunks(logits, copies=2)
+        targets = {"x": of_teacher, "targets": batch["targets"]}
+        given = (_Readouts(readout, teacher), x_BTE, targets, batch["weights"])
+        total, sums = chunked(self._of_chunk, count, *given)
+        return total, batch["weights"].sum(), sums
+
+    def _of_chunk(
+        self, readouts: "_Readouts", x_BTE: Array, targets: dict[str, Array], weights: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        # At a weight of 0 logits are no matter, finite or not.
+        student, teacher = (
+            jnp.where(weights[..., None] > 0, logits.astype(jnp.float32), 0.0)
+            for logits in (readouts.student(x_BTE), readouts.teacher(targets["x"]))
+        )
+        kl = divergences(student / self.temperature, teacher / self.temperature)
+        sums = {
+            "kl": (kl * weights).sum(),
+            "next_token": losses.cross_entropy(student, targets["targets"], weights)[0],
+        }
+        of_teacher = self.weight * self.temperature**2 * sums["kl"]
+        return of_teacher + (1 - self.weight) * sums["next_token"], sums
+
+
+class _Readouts(eqx.Module):
+    """The output heads of a student and of its teacher."""
+
+    student: Any
+    teacher: Any
+
+
+def _outputs(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Callable[[Array], Array], Array]:
+    """A model's output head, and its input; the identity, for a model that has no `readout`."""
+    inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
+    if isinstance(model, HasReadout):
+        return model.readout(), model.hidden(batch["tokens"], **inputs, key=key)
+    return eqx.nn.Identity(), model(batch["tokens"], **inputs, key=key)
+
+
+def divergences(
+    student: Float[Array, "*batch vocab"], teacher: Float[Array, "*batch vocab"]
+) -> Float[Array, "*batch"]:
+    """KL(teacher ‖ student) of each row of logits, in nats."""
+    log_q, log_p = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
+    p = jnp.exp(log_p)
+    return jnp.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)  # of no mass, logits may be infinite
+
+
+# --- Its training --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,57 +184,26 @@ class Config(language.Config):
     weight: float = 0.9
     """Weight of the teacher beside the data's own next tokens: 1 is the teacher alone, and 0 the
     student alone, without a teacher."""
-    top_k: int | None = None
-    """Likeliest tokens per position that the teacher writes to disk before the training, which
-    then needs no teacher in memory; if not given, it computes all of its logits in each step."""
-    stored: Path | None = may_differ(None)
-    """Folder of the teacher's tokens, which other students on the same batches read too; if not
-    given, teacher/ in the run's folder."""
     compare: bool = may_differ(True)
     """Then train the same student alone, in the folder beside, RUN_DIR-alone."""
     data: Data = Data()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        loss = self.loss
-        require(
-            self.top_k is None or self.top_k >= 1,
-            f"top_k={self.top_k}: must be at least 1, or not be given",
-        )
-        require(
-            self.stored is None or self.top_k is not None,
-            f"stored='{self.stored}': only the likeliest tokens are stored; give their number, "
-            "--top-k",
-        )
-        require(
-            self.top_k is None or loss.weight > 0,
-            f"top_k={self.top_k}: with weight=0 there is no teacher; leave it out",
-        )
+        Distillation(self.temperature, self.weight)  # which checks them
         require(
             self.optimizer.parametrization == "standard",
             f"optimizer.parametrization={self.optimizer.parametrization!r}: a student beside its "
             "teacher has two widths; choose 'standard'",
         )
-        require(
-            self.top_k is None or self.stored is not None or not is_remote(self.run_dir),
-            f"top_k={self.top_k}: a run at {self.run_dir} copies its folder there; name a local "
-            "folder for what the teacher writes, --stored",
-        )
-        if self.stored is not None:
-            local_path(self.stored, "stored")
-
-    @property
-    def loss(self) -> Distillation:
-        """The loss that the flags ask for."""
-        return Distillation(self.temperature, self.weight)
 
     def alone(self) -> Any:
         """The configuration of the same student without its teacher."""
         folder = f"{str(self.run_dir).rstrip('/')}-alone"
         run_dir = folder if is_remote(self.run_dir) else Path(folder)
         work_dir = self.work_dir and self.work_dir.with_name(f"{self.work_dir.name}-alone")
-        folders: Any = {"run_dir": run_dir, "work_dir": work_dir, "stored": None}
-        return dataclasses.replace(self, **folders, weight=0.0, top_k=None, compare=False)
+        folders: Any = {"run_dir": run_dir, "work_dir": work_dir}
+        return dataclasses.replace(self, **folders, weight=0.0, compare=False)
 
 
 class Teacher:
@@ -152,11 +245,6 @@ class Teacher:
             self.tokenizer.vocab_size <= self.vocab_size,
             f"teacher={config.teacher!r} has {self.vocab_size} ids, and its tokenizer "
             f"{self.tokenizer.vocab_size}: they do not go together",
-        )
-        require(
-            (config.top_k or 1) <= self.vocab_size,
-            f"top_k={config.top_k}: teacher={config.teacher!r} has {self.vocab_size} ids; give "
-            "that many at most",
         )
 
     def check_tokenizer(self, tokenizer: Tokenizer, what: str) -> None:
@@ -220,35 +308,15 @@ def training(
     run: Run[Config], student: Student, data: text.Text, teacher: Teacher | None
 ) -> Training:
     """The training of a student, beside its teacher unless its weight is 0."""
-    config, loss = run.config, run.config.loss
+    config = run.config
     plain = dataclasses.replace(
         language.training(run, config.optimizer, data, student.make_model),
         flops_per_token=student.flops_per_token,
         remat=student.remat,
         remat_flag=student.remat_flag,
     )
-    if teacher is None or loss.weight == 0:
+    if teacher is None or config.weight == 0:
         return plain
-    if config.top_k is not None:
-        language.check(plain, data, sample_tokens=config.sample_tokens)  # before the teacher's pass
-        folder = run.folder / "teacher"
-        if config.stored is not None and not config.plan:
-            folder = local_path(config.stored, "stored")
-        about = {
-            "teacher": teacher.checksum,
-            "quantize": config.teacher_quantize,
-            "temperature": config.temperature,
-            "precision": run.precision,
-        }
-        stored = StoredTopK(folder, data.train, config.top_k, about)
-        if not config.plan:
-            write_top_k(run, stored, data.train, teacher.load, config.temperature)
-        return dataclasses.replace(
-            plain,
-            loss_fn=loss.of_stored,
-            data=TopKPlan(data.train, stored),
-            fingerprint=checksums.joined(plain.fingerprint, teacher.checksum),
-        )
     of_teacher = teacher.flops_per_token(max(data.train.buckets))
     of_student, evaluate = student.flops_per_token, language.evaluator(run, data)
     return dataclasses.replace(
@@ -256,7 +324,7 @@ def training(
         make_model=lambda key, model: Taught(plain.make_model(key), model),
         pretrained=Pretrained(teacher.skeleton, teacher.load, teacher.checksum, flag="--teacher"),
         trainable=student_alone,
-        loss_fn=loss.beside_teacher,
+        loss_fn=Distillation(config.temperature, config.weight).beside_teacher,
         flops_per_token=of_teacher and of_student and of_teacher + of_student,
         evaluate=lambda model, whole: evaluate(model.student, whole),
     )
