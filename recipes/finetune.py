@@ -17,20 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zoo
-from zoo import finetuning, optimizers
-from zoo.alignment import tuning
+from zoo import finetuning, optimizers, preferences
 from zoo.runs.command_line import cli
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(tuning.Config):
+class Config(preferences.Config):
     """Fine-tune a model, in full, in part, or by low-rank adapters."""
 
     run_dir: Path | str = Path("runs/finetune")
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 200
     """Optimizer steps in all; more than before continues a finished run."""
-    data: tuning.Data = tuning.Data(held_out=0.1)
+    data: finetuning.Data = finetuning.Data(held_out=0.1)
     optimizer: optimizers.Config = finetuning.Optimizer(warmup_steps=20)
 
 
@@ -39,7 +38,7 @@ def main(config: Config) -> None:
     with zoo.Run(config) as run:
         base = finetuning.Base(run)
         data = finetuning.read_text(run, base.tokenizer, label=config.label)
-        train = finetuning.train_classifier if config.label else tuning.train
+        train = finetuning.train_classifier if config.label else preferences.train
         train(run, base, data)
 
 

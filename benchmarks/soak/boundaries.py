@@ -67,7 +67,7 @@ MOMENTS = {
         "zoo.alignment.distillation:read_text",
     ),
     "loading the base": ("zoo.publishing.models:load",),
-    "the reference's pass": ("zoo.alignment.tuning:reference_log_probabilities",),
+    "the reference's pass": ("zoo.alignment.preferences:reference_log_probabilities",),
     "compiling the step": ("zoo.runs.loop:_compile",),
     "evaluation": ("zoo.runs.recorder:Recorder.evaluation",),
     "a line of metrics": ("zoo.runs.metrics:MetricsLog.write",),

@@ -20,7 +20,7 @@ import recipes.lm
 import recipes.mlp
 import recipes.rnn
 from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
-from zoo.alignment import tuning
+from zoo.alignment import distillation
 from zoo.common import configuration
 from zoo.tasks import finetuning
 from zoo.transformer.config import RopeScaling
@@ -389,5 +389,5 @@ def test_data_of_wrong_type_is_refused(config: Any):
 
 
 def test_a_namesake_is_refused_by_its_module():
-    with pytest.raises(ValueError, match=r"^data=.*of zoo\.alignment\.tuning, not of zoo\.tasks"):
-        configuration.check_value("data", finetuning.Data("*.txt"), tuning.Data)
+    with pytest.raises(ValueError, match=r"^data=.*of zoo\.alignment\.\w+, not of zoo\.tasks"):
+        configuration.check_value("data", finetuning.Data("*.txt"), distillation.Data)

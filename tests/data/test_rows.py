@@ -9,7 +9,7 @@ from helpers import write_tokenizer
 from prepared_parts import rows_in
 
 import zoo
-from zoo.alignment.tuning import Config, Data
+from zoo.alignment.preferences import Config
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
 from zoo.data.prepared import command, hashes, tokenizing
@@ -17,7 +17,7 @@ from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
 from zoo.data.sources.splits import plan_splits, read_split
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.tasks.finetuning import read_text
+from zoo.tasks.finetuning import Data, read_text
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -22,7 +22,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
 from zoo import transformer
-from zoo.alignment import tuning
 from zoo.common import configuration
 from zoo.nn.parameters import resolve
 from zoo.nn.products import is_quantized
@@ -350,7 +349,7 @@ def test_quantised_folders_are_fine_tuned_by_adapters(name: str, tmp_path: Path,
         model=str(folder),
         method="lora",
         sample_tokens=4,
-        data=tuning.Data(str(tmp_path / "*.txt"), held_out=0.2, seq_len=32, batch_size=4),
+        data=finetuning.Data(str(tmp_path / "*.txt"), held_out=0.2, seq_len=32, batch_size=4),
         optimizer=finetuning.Optimizer(learning_rate=0.01, warmup_steps=0),
     )
     finetune.main(config)

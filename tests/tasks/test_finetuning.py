@@ -1,3 +1,4 @@
+import dataclasses
 import datetime
 import gc
 import importlib
@@ -19,7 +20,6 @@ from recipe_cases import Recipe, shared
 
 import zoo
 from zoo import finetuning, language, rnn, transformer
-from zoo.alignment import tuning
 from zoo.common import checksums
 from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
@@ -582,9 +582,13 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
 
 def test_packed_pairs_are_refused():
     with pytest.raises(ValueError, match=r"data.rows='packed': a pair of preferences has a row"):
-        tuning.Data(format="preferences", rows="packed")
-    assert tuning.Data(format="preferences").completed().rows == "bucketed"
-    assert tuning.Data().completed().rows == "packed"
+        finetuning.Data(format="preferences", rows="packed")
+    config = finetuning.Config(run_dir="x", steps=1)
+    assert config.completed({}).data.rows == "packed"
+    pairs = dataclasses.replace(config, data=finetuning.Data(format="preferences")).completed({})
+    assert pairs.data.rows == "bucketed"
+    with pytest.raises(ValueError, match=r"data.format='preferences': the next token of pairs"):
+        finetuning.train(SimpleNamespace(config=pairs), None, None)
 
 
 def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):

@@ -32,7 +32,7 @@ from zoo.nn.stateful import cast
 from zoo.publishing import models
 from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.rules import is_matrix
-from zoo.tasks.finetuning.base import merge
+from zoo.tasks.finetuning.training import merge
 from zoo.training import state as state_module
 from zoo.transformer import ExpertsConfig, moe
 from zoo.transformer import dispatch as exchanges

@@ -26,7 +26,6 @@ from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out
 from zoo.nn.products import Kind
-from zoo.nn.protocols import HasReadout
 from zoo.nn.remat import Policy
 from zoo.publishing import models
 from zoo.publishing.models import check_finite
@@ -99,9 +98,10 @@ class Distillation:
         if self.weight == 0:
             return losses.next_token(model.student, batch, key)
         losses.check_tokens(batch)
-        readout, x_BTE = _outputs(model.student, batch, key)
+        readout, x_BTE = losses.readout_and_input(model.student, batch, key)
         with dropping_out(None):
-            teacher, of_teacher = jax.lax.stop_gradient(_outputs(model.teacher, batch, None))
+            outputs = losses.readout_and_input(model.teacher, batch, None)
+        teacher, of_teacher = jax.lax.stop_gradient(outputs)
         logits = jax.eval_shape(readout, x_BTE)
         size = jax.eval_shape(teacher, of_teacher).shape[-1]
         require(
@@ -138,16 +138,6 @@ class _Readouts(eqx.Module):
 
     student: Any
     teacher: Any
-
-
-def _outputs(
-    model: PyTree, batch: dict[str, Array], key: Array | None
-) -> tuple[Callable[[Array], Array], Array]:
-    """A model's output head, and its input; the identity, for a model that has no `readout`."""
-    inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
-    if isinstance(model, HasReadout):
-        return model.readout(), model.hidden(batch["tokens"], **inputs, key=key)
-    return eqx.nn.Identity(), model(batch["tokens"], **inputs, key=key)
 
 
 def divergences(

@@ -1,4 +1,4 @@
-"""Losses of preferences: DPO, and ORPO, which has no reference model.
+"""Preferences: the losses DPO, and ORPO, which has no reference model; and fine-tuning on them.
 
 A batch is that of `zoo.alignment.pairs.PairPlan`: a pair per row, the chosen example as segment 1
 and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
@@ -7,22 +7,34 @@ pairs, with their number as its weight.
 Legend of suffixes: B batch, T time, E embed, S sides (chosen, rejected).
 """
 
+import dataclasses
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 from zoo import sharding
+from zoo.alignment.pairs import PairPlan
 from zoo.common.configuration import require
+from zoo.data import text
 from zoo.nn.products import in_forward_mode
-from zoo.nn.protocols import HasBalance, HasReadout
-from zoo.nn.stateful import Balance
-from zoo.training import losses
-from zoo.training.chunked_loss import chunked_values
+from zoo.runs import evaluation
+from zoo.runs.config import Config as RunConfig
+from zoo.runs.processes import RunError
+from zoo.runs.run import Run
+from zoo.tasks import finetuning, language
+from zoo.training import losses, optimizers
+from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
 from zoo.wrappers import lora
 
@@ -36,7 +48,6 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reference: Literal["batch", "base"] = "batch",
-    balance: float = 0.0,
 ) -> LossFunction:
     """Direct preference optimisation (Rafailov et al. 2023), as `make_train_step` takes it.
 
@@ -47,8 +58,7 @@ def dpo(
     of the frozen model under the trained adapters, of which there is no copy.
 
     The metrics are means over pairs: `accuracy`, the share whose margin is positive, `margin`,
-    `chosen_log_prob` and `rejected_log_prob`, in nats per answer. Of a mixture of experts,
-    `balance` times its load-balancing loss is added, as a mean over tokens per pair.
+    `chosen_log_prob` and `rejected_log_prob`, in nats per answer.
 
     Raises:
         ValueError: `beta` is not positive, `label_smoothing` not in [0, 0.5); at a call, a batch
@@ -68,16 +78,16 @@ def dpo(
 
         return of
 
-    loss = functools.partial(_loss, pair_loss, balance)
+    loss = functools.partial(_loss, pair_loss)
     return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
 
 
-def orpo(*, beta: float = 0.1, balance: float = 0.0) -> LossFunction:
+def orpo(*, beta: float = 0.1) -> LossFunction:
     """Odds-ratio preference optimisation (Hong et al. 2024), as `make_train_step` takes it.
 
     With p an answer's probability per token, its geometric mean, the loss of a pair is
     -log p(chosen) - beta · log σ(m), where the margin m is the logarithm of the ratio of the odds
-    p/(1 - p) of both answers. There is no reference model. Metrics and `balance` are `dpo`'s.
+    p/(1 - p) of both answers. There is no reference model. The metrics are `dpo`'s.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -93,7 +103,7 @@ def orpo(*, beta: float = 0.1, balance: float = 0.0) -> LossFunction:
 
         return of
 
-    return functools.partial(_loss, pair_loss, balance)
+    return functools.partial(_loss, pair_loss)
 
 
 def check(beta: float, label_smoothing: float = 0.0) -> None:
@@ -107,8 +117,13 @@ def check(beta: float, label_smoothing: float = 0.0) -> None:
 
 def log_probabilities(model: PyTree, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
     """The log-probability of each answer of a batch in nats, without dropout and a gradient."""
-    x_BTE, readout, _ = _hidden(model, batch, None, balanced=False)
-    return jax.lax.stop_gradient(_whole(readout, x_BTE, batch, chunks=True))
+    given = losses.readout_and_input(model, batch, None)
+    return _of_answers(losses.token_values(losses.token_losses, *given, batch["targets"]), batch)
+
+
+def _of_answers(losses_BT: Array, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+    answers_BST = _answers(batch)
+    return -jnp.where(answers_BST > 0, answers_BST * losses_BT[:, None], 0.0).sum(-1)
 
 
 @losses.OF_TOKENS
@@ -125,14 +140,13 @@ def reference_values(
 @losses.OF_TOKENS
 def _loss(
     pair_loss: Callable[..., PairLoss],
-    coefficient: float,
     model: PyTree,
     batch: dict[str, Array],
     key: Array | None,
 ) -> tuple[Array, Array, Metrics]:
     _check_batch(batch)
     is_pair_B, answers_BST = _is_pair(batch), _answers(batch)
-    x_BTE, readout, experts = _hidden(model, batch, key, balanced=coefficient > 0)
+    readout, x_BTE = losses.readout_and_input(model, batch, key)
     of = pair_loss(model, batch, answers_BST.sum(-1))
 
     def sums(log_probs_BS: Array) -> tuple[Array, Metrics]:
@@ -147,17 +161,12 @@ def _loss(
         return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
 
     total, metrics = _differentiable(sums, readout, x_BTE, batch)
-    if experts is not None:
-        tokens_B = (batch["segment_ids"] > 0).sum(1, dtype=jnp.float32)
-        balance = (experts.load / jnp.maximum(tokens_B, 1)).sum()
-        total = total + coefficient * balance + experts.error.sum()
-        metrics = {**metrics, "balance": balance}
     return total, is_pair_B.sum().astype(jnp.float32), metrics
 
 
 def _differentiable(
     sums: Callable[[Array], tuple[Array, Metrics]],
-    readout: Callable[[Array], Array] | None,
+    readout: Callable[[Array], Array],
     x_BTE: Array,
     batch: dict[str, Array],
 ) -> tuple[Array, Metrics]:
@@ -166,55 +175,18 @@ def _differentiable(
     The total is then no sum over tokens, as a chunked loss is. Its gradient is that of one whose
     weights are the derivatives by the log-probabilities, which a first pass computes.
     """
-    if readout is None or in_forward_mode() or _num_chunks(readout, x_BTE) == 1:
-        return sums(_whole(readout, x_BTE, batch))
-    log_probs_BS = jax.lax.stop_gradient(_whole(readout, x_BTE, batch, chunks=True))
+    targets = batch["targets"]
+    if in_forward_mode() or losses.num_chunks(jax.eval_shape(readout, x_BTE)) == 1:
+        return sums(_of_answers(losses.token_losses(readout(x_BTE), targets), batch))
+    losses_BT = losses.token_values(losses.token_losses, readout, x_BTE, targets)
+    log_probs_BS = _of_answers(losses_BT, batch)
     (total, metrics), slopes_BS = jax.value_and_grad(sums, has_aux=True)(log_probs_BS)
     weights_BT = -(slopes_BS[:, :, None] * _answers(batch)).sum(1)
     linear, _ = losses.readout_cross_entropy(
-        readout, x_BTE, batch["targets"], jax.lax.stop_gradient(weights_BT)
+        readout, x_BTE, targets, jax.lax.stop_gradient(weights_BT)
     )
     stopped = jax.lax.stop_gradient((total - linear, metrics))
     return linear + stopped[0], stopped[1]
-
-
-def _num_chunks(readout: Callable[[Array], Array], x_BTE: Array) -> int:
-    return losses.num_chunks(jax.eval_shape(readout, x_BTE))
-
-
-def _whole(
-    readout: Callable[[Array], Array] | None,
-    x_BTE: Array,
-    batch: dict[str, Array],
-    *,
-    chunks: bool = False,
-) -> Float[Array, "batch 2"]:
-    """The log-probabilities; in `chunks` without a gradient."""
-    if readout is None:
-        of_tokens_BT = losses.token_losses(x_BTE, batch["targets"])
-    elif chunks and (count := _num_chunks(readout, x_BTE)) > 1:
-        of_tokens_BT = chunked_values(losses.token_losses, count, readout, x_BTE, batch["targets"])
-    else:
-        of_tokens_BT = losses.token_losses(readout(x_BTE), batch["targets"])
-    answers_BST = _answers(batch)
-    return -jnp.where(answers_BST > 0, answers_BST * of_tokens_BT[:, None], 0.0).sum(-1)
-
-
-def _hidden(
-    model: PyTree, batch: dict[str, Array], key: Array | None, *, balanced: bool
-) -> tuple[Array, Callable[[Array], Array] | None, Balance | None]:
-    """The head's input and the head, or logits and None, and the experts' balance if asked for."""
-    options: Any = {name: batch[name] for name in ("segment_ids", "positions")} | {"key": key}
-    if balanced:
-        if not isinstance(model, HasBalance):
-            raise ValueError(f"balance: a {type(model).__name__} has no experts; leave it at 0")
-        x_BTE, balance = model.hidden_and_balance(batch["tokens"], **options)
-        if balance is None:
-            raise ValueError("balance: the model has no experts; leave it at 0")
-        return x_BTE, model.readout(), balance
-    if isinstance(model, HasReadout):
-        return model.hidden(batch["tokens"], **options), model.readout(), None
-    return model(batch["tokens"], **options), None, None
 
 
 def _reference(model: PyTree, batch: dict[str, Array]) -> Array:
@@ -262,3 +234,132 @@ def _log_one_minus_exp(x: Array) -> Array:
     near = x > -math.log(2)
     of_near = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
     return jnp.where(near, of_near, jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
+
+
+# --- Fine-tuning on them --------------------------------------------------------------------------
+
+REFERENCE = "reference"  # a folder of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(finetuning.Config):
+    """The fields of fine-tuning, and of its loss where the data are pairs of answers."""
+
+    objective: Literal["dpo", "orpo"] = "dpo"
+    """Loss of preferences: DPO, whose reference is the model to begin with, or ORPO, which has
+    none."""
+    beta: float = 0.1
+    """Of DPO, the strength of the pull to the reference; of ORPO, the weight of the odds ratio."""
+    label_smoothing: float = 0.0
+    """Share of the preferences that DPO takes to be the wrong way round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.beta, self.label_smoothing)
+        require(
+            self.label_smoothing == 0 or self.objective == "dpo",
+            f"label_smoothing={self.label_smoothing}: objective={self.objective!r} has none; "
+            "leave it out",
+        )
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("objective", "beta", "label_smoothing")
+            if getattr(self, name) != getattr(Config, name)
+        ]
+        require(
+            self.data.format == "preferences" or not given,
+            f"{', '.join(given)}: only data.format='preferences' (now {self.data.format!r}) has "
+            "that",
+        )
+
+
+def train(run: Run[Config], base: finetuning.Base, data: text.Text) -> None:
+    """Fine-tune a language model, on pairs of answers where the data are some; save and show it."""
+    pairs = run.config.data.format == "preferences"
+    describe = functools.partial(training, base) if pairs else language.training
+    finetuning.train(run, base, data, describe)
+
+
+def training(
+    base: finetuning.Base,
+    run: Run[Config],
+    optimizer: optimizers.Config,
+    data: text.Text,
+    make_model: Callable[..., PyTree],
+) -> Training:
+    """The training on pairs, with its held-out loss, accuracy and margin.
+
+    The reference of DPO is the base under the adapters; without adapters it is the base, whose
+    log-probabilities are made once, at the run's first start, and kept by the run.
+    """
+    config = run.config
+    if config.objective == "orpo":
+        loss_fn = orpo(beta=config.beta)
+    else:
+        loss_fn = dpo(
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            reference="base" if config.method == "lora" else "batch",
+        )
+        if config.method != "lora":
+            plans: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
+            if config.plan:
+                found = {name: np.zeros((plan.num_pairs, 2)) for name, plan in plans.items()}
+            else:
+                found = _stored_reference(run, base, data, plans)
+            new: Any = {name: plan.with_reference(found[name]) for name, plan in plans.items()}
+            data = dataclasses.replace(data, **new)
+    plain = language.training(run, optimizer, data, make_model)
+    return dataclasses.replace(plain, loss_fn=loss_fn, evaluate=data.held_out)
+
+
+def _stored_reference(
+    run: Run[Config], base: finetuning.Base, data: text.Text, plans: dict[str, PairPlan]
+) -> dict[str, np.ndarray]:
+    made_of = f"{base.pretrained.checksum} {data.fingerprint}"
+    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+    there = np.int32(run.is_main and (run.folder / REFERENCE).exists())
+    values: dict[str, np.ndarray] = {}
+    if not multihost_utils.broadcast_one_to_all(there):
+        model = base.load()
+        for name, plan in plans.items():
+            values[name] = reference_log_probabilities(run, model, plan)
+        del model  # whose room the training takes
+        run.say(f"the reference's log-probabilities are in {run.address}/{REFERENCE}")
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        np.savez(folder / "log_probabilities.npz", **values)  # type: ignore[arg-type]
+        (folder / "made_of.json").write_text(json.dumps({"fingerprint": fingerprint}))
+
+    folder = run.once(REFERENCE, write)
+    if json.loads((folder / "made_of.json").read_text())["fingerprint"] != fingerprint:
+        raise RunError(
+            f"{folder} has the log-probabilities of another model than {run.config.model}, or of "
+            "other pairs: remove it to have them made again, or start anew with another --run-dir"
+        )
+    with np.load(folder / "log_probabilities.npz") as stored:
+        return {name: stored[name] for name in plans}
+
+
+def reference_log_probabilities(
+    run: Run[RunConfig], model: PyTree, plan: PairPlan
+) -> Float32[np.ndarray, "pairs 2"]:
+    """The log-probabilities under a model of the answers of all pairs of a plan, in the plan's
+    batches; NaN for pairs that it leaves out.
+
+    Raises:
+        RunError: one is not finite.
+    """
+    evaluator = evaluation.Evaluator(run, reference_values, plan)
+    found = np.full((plan.num_pairs, 2), np.nan, np.float32)
+    for k, metrics in evaluator.results(model, True, bounded=False):
+        pairs, values = plan.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
+        if not np.isfinite(values[pairs >= 0]).all():
+            wrong = pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0]
+            raise RunError(
+                f"the reference's log-probability of the pair {plan.corpus.name(2 * wrong)} is not "
+                f"finite in {run.precision}: give --precision fp32, or look at the model"
+            )
+        found[pairs[pairs >= 0]] = values[pairs >= 0]
+    return found

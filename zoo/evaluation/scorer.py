@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from zoo import sharding
 from zoo.data.special_tokens import begin_id, end_id
@@ -20,11 +19,9 @@ from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import bucket_of
 from zoo.nn.precision import DTypeName
 from zoo.nn.products import is_operand
-from zoo.nn.protocols import HasReadout
 from zoo.sharding.placement import gathered
 from zoo.tasks.generation import make_stops, stream_texts
-from zoo.training.chunked_loss import cut_time
-from zoo.training.losses import LOGITS_BYTES, class_logits, cross_entropy
+from zoo.training.losses import class_logits, readout_and_input, token_losses, token_values
 from zoo.training.step import make_eval_step
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of what continues it
@@ -251,41 +248,16 @@ def row_scores(
     model: PyTree, batch: dict[str, Array], key: None
 ) -> tuple[Array, Array, dict[str, Array]]:
     """Each row's log-likelihood and whether it is greedy, as metrics of an evaluation step."""
-    readout: Callable[[Array], Array] = lambda logits_BTV: logits_BTV  # noqa: E731
-    if isinstance(model, HasReadout):
-        inputs, readout = model.hidden(batch["tokens"]), model.readout()
-    else:
-        inputs = model(batch["tokens"])
-    rows, seq = batch["tokens"].shape
-    vocab = eqx.filter_eval_shape(readout, inputs).shape[-1]
-    held = 4 * rows * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
-    time = seq // sharding.num_parts("inner_seq")
-    count = next(
-        n for n in range(1, time + 1) if time % n == 0 and (held <= LOGITS_BYTES * n or n == time)
-    )
+    targets, weights = batch["targets"], batch["weights"]
 
-    def chunk(parts: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        x, targets, weights = parts
-        return _scored(readout(x), targets, weights)
+    def scored(logits: Array, targets: Array) -> tuple[Array, Array]:
+        return token_losses(logits, targets), logits.argmax(-1) == targets
 
-    parts = (inputs, batch["targets"], batch["weights"])
-    if count == 1:
-        totals, greedy = chunk(parts)
-    else:
-        totals, greedy = jax.lax.map(chunk, jax.tree.map(lambda x: cut_time(x, count), parts))
-        totals, greedy = totals.sum(0), greedy.all(0)
+    readout, inputs = readout_and_input(model, batch, None)
+    losses, greedy = token_values(scored, readout, inputs, targets)
+    totals = -jnp.where(weights != 0, losses * weights, 0.0).sum(-1)
     zero = jnp.float32(0)
-    return zero, zero, {"total": totals, "greedy": greedy}
-
-
-def _scored(
-    logits: Float[Array, "batch seq vocab"],
-    targets: Int[Array, "batch seq"],
-    weights: Float[Array, "batch seq"],
-) -> tuple[Float[Array, "batch"], Array]:
-    losses, _ = jax.vmap(cross_entropy)(logits, targets, weights)
-    greedy = (logits.argmax(-1) == targets) | (weights == 0)
-    return -losses, greedy.all(-1)
+    return zero, zero, {"total": totals, "greedy": (greedy | (weights == 0)).all(-1)}
 
 
 def class_scores(

@@ -56,44 +56,25 @@ def _cut(x: Array, count: int) -> Array:
     return x.reshape(count, of_batch * of_time, rows, time, *x.shape[5:])
 
 
-def _joined(x_CPRT: Array) -> Float[Array, "batch seq"]:
-    """[batch, seq] of what `_cut` gives."""
-    of_batch, of_time = map(sharding.num_parts, _PARTS)
-    count, _, rows, time = x_CPRT.shape
-    x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
-    return x.reshape(of_batch * rows, of_time * count * time)
-
-
-def cut_time(x: Array, count: int) -> Array:
-    """[chunks, batch, time, …] of [batch, seq, …], each with as much of each part of a row."""
-    parts = sharding.num_parts("inner_seq")
-    x = x.reshape(x.shape[0], parts, count, -1, *x.shape[2:])
-    x = jnp.moveaxis(x, 2, 0)
-    return x.reshape(count, x.shape[1], -1, *x.shape[4:])
-
-
-def join_time(x: Array) -> Array:
-    """[batch, seq, …] of what `cut_time` gives."""
-    count, batch, _, *rest = x.shape
-    x = x.reshape(count, batch, sharding.num_parts("inner_seq"), -1, *rest)
-    return jnp.moveaxis(x, 0, 2).reshape(batch, -1, *rest)
-
-
 def chunked_values(
-    function: Callable[[Array, Array], Array],
+    function: Callable[[Array, Array], PyTree[Array]],
     count: int,
     readout: PyTree,
     x_BTE: Float[Array, "batch seq embed"],
     targets_BT: Int[Array, "batch seq"],
-) -> Float[Array, "batch seq"]:
-    """`function(readout(x), targets)` over `count` equal chunks of time; it has no gradient."""
-    readout, x_BTE = jax.lax.stop_gradient((readout, x_BTE))
+) -> PyTree[Array]:
+    """`function(readout(x), targets)`, [batch, seq], over `count` equal chunks of time."""
+    one = _each_part(lambda readout, x, targets: function(readout(x), targets))
+    chunks = _cut(x_BTE, count), _cut(targets_BT, count)
+    values = jax.lax.map(lambda chunk: one(readout, *chunk), chunks)
+    of_batch, of_time = map(sharding.num_parts, _PARTS)
 
-    def one(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
-        return None, _each_part(lambda readout, x, y: function(readout(x), y))(readout, *chunk)
+    def joined(x_CPRT: Array) -> Array:
+        _, _, rows, time = x_CPRT.shape
+        x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
+        return x.reshape(of_batch * rows, of_time * count * time)
 
-    _, values_CPRT = jax.lax.scan(one, None, (_cut(x_BTE, count), _cut(targets_BT, count)))
-    return _joined(values_CPRT)
+    return jax.tree.map(joined, values)
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))

@@ -5,9 +5,9 @@ Legend of suffixes: B batch, T time, E embed, V vocabulary.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from zoo import sharding
 from zoo.nn.products import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
-from zoo.training.chunked_loss import chunked
+from zoo.training.chunked_loss import chunked, chunked_values
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -143,6 +143,23 @@ def _over_time(
     return chunked(loss, count, readout, x_BTE, targets, weights_BT)
 
 
+def token_values(
+    function: Callable[[Array, Array], PyTree[Array]],
+    readout: Callable[[Array], Array],
+    x_BTE: Float[Array, "batch seq embed"],
+    targets_BT: Int[Array, "batch seq"],
+) -> PyTree[Array]:
+    """`function(logits, targets)` of each token, [batch, seq], without a gradient.
+
+    As for `readout_cross_entropy`, large logits are never all in memory.
+    """
+    readout, x_BTE = jax.lax.stop_gradient((readout, x_BTE))
+    count = num_chunks(jax.eval_shape(readout, x_BTE))
+    if count == 1:
+        return function(readout(x_BTE), targets_BT)
+    return chunked_values(function, count, readout, x_BTE, targets_BT)
+
+
 def _of_tokens(
     readout: Callable[[Array], Array], x: Array, targets: Array, weights: Array
 ) -> tuple[Array, None]:
@@ -183,15 +200,16 @@ def per_source(
 
 
 def _token_sums(
-    over: Callable[..., tuple[Array, Any]], batch: dict[str, Array]
+    readout: Callable[[Array], Array], x_BTE: Array, batch: dict[str, Array]
 ) -> tuple[Array, Array, dict[str, Any]]:
-    """The sums of `over(loss, targets, weights)`, with those of each source if rows have one."""
+    """The loss of all tokens and their weight, and those of each source if rows have one."""
     weights_BT, shares_BS = batch["weights"], batch.get("source")
     if shares_BS is None:
-        total, _ = over(_of_tokens, batch["targets"], weights_BT)
+        total, _ = _over_time(readout, x_BTE, _of_tokens, batch["targets"], weights_BT)
         return total, weights_BT.sum(), {}
     shares_BTS = jnp.broadcast_to(shares_BS[:, None], (*weights_BT.shape, shares_BS.shape[-1]))
-    total, totals_S = over(_of_tokens_and_sources, (batch["targets"], shares_BTS), weights_BT)
+    targets = batch["targets"], shares_BTS
+    total, totals_S = _over_time(readout, x_BTE, _of_tokens_and_sources, targets, weights_BT)
     weights_S = (weights_BT[..., None] * shares_BTS).sum((0, 1))
     return total, weights_BT.sum(), {"source": (totals_S, weights_S)}
 
@@ -217,12 +235,21 @@ def next_token(
     `readout` never has all its logits in memory where they are large; any other is called for them.
     """
     check_tokens(batch)
+    return _token_sums(*readout_and_input(model, batch, key), batch)
+
+
+def readout_and_input(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Callable[[Array], Array], Array]:
+    """A language model's output head, and its input for a token batch.
+
+    Of a model without `hidden` and `readout` they are the identity and the logits.
+    """
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
-    if isinstance(model, HasReadout):
-        x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
-        return _token_sums(partial(_over_time, model.readout(), x_BTE), batch)
-    logits = model(batch["tokens"], **inputs, key=key)
-    return _token_sums(lambda loss, *others: loss(lambda x: x, logits, *others), batch)
+    if not isinstance(model, HasReadout):
+        return eqx.nn.Identity(), model(batch["tokens"], **inputs, key=key)
+    x_BTE = model.hidden(batch["tokens"], **inputs, key=key)
+    return model.readout(), x_BTE
 
 
 def _check_names(batch: Mapping[str, Array], *names: str) -> None:
@@ -271,8 +298,7 @@ def balanced_next_token(
             raise ValueError(
                 "balanced_next_token: the model has no experts; set experts.num_experts"
             )
-        over = partial(_over_time, model.readout(), x_BTE)
-        total, weight, metrics = _token_sums(over, batch)
+        total, weight, metrics = _token_sums(model.readout(), x_BTE, batch)
         balance = experts.load.sum()
         total, metrics = total + coefficient * balance, {**metrics, "balance": balance}
         if z_coefficient:

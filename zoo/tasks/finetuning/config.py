@@ -24,13 +24,14 @@ from zoo.wrappers.lora import Config as LoraConfig
 class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
-    format: Literal["text", "completions", "chats"] = "text"
+    format: Literal["text", "completions", "chats", "preferences"] = "text"
     """text; or rows (.jsonl, .json, .csv, .parquet) of prompts with completions, which alone count
     in the loss; or of chats, by the tokenizer's own template, in which the assistant's answers
-    count. The columns show the form: texts or messages, ShareGPT's or Alpaca's."""
-    rows: Literal["packed", "bucketed"] = "packed"
+    count; or of preferences, each a prompt, chosen and rejected. The columns show the form: texts
+    or messages, ShareGPT's or Alpaca's."""
+    rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
     """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
-    and padded to the next of the buckets."""
+    and padded to the next of the buckets. If not given, packed, and bucketed for preferences."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -41,6 +42,13 @@ class Data(text.Source):
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
     chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""
     """File of a chat template (Jinja) in place of the tokenizer's own, saved with the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.format != "preferences" or self.rows != "packed",
+            "data.rows='packed': a pair of preferences has a row of its own; give 'bucketed'",
+        )
 
 
 # Rates and decays per method: adapters begin at zero, and the parameters at what they learned.
@@ -129,11 +137,13 @@ class Config(RunConfig):
         )
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
-        """The configuration with the numbers of its optimizer."""
-        if not isinstance(self.optimizer, Optimizer):
-            return self
-        optimizer = self.optimizer.completed(self.method, stored.get("optimizer", {}))
-        return dataclasses.replace(self, optimizer=optimizer)
+        """The configuration with the rows of its data and the numbers of its optimizer."""
+        rows = self.data.rows or ("bucketed" if self.data.format == "preferences" else "packed")
+        optimizer = self.optimizer
+        if isinstance(optimizer, Optimizer):
+            optimizer = optimizer.completed(self.method, stored.get("optimizer", {}))
+        data = dataclasses.replace(self.data, rows=rows)
+        return dataclasses.replace(self, data=data, optimizer=optimizer)
 
     def overrides(self, model: Any) -> dict[str, Any]:
         """The given values of fields of the model's own configuration, by their names there."""
