@@ -438,8 +438,8 @@ def test_a_schedule_over_more_steps_is_no_other_optimizer(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("made", "stepped", "message"),
     [
-        (optax.sgd(1e-2), optax.adam(1e-2), "0 is EmptyState in the state and ScaleByAdamState"),
-        (optax.adam(1e-2), optax.adamw(1e-2), "2 is absent in the state and EmptyState"),
+        (optax.sgd(1e-2), optax.adam(1e-2), "0 is EmptyState, and has to be ScaleByAdamState"),
+        (optax.adam(1e-2), optax.adamw(1e-2), "2 is absent, and has to be EmptyState"),
     ],
     ids=["sgd", "adam"],
 )

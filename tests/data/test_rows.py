@@ -247,7 +247,7 @@ def started(tmp_path, capsys, tokenizer, records, **data):
         run_dir=tmp_path / str(len([*tmp_path.iterdir()])),
         steps=1,
         compilation_cache=None,
-        data=Data(files=path, cache=None, **data).completed(),
+        data=Data(files=path, cache=None, **data),
     )
     capsys.readouterr()
     with zoo.Run(config) as run:

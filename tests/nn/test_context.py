@@ -452,9 +452,13 @@ def test_logits_in_chunks_over_split_rows(mesh: str, monkeypatch: Any):
 
 def test_chunks_of_time_come_back_in_order():
     x = jnp.arange(2 * 24).reshape(2, 24)
+    two = jnp.stack([x, 3 * x], -1).astype(jnp.float32)
     with sharding.use(sharding.make_mesh("context=4")):
-        found = chunked_loss.chunked_values(jnp.subtract, 3, eqx.nn.Identity(), 3 * x, x)
-        assert (found == 2 * x).all()
+        found = chunked_loss.chunked_values(
+            lambda logits, targets: (logits[..., 1], targets), 3, eqx.nn.Identity(), two, x
+        )
+    assert (found[0] == two[..., 1]).all()
+    assert (found[1] == x).all()
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_memory_estimate_matches_the_compiler():
 def traced_flops(wanted, policy=None):
     """FLOPs without a compile."""
     with remat.overridden(policy):
-        state = wanted.training.skeleton(jax.random.key(0), mesh=None)
+        state = wanted.training.blueprint(jax.random.key(0), mesh=None).skeleton
         step = wanted.training.step(mesh=None, precision="fp32")
         return flops.count(step.trace(state, wanted.batch).jaxpr)
 

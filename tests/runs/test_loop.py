@@ -31,7 +31,7 @@ from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
 from zoo.training.compiled import CompiledStep
-from zoo.training.pretrained import Pretrained
+from zoo.training.state import Pretrained
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
 

@@ -62,7 +62,7 @@ def test_norms_on_a_mesh_are_those_of_numpy(tmp_path: Path):
     told = []
     with zoo.Run(config(tmp_path, mesh="fsdp=2,tensor=2")) as run:
         task = training(make_model=Stack, trainable=without_table)
-        state = task.init(jax.random.key(0), mesh=run.layout)
+        state = task.blueprint(jax.random.key(0), mesh=run.layout).state()
         assert not state.model.layers.w.sharding.is_fully_replicated
         loop = callbacks.Loop(run, task)
         loop.callbacks = (Listener(told),)

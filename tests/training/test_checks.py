@@ -98,7 +98,7 @@ def test_a_run_ends_before_the_step_that_would_use_the_value(
         )
         with pytest.raises(ValueError, match=message):
             zoo.fit(run, training)
-        state = training.init(KEY, mesh=run.mesh)
+        state = training.blueprint(KEY, mesh=run.mesh).state()
         with pytest.raises(ValueError, match=message):  # of an evaluation as well
             training.evaluate(state.model, True)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

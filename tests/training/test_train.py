@@ -37,8 +37,13 @@ from zoo.runs.monitor import CompileCounter
 from zoo.sharding.axes import keystr
 from zoo.training import step as train
 from zoo.training.compiled import CompiledStep
-from zoo.training.pretrained import Pretrained
-from zoo.training.state import abstract_state, frozen_state, state_shardings, without_frozen
+from zoo.training.state import (
+    Blueprint,
+    Pretrained,
+    abstract_state,
+    state_shardings,
+    without_frozen,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 KEY = jax.random.key(0)
@@ -872,7 +877,7 @@ def only_trained(model: Any) -> Any:
 
 def test_loaded_arrays_have_to_be_those_of_the_skeleton():
     skeleton = eqx.filter_eval_shape(low)
-    with pytest.raises(ValueError, match=r"blocks.* as float32\[.*, and its skeleton as bfloat16"):
+    with pytest.raises(ValueError, match=r"skeleton: .* is float32\[.*, and has to be bfloat16"):
         frozen_state_and_step(Pretrained(skeleton, lambda: cast(low(), jnp.float32)))
 
 
@@ -881,7 +886,7 @@ def test_frozen_parts_complete_a_state():
     options = {"key": KEY, "trainable": only_norms, "pretrained": Pretrained(skeleton, low)}
     make = (lambda key, model: model, optax.adam(0.1))
     state = zoo.init_state(*make, **options)
-    frozen = frozen_state(*make, **options)
+    frozen = Blueprint(*make, **options).frozen()
     rest = without_frozen(state, only_norms)
     assert jax.tree.leaves(frozen)
     assert not parameters(frozen.model).keys() & parameters(rest.model).keys()
@@ -890,7 +895,7 @@ def test_frozen_parts_complete_a_state():
     assert_trees_close(arrays(joined.model), arrays(state.model), 0)
     # Nothing is loaded where nothing is frozen.
     options |= {"trainable": None, "pretrained": Pretrained(skeleton, lambda: 1 / 0)}
-    assert not jax.tree.leaves(frozen_state(*make, **options))
+    assert not jax.tree.leaves(Blueprint(*make, **options).frozen())
 
 
 WHOLE = ["data=8", "fsdp=8", "tensor=2", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,expert=4"]

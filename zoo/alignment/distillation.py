@@ -39,7 +39,7 @@ from zoo.tasks.generation import have_same_tokens
 from zoo.training import losses
 from zoo.training.chunked_loss import chunked
 from zoo.training.description import Training
-from zoo.training.pretrained import Pretrained
+from zoo.training.state import Pretrained
 from zoo.transformer.config import num_flops_per_token as transformer_flops
 from zoo.transformer.model import Transformer
 

@@ -31,7 +31,7 @@ from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
-from zoo.training.pretrained import Pretrained
+from zoo.training.state import Pretrained
 from zoo.transformer.model import Transformer
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig

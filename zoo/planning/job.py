@@ -212,7 +212,7 @@ def make_estimate(
 def _trace(job: Job, mesh: Mesh | sharding.Layout) -> tuple[TrainState, Any]:
     """The skeleton of the state, and the step on it."""
     with remat.overridden(job.remat):
-        state = job.training.skeleton(jax.random.key(0), mesh=mesh)
+        state = job.training.blueprint(jax.random.key(0), mesh=mesh).skeleton
         step = job.training.step(
             mesh=mesh,
             precision=job.precision,

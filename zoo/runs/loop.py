@@ -228,20 +228,21 @@ def _restore_or_init(loop: Hooks, origin: dict[str, Any]) -> tuple[TrainState, i
     """The state to begin with, the callbacks' too, and the steps that it has behind it."""
     run, training = loop.run, loop.training
     key = jax.random.key(run.config.seed)
-    skeleton = training.skeleton(key, mesh=run.layout)
+    blueprint = training.blueprint(key, mesh=run.layout)
+    skeleton = blueprint.skeleton
     vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
     if vocab_size is not None:
         check_ids(training.data, vocab_size)
     while True:
         restored = run.restore(training.saved(skeleton))
         if restored is None:
-            state = training.init(key, mesh=run.layout)
+            state = blueprint.state()
             loop.begin(state, 0, {})
             return state, 0
         state, step, meta = restored
         identity.check(run, step, meta, origin)
         if training.base:
-            state = eqx.combine(state, training.frozen(key, mesh=run.layout))
+            state = eqx.combine(state, blueprint.frozen())
         try:
             loop.begin(state, step, meta)
             break

@@ -29,7 +29,7 @@ from zoo.runs.run import Run
 from zoo.tasks import mixtures
 from zoo.training import losses, optimizers
 from zoo.training.description import Evaluate, Training
-from zoo.training.pretrained import skeleton_of
+from zoo.training.state import skeleton_of
 
 Published = Callable[[PyTree], PyTree]  # from a model in training to the one that is for use
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -15,15 +14,7 @@ from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.training.compiled import CompiledStep
 from zoo.training.loss_values import LossFunction
-from zoo.training.pretrained import Pretrained
-from zoo.training.state import (
-    Trainable,
-    TrainState,
-    abstract_state,
-    frozen_state,
-    init_state,
-    without_frozen,
-)
+from zoo.training.state import Blueprint, Pretrained, Trainable, TrainState, without_frozen
 from zoo.training.step import make_train_step
 
 Evaluate = Callable[[PyTree, bool], dict[str, float]]
@@ -66,22 +57,9 @@ class Training:
     """The policy that `remat_flag` chose, where there is that flag."""
     remat_flag: str = "--model.remat"
 
-    def init(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
-        """The state at step 0; see `init_state`."""
-        return self._state(init_state, key, mesh)
-
-    def skeleton(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
-        """The state's shapes, dtypes and shardings; see `abstract_state`."""
-        return self._state(abstract_state, key, mesh)
-
-    def layout(self, mesh: Mesh | sharding.Layout | None) -> sharding.Layout:
-        """The layout of this training's arrays on a mesh; its own `axes` come first."""
-        found: sharding.Layout = sharding.layout_of(mesh)
-        axes = found.axes if self.axes is None else self.axes
-        return dataclasses.replace(found, axes=axes, strict=self.strict or found.strict)
-
-    def _state(self, make: Callable[..., TrainState], key: Array, mesh: Any) -> Any:
-        return make(
+    def blueprint(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> Blueprint:
+        """The state at step 0, not made yet."""
+        return Blueprint(
             self.make_model,
             self.optimizer,
             key=key,
@@ -90,13 +68,15 @@ class Training:
             pretrained=self.pretrained,
         )
 
-    def frozen(self, key: Key[Array, ""], *, mesh: Mesh | sharding.Layout | None) -> TrainState:
-        """The part of the state at step 0 that no step changes; see `frozen_state`."""
-        return self._state(frozen_state, key, mesh)
+    def layout(self, mesh: Mesh | sharding.Layout | None) -> sharding.Layout:
+        """The layout of this training's arrays on a mesh; its own `axes` come first."""
+        found: sharding.Layout = sharding.layout_of(mesh)
+        axes = found.axes if self.axes is None else self.axes
+        return dataclasses.replace(found, axes=axes, strict=self.strict or found.strict)
 
     @property
     def base(self) -> str:
-        """Checksum of the model to begin with; with one, checkpoints do without `frozen`."""
+        """Checksum of the model to begin with; with one, checkpoints do without what is frozen."""
         return self.pretrained.checksum if isinstance(self.pretrained, Pretrained) else ""
 
     def saved(self, state: TrainState) -> TrainState:

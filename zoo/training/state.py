@@ -1,8 +1,9 @@
-"""The state of a training: `TrainState`, born sharded by `init_state`, and how it is placed."""
+"""The state of a training: `TrainState`, born sharded by `init_state`, and the model before it."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +18,6 @@ from zoo.nn.precision import LossScale
 from zoo.nn.products import is_quantized
 from zoo.nn.stateful import cast, is_kept, is_load_bias
 from zoo.sharding.axes import check_model, is_parameter, keystr
-from zoo.training.pretrained import Pretrained, check_loaded, skeleton_of
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
 
@@ -37,6 +37,25 @@ class TrainState(eqx.Module):
     """The factor of the loss in fp16, which keeps small gradients from rounding to 0."""
     skipped: Int32[Array, ""]
     """Steps whose result was not finite, which changed nothing."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A stored model to begin with, which is loaded as often as a training needs its arrays."""
+
+    skeleton: PyTree
+    """The model, with a `jax.ShapeDtypeStruct` in the place of each array."""
+    load: Callable[[], PyTree]
+    """Its arrays, on the run's mesh. The caller owns what it returns, and may donate it."""
+    checksum: str = ""
+    """Checksum of the files. With one, a checkpoint holds what is trained, and this checksum."""
+    flag: str = "--model"
+    """The flag that names it, for messages."""
+
+
+def skeleton_of(pretrained: PyTree) -> PyTree:
+    """The skeleton of a `Pretrained`; a model as it is."""
+    return pretrained.skeleton if isinstance(pretrained, Pretrained) else pretrained
 
 
 def init_state(
@@ -62,52 +81,105 @@ def init_state(
             layout's `axes` that names nothing.
         TypeError: a model in place of `make_model`, or `optimizer` is not an optax transformation.
     """
-    layout = sharding.layout_of(mesh)
-    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
-    with sharding.use(layout.without_mesh):
-        return eqx.combine(_made(blueprint, pretrained, layout.mesh, True), blueprint[-1])
+    return Blueprint(
+        make_model, optimizer, key=key, mesh=mesh, trainable=trainable, pretrained=pretrained
+    ).state()
 
 
-def abstract_state(
-    make_model: Callable[..., PyTree],
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Key[Array, ""],
-    mesh: Mesh | sharding.Layout | None = None,
-    trainable: Trainable | None = None,
-    pretrained: PyTree = None,
-) -> TrainState:
-    """The result of `init_state` with a sharded ShapeDtypeStruct for each array, for a restore."""
-    layout = sharding.layout_of(mesh)
-    *_, skeleton, static = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
-    if layout.mesh is not None:
-        with sharding.use(layout.without_mesh):
-            placed = state_shardings(skeleton, layout.mesh)
-        skeleton = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            skeleton,
-            placed,
+def abstract_state(make_model: Callable[..., PyTree], optimizer: Any, **options: Any) -> TrainState:
+    """The `Blueprint.skeleton` of what `init_state` would make of the same arguments."""
+    return Blueprint(make_model, optimizer, **options).skeleton
+
+
+class Blueprint:
+    """A state that is not made yet; the arguments are `init_state`'s."""
+
+    def __init__(
+        self,
+        make_model: Callable[..., PyTree],
+        optimizer: optax.GradientTransformation,
+        *,
+        key: Key[Array, ""],
+        mesh: Mesh | sharding.Layout | None = None,
+        trainable: Trainable | None = None,
+        pretrained: PyTree = None,
+    ):
+        check_optimizer(optimizer)
+        if any(map(eqx.is_array, jax.tree.leaves(make_model))) or not callable(make_model):
+            raise TypeError(
+                f"make_model is a {type(make_model).__name__}: give a function from a key to a "
+                "model; to train an existing one, lambda key, model: model with pretrained=model"
+            )
+        layout = sharding.layout_of(mesh)
+        weights, rest = eqx.partition(skeleton_of(pretrained), is_parameter)
+
+        def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
+            init_key, dropout_key = jax.random.split(key)
+            with sharding.use(layout.without_mesh):  # which says what the axes of parameters are
+                model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
+            trained = trained_leaves(model, trainable)
+            model = _with_master_weights(model, trained)
+            with standard_promotion(), sharding.use(layout.without_mesh):
+                opt_state = optimizer.init(eqx.filter(model, trained))
+            zero = jnp.zeros((), jnp.int32)
+            return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
+
+        self._build, self._trainable, self._pretrained = build, trainable, pretrained
+        self._given: tuple[Any, ...] = (key,) if pretrained is None else (key, weights)
+        self._arrays, self._static = eqx.partition(
+            eqx.filter_eval_shape(build, *self._given),
+            lambda x: isinstance(x, jax.ShapeDtypeStruct),
         )
-    return eqx.combine(skeleton, static)
+        self._placed: Any = None
+        with sharding.use(layout.without_mesh):
+            check_model(self._arrays.model, layout)
+            if layout.mesh is not None:
+                self._placed = state_shardings(self._arrays, layout.mesh)
+        self._layout = layout
 
+    def state(self) -> TrainState:
+        """The state, born sharded."""
+        return eqx.combine(self._made(True), self._static)
 
-def frozen_state(
-    make_model: Callable[..., PyTree],
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Key[Array, ""],
-    mesh: Mesh | sharding.Layout | None = None,
-    trainable: Trainable | None = None,
-    pretrained: PyTree = None,
-) -> TrainState:
-    """The frozen parameters of the result of `init_state`, with None in all other places."""
-    layout = sharding.layout_of(mesh)
-    blueprint = _blueprint(make_model, optimizer, key, trainable, pretrained, layout)
-    *_, skeleton, static = blueprint
-    chosen = jax.tree.map(lambda _: False, skeleton)
-    frozen = frozen_leaves(eqx.combine(skeleton, static).model, trainable)
-    with sharding.use(layout.without_mesh):
-        return _made(blueprint, pretrained, layout.mesh, _with_model(chosen, frozen))
+    @property
+    def skeleton(self) -> TrainState:
+        """The state with a ShapeDtypeStruct, sharded on a mesh, for each array: for a restore."""
+        arrays = self._arrays
+        if self._placed is not None:
+            arrays = jax.tree.map(
+                lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                arrays,
+                self._placed,
+            )
+        return eqx.combine(arrays, self._static)
+
+    def frozen(self) -> TrainState:
+        """The frozen parameters of the state, with None in all other places."""
+        frozen = frozen_leaves(self.skeleton.model, self._trainable)
+        chosen = jax.tree.map(lambda _: False, self._arrays)
+        return self._made(_with_model(chosen, frozen))
+
+    def _made(self, chosen: PyTree) -> Any:
+        """The chosen arrays of the state; what they do not need is not computed."""
+        if not jax.tree.leaves(eqx.filter(self._arrays, chosen)):
+            return eqx.filter(self._arrays, chosen)
+        given, pretrained, build = self._given, self._pretrained, self._build
+        taken = isinstance(pretrained, Pretrained)
+        if taken:
+            loaded = eqx.filter(pretrained.load(), eqx.is_array)
+            if text := difference(described(loaded), described(given[1])):
+                raise ValueError(f"`load` of a Pretrained is unlike its skeleton: {text}")
+            given = (given[0], loaded)
+        # `eqx.filter_jit` takes no output shardings.
+        make = jax.jit(
+            lambda *given: eqx.filter(eqx.filter(build(*given), eqx.is_array), chosen),
+            out_shardings=None if self._placed is None else eqx.filter(self._placed, chosen),
+            donate_argnums=(1,) if taken else (),
+        )
+        with warnings.catch_warnings(), sharding.use(self._layout.without_mesh):
+            # Those of what is trained are: float32 does not fit into their place.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return make(*given)
 
 
 def without_frozen(state: TrainState, trainable: Trainable | None) -> TrainState:
@@ -120,65 +192,18 @@ def _with_model(state: TrainState, model: PyTree) -> TrainState:
     return eqx.tree_at(lambda s: s.model, state, model)
 
 
-def _made(blueprint: Any, pretrained: PyTree, mesh: Mesh | None, chosen: PyTree) -> Any:
-    """The chosen arrays of a state; what they do not need is not computed."""
-    build, given, skeleton, _ = blueprint
-    if not jax.tree.leaves(eqx.filter(skeleton, chosen)):
-        return eqx.filter(skeleton, chosen)
-    placed = None if mesh is None else eqx.filter(state_shardings(skeleton, mesh), chosen)
-    taken = isinstance(pretrained, Pretrained)
-    if taken:
-        loaded = eqx.filter(pretrained.load(), eqx.is_array)
-        check_loaded(loaded, given[1])
-        given = (given[0], loaded)
-    # `eqx.filter_jit` takes no output shardings.
-    make = jax.jit(
-        lambda *given: eqx.filter(eqx.filter(build(*given), eqx.is_array), chosen),
-        out_shardings=placed,
-        donate_argnums=(1,) if taken else (),
-    )
-    with warnings.catch_warnings():
-        # Those of what is trained are: float32 does not fit into their place.
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        return make(*given)
+def described(tree: PyTree) -> dict[str, str]:
+    """The dtype and shape of each array of a tree or a skeleton, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves if is_parameter(x)}
 
 
-def _blueprint(
-    make_model: Any,
-    optimizer: Any,
-    key: Key[Array, ""],
-    trainable: Any,
-    pretrained: PyTree,
-    layout: sharding.Layout,
-) -> tuple[Any, Any, Any, Any]:
-    """The function that builds a state, its arguments, the skeleton of its arrays, and the rest."""
-    check_optimizer(optimizer)
-    has_arrays = any(map(eqx.is_array, jax.tree.leaves(make_model)))
-    if has_arrays or not callable(make_model):
-        raise TypeError(
-            f"make_model is a {type(make_model).__name__}: give a function from a key to a model; "
-            "to train an existing one, lambda key, model: model with pretrained=model"
-        )
-    weights, rest = eqx.partition(skeleton_of(pretrained), is_parameter)
-    given = (key,) if pretrained is None else (key, weights)
-
-    def build(key: Key[Array, ""], *weights: PyTree) -> TrainState:
-        init_key, dropout_key = jax.random.split(key)
-        with sharding.use(layout.without_mesh):  # which say what the axes of its parameters are
-            model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
-        trained = trained_leaves(model, trainable)
-        model = _with_master_weights(model, trained)
-        with standard_promotion(), sharding.use(layout.without_mesh):
-            opt_state = optimizer.init(eqx.filter(model, trained))
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(model, opt_state, zero, dropout_key, LossScale.init(), zero)
-
-    skeleton, static = eqx.partition(
-        eqx.filter_eval_shape(build, *given), lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    )
-    with sharding.use(layout.without_mesh):
-        check_model(skeleton.model, layout)
-    return build, given, skeleton, static
+def difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """The first entry that is not as expected, in words; "" where there is none."""
+    for name in {**expected, **found}:
+        if (now := found.get(name, "absent")) != (was := expected.get(name, "absent")):
+            return f"{name} is {now}, and has to be {was}"
+    return ""
 
 
 def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
@@ -195,7 +220,7 @@ def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
 def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     """A tree of booleans: whether a leaf of a model or a skeleton is an array that never changes.
 
-    An `eqx.nn.State` is not trained, and changes; so is a `LoadBias`.
+    An `eqx.nn.State` or a `LoadBias` is not trained, and changes.
     """
     found: list[PyTree] = []
     # Of a skeleton as of a model: `trainable` may look for arrays.
@@ -263,26 +288,20 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_opt_state(optimizer: optax.GradientTransformation, params: PyTree, found: PyTree) -> None:
     """Raise a ValueError for the state of another optimizer, or of other parameters."""
+    is_kind = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+
+    def kinds(tree: PyTree) -> dict[str, str]:
+        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+        found = {keystr(path): type(x).__name__ for path, x in nodes if is_kind(x)}
+        return {**found, **described(tree)}
+
     with standard_promotion():
         expected = eqx.filter_eval_shape(optimizer.init, params)
-    old, new = _described(found), _described(expected)
-    if old == new:
-        return
-    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
-    raise ValueError(
-        f"optimizer: the step's is not the one that the state was made with: {paths[0]} is "
-        f"{old.get(paths[0], 'absent')} in the state and {new.get(paths[0], 'absent')} in the "
-        "step's; give init_state and make_train_step the same optimizer, and the same trainable"
-    )
-
-
-def _described(opt_state: PyTree) -> dict[str, str]:
-    """The classes of an optimizer's states, and the shapes of their arrays, by path."""
-    is_kind = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
-    kinds = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_kind)
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(opt_state, is_parameter))
-    found = {keystr(path): type(x).__name__ for path, x in kinds if is_kind(x)}
-    return {**found, **{keystr(path): str(list(x.shape)) for path, x in leaves}}
+    if text := difference(kinds(found), kinds(expected)):
+        raise ValueError(
+            f"optimizer: the step's is not the one that the state was made with: {text}; give "
+            "init_state and make_train_step the same optimizer, and the same trainable"
+        )
 
 
 @contextlib.contextmanager

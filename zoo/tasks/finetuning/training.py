@@ -38,8 +38,7 @@ from zoo.tasks import classification, language
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.training import optimizers
 from zoo.training.description import Training
-from zoo.training.pretrained import Pretrained
-from zoo.training.state import Trainable, frozen_leaves, standard_promotion
+from zoo.training.state import Pretrained, Trainable, frozen_leaves, standard_promotion
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier
 
