@@ -28,7 +28,6 @@ from recipe_cases import finish, wait_for
 import zoo
 from zoo import __main__ as main
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
-from zoo.evaluation import scorer as scoring
 from zoo.evaluation.harness import ZooLM, generation
 from zoo.evaluation.scorer import Scorer
 
@@ -122,7 +121,7 @@ def totals(model, pairs, **options) -> list[float]:
 def test_scores_depend_neither_on_batches_nor_on_the_mesh(folder, monkeypatch):
     wanted = totals(zoo.load(folder), PAIRS)
     mesh = zoo.make_mesh("data=2,fsdp=2,tensor=2")
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 1)  # a token's logits at a time
+    monkeypatch.setattr("zoo.training.losses.LOGITS_BYTES", 1)  # a token's logits at a time
     found = totals(zoo.load(folder, mesh=mesh), PAIRS, batch_tokens=64)
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
 
