@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1360,
+    "common": 1340,
     "sharding": 1450,
     "nn": 2840,
     "transformer": 1190,
@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1550,
     "publishing": 1930,
     "hf": 3110,
-    "runs": 4950,
+    "runs": 4520,
     "tasks": 1590,
     "alignment": 845,
     "planning": 3200,

@@ -328,8 +328,8 @@ def test_finite_numbers_are_taken():
 # --- What may differ between two starts of a run ------------------------------------------------
 
 OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches
-    final_eval_batches checkpoint_every keep_checkpoints copy_every work_dir epochs
-    sequence_parallel distributed plan track tensorboard norms_every profile
+    final_eval_batches checkpoint_every keep_checkpoints work_dir epochs
+    sequence_parallel distributed plan track norms_every profile
     compilation_cache patience keep_best"""
 OF_TEXT = "sample_tokens sample_every data.files data.cache data.special_tokens"
 MAY_DIFFER = {

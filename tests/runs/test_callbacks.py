@@ -598,14 +598,15 @@ def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
     base = low()
     options = {"pretrained": base, "trainable": only_norms, "make_model": lambda key, model: model}
     average, norms = callbacks.Average(0.9), callbacks.Norms(every=1)
-    state, _ = fit(config(tmp_path, steps=2, mesh="fsdp=2"), average, norms, **options)
+    run = config(tmp_path, steps=2, mesh="fsdp=2", log_every=1)
+    state, _ = fit(run, average, norms, **options)
     before, after, averaged = map(parameters, (base, state.model, average.model))
     trained = {name for name in before if name.endswith("scale")}
     assert 0 < len(trained) < len(before)
     for name, array in averaged.items():
         assert array.dtype == after[name].dtype == ("float32" if name in trained else "bfloat16")
         assert np.array_equal(array, before[name]) == (name not in trained), name
-    last = json.loads((tmp_path / "run" / "norms.jsonl").read_text().splitlines()[-1])
+    last = next(x for x in read_metrics(run.run_dir / "metrics.jsonl") if x["step"] == 2)
     measured = {re.sub(r"blocks\.\d+", "blocks", name) for name in last if "norms/" in name}
     assert measured == {f"norms/{name}" for name in trained}
     # The placement table has the dtypes that they are held in.

@@ -381,11 +381,11 @@ class AtOnce:
 LAST = 6
 
 
-def train(work, clock, *, until=LAST, every=1, said=None):
+def train(work, clock, *, until=LAST, said=None):
     """A run without its computations; it resumes."""
     said = [] if said is None else said
     mine = make_lease(clock)
-    remote = RemoteFolder(ADDRESS, work, keep=2, every=every, say=said.append, lease=mine)
+    remote = RemoteFolder(ADDRESS, work, keep=2, say=said.append, lease=mine)
     try:
         remote.__enter__()
         checkpoints = work / "checkpoints"
@@ -510,7 +510,6 @@ def complete(names):
 def open_folder(work, clock, **options):
     options = {
         "keep": 2,
-        "every": 1,
         "say": lambda text: None,
         "lease": make_lease(clock),
     } | options
@@ -535,23 +534,6 @@ def test_a_lost_lease_stops_what_is_written(tmp_path, clock, bucket):
                 check()
         assert bucket() == before
     assert before.keys() >= {"run.json"}
-
-
-def test_only_every_so_many_checkpoints_are_copied_and_the_last(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(folder, "Copier", AtOnce)
-    seen = []
-    plain = RemoteCopies.copy_step
-
-    def copy_step(self, step, check):
-        if step not in self.good:
-            seen.append(step)
-        plain(self, step, check)
-
-    monkeypatch.setattr(RemoteCopies, "copy_step", copy_step)
-    work = tmp_path / "w"
-    for until, expected in ((7, [4, 6]), (12, [4, 6, 10, 12]), (14, [4, 6, 10, 12, 14])):
-        train(work, clock, until=until, every=3)
-        assert seen == expected
 
 
 def test_damaged_local_steps_fall_back_to_the_address(tmp_path):
@@ -602,8 +584,6 @@ def test_an_address_is_a_text_in_the_configuration(tmp_path):
         config(tmp_path, run_dir="run", work_dir=Path("w"))
     with pytest.raises(ValueError, match="run_dir='hf://a/b': a run can be in a local folder"):
         config(tmp_path, run_dir="hf://a/b")
-    with pytest.raises(ValueError, match="copy_every=0: must be at least 1"):
-        config(tmp_path, copy_every=0)
 
 
 def test_other_flags_are_refused_from_the_address_alone(tmp_path):

@@ -1,12 +1,10 @@
 """The command line of a recipe: from flags to a configuration, and errors as messages."""
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
 import sys
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
@@ -17,7 +15,6 @@ import tyro
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zoo.common import configuration, startup
 from zoo.publishing import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
@@ -25,28 +22,28 @@ from zoo.runs.processes import RunError
 
 T = TypeVar("T")
 
-# Names that flags have in other programs, by ours; near names, and ends of ours, tyro finds itself.
+# What flags of ours are called in other programs; near names, and ends of ours, tyro finds itself.
 _NAMES = {
-    "learning-rate": "lr",
-    "weight-decay": "wd",
-    "warmup-steps": "warmup",
-    "batch-size": "batch bs per-device-train-batch-size",
+    "optimizer.learning-rate": "lr",
+    "optimizer.weight-decay": "wd",
+    "optimizer.warmup-steps": "warmup",
+    "data.batch-size": "batch bs per-device-train-batch-size",
+    "data.seq-len": "block-size context-length max-length max-seq-length",
+    "data.files": "train-file dataset",
     "accumulate": "gradient-accumulation-steps grad-accum",
     "clip-norm": "max-grad-norm grad-clip",
     "steps": "max-steps max-iters iterations",
     "epochs": "num-epochs num-train-epochs",
-    "seq-len": "block-size context-length max-length max-seq-length",
-    "d-model": "hidden-dim n-embd",
-    "num-layers": "n-layer",
-    "num-heads": "n-head",
+    "model.d-model": "hidden-dim n-embd",
+    "model.num-layers": "n-layer",
+    "model.num-heads": "n-head",
+    "model": "model-name-or-path",
     "precision": "dtype",
     "run-dir": "output-dir out-dir output",
     "log-every": "logging-steps",
     "eval-every": "eval-steps",
     "checkpoint-every": "save-steps",
     "keep-checkpoints": "save-total-limit",
-    "model": "model-name-or-path",
-    "data.files": "train-file dataset",
     "mesh": "gpus devices",
     "track": "report-to",
     "max-new-tokens": "max-tokens",
@@ -83,51 +80,12 @@ def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> A
     try:
         return tyro.cli(function, prog=prog, args=arguments, registry=_REGISTRY)
     except SystemExit as error:
-        for line in _meant(function, prog, arguments) if error.code else ():
-            print(line, file=sys.stderr)
+        for argument in arguments if error.code else ():
+            given = argument.partition("=")[0].replace("_", "-")
+            ours = _ELSEWHERE.get(given.rpartition(".")[2].removeprefix("--"))
+            if given.startswith("--") and ours is not None:
+                print(f"{given}: did you mean --{ours}?", file=sys.stderr)
         raise
-
-
-def _meant(function: Any, prog: str, arguments: Sequence[str]) -> list[str]:
-    flags, lines, places = _flags(function), [], _places(function)
-    for argument in arguments:
-        given = argument.partition("=")[0].replace("_", "-")
-        wanted = _ELSEWHERE.get(given.lstrip("-").rpartition(".")[2])
-        found = [flag for flag in flags if f".{flag}".endswith(f".{wanted}")]
-        if given.startswith("--") and {given[2:], f"{given[2:]}s"} & {*places}:
-            lines.append(f"{given}: has no flag; write {prog} {' '.join(places).upper()}")
-        elif given.startswith("--") and given[2:] not in flags and found:
-            lines.append(f"{given}: did you mean --{min(found, key=len)}?")
-    return lines
-
-
-def _places(cls: Any) -> list[str]:
-    """The names of what has a place on the command line and no flag, in their order."""
-    if typing.get_args(cls):
-        return [*dict.fromkeys(name for each in typing.get_args(cls) for name in _places(each))]
-    hints = typing.get_type_hints(cls, include_extras=True) if callable(cls) else {}
-    [marker] = typing.get_args(tyro.conf.Positional[str])[1:]
-    found = {name for name, hint in hints.items() if marker in typing.get_args(hint)[1:]}
-    return [name.replace("_", "-") for name in hints if name in found]
-
-
-def _flags(cls: Any) -> list[str]:
-    """The names of the flags of configurations, or of a function's arguments."""
-    if typing.get_args(cls):
-        return [flag for each in typing.get_args(cls) for flag in _flags(each)]
-    if not dataclasses.is_dataclass(cls):
-        hints = typing.get_type_hints(cls) if callable(cls) else {}
-        return [f for name, x in hints.items() for f in (_flags(x) or [name.replace("_", "-")])]
-    found = []
-    for name, annotation in configuration.annotations(cls).items():
-        inner = _flags(annotation) if _holds_dataclass(annotation) else []
-        flag = name.replace("_", "-")
-        found += [f"{flag}.{rest}" for rest in inner] or [flag]
-    return found
-
-
-def _holds_dataclass(annotation: Any) -> bool:
-    return any(map(dataclasses.is_dataclass, (annotation, *typing.get_args(annotation))))
 
 
 def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: str) -> None:
@@ -160,7 +118,6 @@ def cli_errors(left: str = "stopped") -> Iterator[None]:
     ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
     of the output that has left, as `head` does, by silence.
     """
-    startup.as_usual()
     try:
         try:
             yield

@@ -15,7 +15,7 @@ from zoo.runs.remote import folder
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
 _POSITIVE = "steps accumulate log_every eval_every eval_batches final_eval_batches patience"
-_POSITIVE += " checkpoint_every keep_checkpoints copy_every"
+_POSITIVE += " checkpoint_every keep_checkpoints"
 _AT_LEAST = {**dict.fromkeys(_POSITIVE.split(), 1), "norms_every": 0}
 
 
@@ -66,9 +66,6 @@ class Config:
     """Steps between checkpoints."""
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
-    copy_every: int = may_differ(1)
-    """Steps, at least, between the checkpoints that are copied to an address; the last one always
-    is."""
     work_dir: Path | None = may_differ(None)
     """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
     processes share it."""
@@ -83,11 +80,9 @@ class Config:
     """Trackers to give the metrics to, with commas between them: wandb, mlflow, tensorboard,
     trackio (an extra each). They write local files, unless WANDB_MODE, MLFLOW_TRACKING_URI and
     such variables of theirs say otherwise."""
-    tensorboard: bool = may_differ(False)
-    """The same as tensorboard in --track."""
     norms_every: int = may_differ(0)
-    """Steps between norms of each layer's parameters and updates, in norms.jsonl and norms.png;
-    0: none."""
+    """Steps between norms of each layer's parameters and updates in metrics.jsonl, a multiple of
+    --log-every; 0: none."""
     profile: bool = may_differ(False)
     """Trace steps 10 to 15 of this start into the run folder."""
     compilation_cache: Path | None = may_differ(Path("~/.cache/zoo/jax"))
@@ -128,7 +123,7 @@ class Config:
     def trackers(self) -> tuple[str, ...]:
         """The names of the trackers, each of them once."""
         names = [name.strip() for name in self.track.split(",") if name.strip()]
-        return tuple(dict.fromkeys(names + ["tensorboard"] * self.tensorboard))
+        return tuple(dict.fromkeys(names))
 
     @property
     def batch_size(self) -> int | None:

@@ -1,5 +1,6 @@
-"""The environment for a bug report: versions, machine, devices, variables and cache folders."""
+"""The environment for a bug report: versions, machine, devices, variables, a run."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -13,15 +14,12 @@ import jax
 
 from zoo.common import addresses
 from zoo.common.store import Store
-from zoo.data.text import Config as TextConfig
 from zoo.publishing.formats import version
 from zoo.runs.checkpoint import local_steps
-from zoo.runs.config import Config as RunConfig
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import lease
 from zoo.runs.remote.copies import stored_steps
-from zoo.runs.remote.folder import CACHE
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Variables by their beginnings; none of these holds a password or a token.
@@ -35,7 +33,6 @@ def report(run: str = "") -> str:
         "packages": _packages(),
         "devices": _devices(),
         "variables": _variables(),
-        "caches": _caches(),
     } | ({f"run {run}": _run(run)} if run else {})
     lines = []
     for title, found in sections.items():
@@ -64,21 +61,20 @@ def _commit() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """The required packages, and those installed of the extras and of JAX's plugins."""
-    installed = {
-        re.sub(r"[-_.]+", "-", package.name).lower(): package.version
-        for package in importlib.metadata.distributions()
-    }
-    try:
-        requirements = importlib.metadata.requires("zoo") or []
-    except importlib.metadata.PackageNotFoundError:
-        requirements = []
-    names = {re.split(r"[^\w.-]", line)[0].lower(): "extra ==" in line for line in requirements}
-    names |= {name: True for name in installed if re.match("jax|libtpu", name)} | {"jax": False}
-    for name, is_optional in sorted(names.items()):
-        name = re.sub(r"[-_.]+", "-", name)
-        if name != "zoo" and (name in installed or not is_optional):
-            yield f"{name} {installed.get(name, 'is missing')}"
+    """The installed ones of the packages that the zoo names, and of JAX's plugins."""
+    named: set[str] = set()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        lines = importlib.metadata.requires("zoo") or []
+        named = {_plain(re.split(r"[^\w.-]", line)[0]) for line in lines}
+    installed = {_plain(x.name): x.version for x in importlib.metadata.distributions()}
+    for name, its_version in sorted(installed.items()):
+        if name in named or re.match("jax|libtpu", name):
+            yield f"{name} {its_version}"
+
+
+def _plain(name: str) -> str:
+    """A package's name as PyPI compares them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _devices() -> Iterator[str]:
@@ -100,20 +96,6 @@ def _variables() -> Iterator[str]:
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
             yield f"{name}={value}"
-
-
-def _caches() -> Iterator[str]:
-    """The default cache folders, by the flag that moves each."""
-    defaults = {
-        "--compilation-cache": RunConfig.compilation_cache,
-        "--data.cache": TextConfig.cache,
-        "--work-dir": CACHE,
-    }
-    for flag, default in defaults.items():
-        folder = Path(str(default)).expanduser()
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        size = sum(path.stat().st_size for path in files)
-        yield f"{flag} {folder}: {len(files):,} files, {size / 1e6:,.0f} MB"
 
 
 def _run(run_dir: str) -> Iterator[str]:

@@ -2,45 +2,29 @@
 
 import contextlib
 import copy
-import functools
-import hashlib
-import json
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
-from zoo.common import files
-from zoo.data.loader import batches, held_rows
+from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes
 from zoo.runs.config import Config
-from zoo.runs.processes import from_first
-from zoo.runs.run import Run, versions
-from zoo.sharding.axes import is_parameter
+from zoo.runs.run import Run
 from zoo.training.description import Evaluate
 from zoo.training.loss_values import STEP_NAMES, LossFunction, only_scalars
 from zoo.training.step import make_eval_step
 
-RECORD = "evaluations.json"  # of the run folder: the whole evaluations, by a digest of each
-_LONG = 10.0  # seconds; what takes longer is announced
-
 
 class Evaluator:
-    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it.
-
-    Whole evaluations are kept in the run's folder: that of the same numbers is not computed again.
-    """
+    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it."""
 
     def __init__(self, run: Run[Config], loss_fn: LossFunction, plan: Plan):
         self._run, self._plan = run, plan
         self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
-        self._seconds: float | None = None  # per batch, as measured last
 
     def of(self, plan: Plan) -> "Evaluator":
         """The evaluator of another plan, which shares what is compiled."""
@@ -50,10 +34,6 @@ class Evaluator:
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """The mean loss and the loss function's other means, by their names there."""
-        compute = functools.partial(self._means, model, whole)
-        return self.once(model, compute) if whole else compute()
-
-    def _means(self, model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, Any] = {}
         for _, sums in self.results(model, whole):
             for name, value in jax.device_get(sums).items():
@@ -75,86 +55,33 @@ class Evaluator:
     ) -> Iterator[tuple[int, dict[str, Array]]]:
         """(k, the metrics of batch k) over the plan's first epoch, or its first `eval_batches`.
 
-        Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`, and the time
-        that it will take is printed if that is long. A result comes when the next step is under
-        way, and so is read while that one runs.
+        Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`. A result comes
+        when the next step is under way, and so is read while that one runs.
 
         Raises:
             Stopped: between two batches, where a signal asks the run to stop.
         """
         self.compile(model)
-        plan = self._plan
-        stop = self._num_batches(whole) if bounded else plan.batches_per_epoch
+        run, plan = self._run, self._plan
+        most = run.config.final_eval_batches if whole else run.config.eval_batches
+        stop = plan.batches_per_epoch
+        if bounded and most is not None:
+            stop = min(stop, most)
         under_way: deque[tuple[int, dict[str, Array]]] = deque()
-        seconds, began = self._seconds, 0.0
-        accepted, mesh = self._step.accepted(model), self._run.mesh
-        with contextlib.closing(batches(plan, mesh, stop=stop, accepted=accepted)) as stream:
+        accepted = self._step.accepted(model)
+        with contextlib.closing(batches(plan, run.mesh, stop=stop, accepted=accepted)) as stream:
             for k, batch in stream:
-                self._run.signals.check()
+                run.signals.check()
                 under_way.append((k, self._step(model, batch)[1]))
-                if whole and k == (3 if seconds is None else 0):
-                    self._announce(stop, bounded)
                 if len(under_way) > 1:
                     yield under_way.popleft()
-                    began = began or time.monotonic()
-                    if k > 1:
-                        self._seconds = (time.monotonic() - began) / (k - 1)
             yield from under_way
-
-    def once(self, model: PyTree, compute: Callable[[], Any]) -> Any:
-        """`compute()` of a whole evaluation, in JSON, or what the run's folder has of the same one.
-
-        The same are the compiled programs, the model's numbers and those of the batches.
-        """
-        run, key = self._run, self._digest(model)
-        path, known = run.folder / RECORD, {}
-        if run.is_main:
-            with contextlib.suppress(OSError, ValueError):
-                known = json.loads(path.read_text())
-        if found := from_first({key: known[key]} if key in known else {}):
-            return found[key]
-        values = compute()
-        if run.is_main:
-            files.replace(path, json.dumps({**known, key: values}, indent=1) + "\n")
-        return values
-
-    def _num_batches(self, whole: bool) -> int:
-        config, plan = self._run.config, self._plan
-        most = config.final_eval_batches if whole else config.eval_batches
-        return min(plan.batches_per_epoch, plan.batches_per_epoch if most is None else most)
-
-    def _announce(self, count: int, bounded: bool) -> None:
-        seconds = count * (self._seconds or 0.0)
-        if seconds >= _LONG:
-            bound = "; --final-eval-batches bounds it" if bounded else ""
-            shown = timedelta(seconds=round(seconds))
-            self._run.say(f"evaluating {count:,} batches takes about {shown}{bound}")
-
-    def _digest(self, model: PyTree) -> str:
-        """One checksum of all that a whole evaluation depends on."""
-        run, plan, stop = self._run, self._plan, self._num_batches(True)
-        digest = hashlib.sha256(json.dumps([stop, versions()]).encode())
-        for shapes in batch_shapes(plan, run.mesh).values():
-            digest.update(self._step.text(model, shapes).encode())
-        for leaf in filter(is_parameter, jax.tree.leaves(model)):
-            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
-                if shard.replica_id == 0:
-                    digest.update(f"{shard.index} ".encode())
-                    digest.update(np.asarray(shard.data).ravel().view(np.uint8).data)
-        for k in range(stop):
-            for rows in held_rows(plan.batch_size, run.mesh):
-                for name, x in sorted(plan.batch(k, slice(*rows)).items()):
-                    digest.update(f"{name} {x.dtype}{x.shape} ".encode() + x.tobytes())
-        mine = np.frombuffer(digest.digest(), np.uint8)
-        return hashlib.sha256(multihost_utils.process_allgather(mine).tobytes()).hexdigest()
 
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
     """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it.
 
-    The means have their names in the loss function; `zoo.fit` puts `eval_` before them. Whole
-    evaluations are kept in the run's folder: that of the same numbers is not computed again.
+    The means have their names in the loss function; `zoo.fit` puts `eval_` before them.
     """
     return Evaluator(run, only_scalars(loss_fn), plan)
 

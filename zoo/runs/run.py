@@ -121,11 +121,7 @@ class Run(Generic[ConfigT]):
         config, owner = self.config, ""
         if self.is_main:
             self._remote = folder.RemoteFolder(
-                self.address,
-                self.folder,
-                keep=config.keep_checkpoints,
-                every=config.copy_every,
-                say=self.say,
+                self.address, self.folder, keep=config.keep_checkpoints, say=self.say
             )
             owner = stack.enter_context(self._remote).lease.owner
         folder.check_shared(self.folder, owner)

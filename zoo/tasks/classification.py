@@ -164,18 +164,14 @@ class Judge:
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
-        if not whole:
-            return judge(self._predict(model, whole))
-        result, self.report = self._evaluator.once(model, lambda: self._draw(model))
-        return result
-
-    def _draw(self, model: PyTree) -> tuple[dict[str, float], str]:
-        predictions = self._predict(model, True)
-        if self._run.is_main:
-            plot_confusion(self._run.folder / "confusion.png", predictions, self._classes)
-            plot_calibration(self._run.folder / "calibration.png", predictions)
+        predictions = self._predict(model, whole)
         result = judge(predictions)
-        return result, report(predictions, result)
+        if whole:
+            self.report = report(predictions, result)
+            if self._run.is_main:
+                plot_confusion(self._run.folder / "confusion.png", predictions, self._classes)
+                plot_calibration(self._run.folder / "calibration.png", predictions)
+        return result
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []

@@ -67,10 +67,6 @@ class CompiledStep:
             self._ensure(state, batch)
             self.check_sums(state, batch)
 
-    def text(self, state: PyTree, batch: PyTree) -> str:
-        """The program for a batch like this as text, as it is before the backend compiles it."""
-        return self._ensure(state, batch).lowered.as_text()
-
     def _ensure(self, state: PyTree, batch: PyTree) -> "Program":
         batch = self._place(jax.tree.map(_zeros, batch))
         signature = _signature(*jax.tree.flatten((state, batch)))

@@ -1,7 +1,7 @@
 """Weights & Biases, MLflow, TensorBoard and trackio as callbacks, and by name.
 
-Each is given the configuration once, every number of metrics.jsonl, and how the run ended. All of
-them write local files, unless their own settings, in the environment or here, say otherwise.
+Each is given the configuration, the numbers of each line of metrics.jsonl, and how the run ended.
+All write local files, unless their own settings, in the environment or here, say otherwise.
 """
 
 import importlib
@@ -10,7 +10,6 @@ import os
 import secrets
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from zoo.common import files
 from zoo.common.configuration import flat
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.config import Config, as_json
-from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.run import TRACKED, Run
 from zoo.training.state import TrainState
@@ -28,12 +26,11 @@ Status = Literal["finished", "failed", "killed"]
 
 
 class Tracker(Callback):
-    """A callback that gives a run's metrics to an experiment tracker, each number once.
+    """A callback that gives a run's metrics to an experiment tracker.
 
-    The id is in the run folder's trackers.json from the start on, and in the checkpoints, so that a
-    resumed run continues the same run of the tracker. At a start the tracker is given what it lacks
-    of metrics.jsonl, as of the time before there was a tracker. Steps that a killed run did after
-    its last checkpoint are done again, with the same numbers: each tracker says how it treats them.
+    The id is in the run folder's trackers.json, so that a resumed run continues the same run of the
+    tracker. Steps that a killed run did after its last checkpoint are done again, with the same
+    numbers, and given again.
 
     Raises:
         ImportError: the tracker's package is missing; the message names the extra.
@@ -45,14 +42,13 @@ class Tracker(Callback):
     def __init__(self) -> None:
         self._module = self._imported(self.package)
         self._is_open = False
-        self._last = all_up_to(-1)
 
     def new_id(self, run: Run[Config]) -> str:
         """The id of a new run of the tracker's."""
         return secrets.token_hex(4)
 
-    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
-        """Begin or resume the tracker's run; return the last step that it has of each metric."""
+    def open(self, run: Run[Config], id: str, start: int) -> None:
+        """Begin or resume the tracker's run, which has `start` steps behind it."""
         raise NotImplementedError
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -64,28 +60,21 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def on_start(self, loop: Loop, state: TrainState) -> None:
-        """Begin or resume the tracker's run, and give it what it lacks of metrics.jsonl."""
+        """Begin the tracker's run, or resume the one whose id is kept."""
         run = loop.run
-        if not run.is_main:
-            return
-        id, is_new = self._kept_id(run)
-        self._last = self.open(run, id, loop.start, is_new)
-        self._is_open = True
-        path = run.folder / "metrics.jsonl"
-        for record in read_metrics(path) if loop.start and path.exists() else []:
-            if (step := record.pop("step")) <= loop.start:
-                self.on_log(loop, step, record)
+        if run.is_main:
+            path = run.folder / TRACKED
+            ids = json.loads(path.read_text()) if path.exists() else {}
+            if self.name not in ids:
+                ids[self.name] = self.new_id(run)
+                files.replace(path, json.dumps(ids) + "\n")
+            self.open(run, ids[self.name], loop.start)
+            self._is_open = True
 
     def on_log(self, loop: Loop, step: int, values: Mapping[str, Any]) -> None:
-        """Give the tracker the numbers that it does not have yet."""
-        new = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, float | int) and step > self._last[name]
-        }
-        if new and self._is_open:
-            self._last.update(dict.fromkeys(new, step))
-            self.write(step, new)
+        """Give the tracker the numbers."""
+        if self._is_open:
+            self.write(step, {k: x for k, x in values.items() if isinstance(x, float | int)})
 
     def on_end(self, loop: Loop, step: int, state: TrainState | None) -> None:
         """End the tracker's run as this one ended."""
@@ -103,28 +92,13 @@ class Tracker(Callback):
                 f"pip install 'zoo[{self.name}]' ({error})"
             ) from error
 
-    def _kept_id(self, run: Run[Config]) -> tuple[str, bool]:
-        """The id of the tracker's run, and whether it is new."""
-        path = run.folder / TRACKED
-        ids = json.loads(path.read_text()) if path.exists() else {}
-        known = ids.get(self.name) or self.values.get("id")
-        ids[self.name] = self.values["id"] = known or self.new_id(run)
-        files.replace(path, json.dumps(ids) + "\n")
-        return ids[self.name], known is None
-
-
-def all_up_to(step: int) -> defaultdict[str, int]:
-    """This step for a metric of any name."""
-    return defaultdict(lambda: step)
-
 
 class Wandb(Tracker):
     """Weights & Biases; `options` are further ones of `wandb.init`.
 
     `project` and `mode` default to WANDB_PROJECT and WANDB_MODE, then to "zoo" and "offline".
     Offline, each start writes a folder of its own in `<run folder>/wandb`, all of one id, which
-    `wandb sync` sends in their order; the folder of a start at step k begins with step k, so that
-    steps done again are in two of them. Online, a step that the server has is not sent again.
+    `wandb sync` sends in their order. Online, a step that the server has is not taken again.
     """
 
     name, package = "wandb", "wandb"
@@ -137,7 +111,7 @@ class Wandb(Tracker):
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         super().__init__()
 
-    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+    def open(self, run: Run[Config], id: str, start: int) -> None:
         """Begin or resume the run of this id."""
         given = {
             "project": self._project,
@@ -150,7 +124,6 @@ class Wandb(Tracker):
             "settings": self._module.Settings(console="off"),  # a progress bar is no log
         }
         self._run = self._module.init(**given | self._options)
-        return all_up_to((self._run.step if is_new or self._run.resumed else start) - 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Add to the row of this step, which is stored once there is one of a later step."""
@@ -167,9 +140,8 @@ class MLflow(Tracker):
 
     `experiment` and `tracking_uri` default to MLFLOW_EXPERIMENT_NAME and MLFLOW_TRACKING_URI, then
     to "zoo" and a database in the run folder, which this shows:
-    `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow.db`. MLflow changes no parameter
-    and takes no point back: parameters stay those of the first start, and of a step that is done
-    again the first value stays and is alone.
+    `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow.db`. Parameters stay those of the
+    first start, as MLflow changes none.
     """
 
     name, package = "mlflow", "mlflow"
@@ -192,8 +164,8 @@ class MLflow(Tracker):
             experiment = client.create_experiment(name, artifact_location=place)
         return client.create_run(experiment, run_name=_title(run)).info.run_id
 
-    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
-        """Give the run of this id the parameters that it lacks, and read what it has."""
+    def open(self, run: Run[Config], id: str, start: int) -> None:
+        """Give the run of this id the parameters that it lacks."""
         self._id, self._client = id, self._connect(run)
         try:
             data = self._client.get_run(id).data
@@ -210,10 +182,6 @@ class MLflow(Tracker):
         ]
         for first in range(0, len(params), 100):  # the most that MLflow takes
             self._client.log_batch(id, params=params[first : first + 100])
-        last = all_up_to(-1)
-        for name in data.metrics:
-            last[name] = max(point.step for point in self._client.get_metric_history(id, name))
-        return last
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Add a point to each metric."""
@@ -239,18 +207,15 @@ class TensorBoard(Tracker):
 
     name, package = "tensorboard", "tensorboardX"
 
-    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+    def open(self, run: Run[Config], id: str, start: int) -> None:
         """Open another file of events."""
-        folder = run.folder / "tensorboard"
-        is_empty = not any(folder.glob("events.*"))  # or of a version without trackers.json
         self._writer = self._module.SummaryWriter(
-            str(folder),
+            str(run.folder / "tensorboard"),
             purge_step=start + 1,
             filename_suffix=f".{start:09d}",  # its own names are those of seconds
         )
         text = json.dumps(_configuration(run), indent=2)
         self._writer.add_text("configuration", f"```\n{text}\n```", start)
-        return all_up_to(-1 if is_empty else start)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Add a scalar for each number."""
@@ -267,8 +232,7 @@ class Trackio(Tracker):
     """trackio; `options` are further ones of `trackio.init`, such as `space_id`.
 
     Its files are in its own folder, TRACKIO_DIR, where `trackio show` finds the runs of all
-    folders. The run's name is its id. Of a step that is done again the first value stays and is
-    alone; on a Space, which is not read, there are both.
+    folders. The run's name is its id.
     """
 
     name, package = "trackio", "trackio"
@@ -281,17 +245,10 @@ class Trackio(Tracker):
         """A name that tells runs of folders of one name apart."""
         return f"{_title(run)}-{super().new_id(run)}"
 
-    def open(self, run: Run[Config], id: str, start: int, is_new: bool) -> defaultdict[str, int]:
+    def open(self, run: Run[Config], id: str, start: int) -> None:
         """Begin or resume the run of this name."""
-        from trackio.sqlite_storage import SQLiteStorage
-
-        points = SQLiteStorage.get_logs(self._project, id)
-        last = all_up_to(-1 if is_new or points else start - 1)
-        for point in points:
-            last.update(dict.fromkeys(point, point["step"]))
         given = {"project": self._project, "name": id, "resume": "allow"}
         self._run = self._module.init(**given, config=_configuration(run), **self._options)
-        return last
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Add a row."""

@@ -82,12 +82,11 @@ class RemoteFolder:
         folder: Path,
         *,
         keep: int,
-        every: int,
         say: Callable[[str], object],
         lease: Lease | None = None,
     ):
         self.address, self.folder = address.rstrip("/"), folder
-        self._keep, self._every, self._say = keep, every, say
+        self._keep, self._say = keep, say
         self._store = Store(self.address, "run_dir")
         self.lease = lease or Lease(self._store, say=say)
         self._wanted: int | None = None  # the checkpoint to copy next
@@ -159,10 +158,8 @@ class RemoteFolder:
         return self._copies.fetch_step(above=step) is not None
 
     def committed(self, step: int) -> None:
-        """Take a checkpoint that is whole: copy it if that is due, and what else has changed."""
-        known = {self._wanted or 0, *self._copies.good}
-        if step - max((x for x in known if x <= step), default=0) >= self._every:
-            self._wanted = step
+        """Take a checkpoint that is whole: copy it, and what else has changed."""
+        self._wanted = step
         self.copier.begin()
 
     def held(self) -> set[int | None]:
