@@ -78,10 +78,8 @@ def test_every_parameter_gets_a_gradient(changes):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_remat_saves_memory_with_equal_gradients(residual):
-    sizes = {"num_layers": 15, "residual": residual, "norm": "layer"}
-
     def gradient(remat):
-        model = make(remat=remat, **sizes)
+        model = make(remat=remat, num_layers=15, residual=residual, norm="layer")
         arrays, static = eqx.partition(model, eqx.is_array)
         x = jnp.tile(inputs(), (32, 1))
 
@@ -96,14 +94,6 @@ def test_remat_saves_memory_with_equal_gradients(residual):
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     assert fewer_bytes < 0.8 * plain_bytes
-
-
-def test_dropout_depends_on_the_key():
-    model = make(dropout=0.5, num_layers=1)
-    call = eqx.filter_jit(lambda key: model(inputs(), key=key))
-    np.testing.assert_array_equal(call(KEY), call(KEY))
-    assert not np.allclose(call(KEY), call(jax.random.key(3)))
-    np.testing.assert_allclose(call(None), make(num_layers=1)(inputs()), atol=1e-5)
 
 
 def test_layers_draw_independent_dropout_masks():
@@ -134,9 +124,7 @@ def gradient(residual: bool, spec: str) -> tuple:
     ("residual", "spec"),
     [
         (True, "data=2,fsdp=2,tensor=2"),
-        pytest.param(False, "data=8", marks=pytest.mark.slow),
-        pytest.param(True, "fsdp=8", marks=pytest.mark.slow),
-        pytest.param(False, "tensor=4", marks=pytest.mark.slow),
+        pytest.param(False, "fsdp=2,tensor=4", marks=pytest.mark.slow),
     ],
 )
 def test_mesh_gives_equal_gradients(residual, spec):
@@ -164,23 +152,12 @@ def test_tensor_parallelism_reduces_every_second_layer(residual):
     assert "all-to-all" not in text
 
 
-def test_bf16_outputs_are_near_fp32():
-    model = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make(norm="layer")
-    )
-    outputs = model(inputs())
-    assert outputs.dtype == jnp.float32
-    np.testing.assert_allclose(outputs, make(norm="layer")(inputs()), atol=0.1)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
-        ({"norm": "batch"}, "norm='batch'.*layer"),
         ({"activation": "sine"}, "activation='sine'.*gelu"),
-        ({"remat": "some"}, "remat='some'"),
     ],
 )
 def test_invalid_fields_are_named(changes, message):

@@ -252,7 +252,7 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
         experts=transformer.ExpertsConfig(num_experts=experts, normalize=draw(flag)),
         residual=transformer.ResidualConfig(
             norm=draw(st.sampled_from(["rms", "layer", "rms_offset"])),
-            norm_placement=draw(st.sampled_from(["pre", "post", "both"])),
+            norm_placement=draw(st.sampled_from(["pre", "post", "both", "stream"])),
             scale_embedding=draw(flag),
         ),
         positions=transformer.PositionsConfig(

@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
-from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear, dropout
+from zoo.nn.layers import Activation, Embedding, LayerNorm, Linear
 from zoo.nn.parameters import CastsAtUse, unshard
-from zoo.nn.remat import Policy, scan_layers
+from zoo.nn.remat import Policy
 from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
-from zoo.transformer.blocks import MLP, Attention
+from zoo.transformer.blocks import Block
+from zoo.transformer.model import through_blocks
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,12 @@ class Config:
 
     def __post_init__(self) -> None:
         configuration.check(self)
-        configuration.check_positive(self, "", "norm_eps")
-        require(
-            self.num_token_types > 0, f"num_token_types={self.num_token_types}: must be positive"
-        )
+        configuration.check_positive(self, "", "norm_eps", "num_token_types")
         self.parts  # noqa: B018 - its checks are ours
 
     @property
     def parts(self) -> transformer_config.Config:
-        """The configuration of the attention and the MLP in a layer."""
+        """The configuration of the blocks."""
         return transformer_config.Config(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -76,7 +74,9 @@ class Config:
             num_heads=self.num_heads,
             d_ff=self.d_ff,
             mlp=self.mlp,
-            residual=transformer_config.ResidualConfig(norm="layer", norm_eps=self.norm_eps),
+            residual=transformer_config.ResidualConfig(
+                norm="layer", norm_placement="stream", norm_eps=self.norm_eps
+            ),
             positions=transformer_config.PositionsConfig(kind="learned"),
             max_seq_len=self.max_seq_len,
             causal=False,
@@ -86,44 +86,6 @@ class Config:
             remat=self.remat,
             scan_layers=self.scan_layers,
         )
-
-
-class Block(eqx.Module):
-    """One post-norm layer: attention, then MLP, each added and then normed."""
-
-    attention: Attention
-    attention_norm: LayerNorm
-    mlp: MLP
-    mlp_norm: LayerNorm
-    dropout: float = eqx.field(static=True)
-
-    def __init__(self, config: Config, *, key: Key[Array, ""]):
-        attention_key, mlp_key = jax.random.split(key)
-        self.attention = Attention(config.parts, key=attention_key)
-        self.attention_norm = LayerNorm(config.d_model, eps=config.norm_eps)
-        self.mlp = MLP(config.parts, key=mlp_key)
-        self.mlp_norm = LayerNorm(config.d_model, eps=config.norm_eps)
-        self.dropout = config.dropout
-
-    def __call__(
-        self,
-        x_BTE: Float[Array, "batch seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
-        key: Key[Array, ""] | None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Apply the layer."""
-        keys = (None, None) if key is None else jax.random.split(key)
-        whole_BTE = constrain(x_BTE, "batch", "inner_seq", "embed")
-        added_BTE = self._added(self.attention(whole_BTE, segment_ids, None, None), keys[0])
-        x_BTE = self.attention_norm(x_BTE + added_BTE)
-        whole_BTE = constrain(x_BTE, "batch", "inner_seq", "embed")
-        return self.mlp_norm(x_BTE + self._added(self.mlp(whole_BTE), keys[1]))
-
-    def _added(
-        self, x_BTE: Float[Array, "batch seq embed"], key: Key[Array, ""] | None
-    ) -> Float[Array, "batch seq embed"]:
-        """The residual update, from the output of a part."""
-        return dropout(constrain(x_BTE, "batch", "seq", "embed"), self.dropout, key)
 
 
 class BERT(CastsAtUse):
@@ -148,14 +110,12 @@ class BERT(CastsAtUse):
         # A table that is added, as that of positions is.
         self.type_embedding = Embedding(config.num_token_types, size, axis="positions", key=keys[2])
         self.embedding_norm = LayerNorm(size, eps=config.norm_eps)
-        self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
+        self.blocks = eqx.filter_vmap(lambda key: Block(config.parts, key=key))(
             jax.random.split(keys[3], config.num_layers)
         )
-        self.pooler = (
-            Linear(size, size, in_axis="embed", out_axis="features", key=keys[4])
-            if config.pooler
-            else None
-        )
+        self.pooler = None
+        if config.pooler:
+            self.pooler = Linear(size, size, in_axis="embed", out_axis="features", key=keys[4])
 
     @property
     def width(self) -> int:
@@ -201,16 +161,9 @@ class BERT(CastsAtUse):
         x_BTE = x_BTE + unshard(self.type_embedding)(token_types)
         x_BTE = x_BTE + unshard(self.position_embedding)(positions)
         x_BTE = constrain(unshard(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
-        layers_key = None
-        if key is not None:
-            layers_key, embedding_key = jax.random.split(key)
-            x_BTE = dropout(x_BTE, config.dropout, embedding_key)
-
-        def block(block: Block, x_BTE: Array, index: Array) -> Array:
-            layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
-            return block(x_BTE, segment_ids, layer_key)
-
-        x_BTE = scan_layers(block, self.blocks, x_BTE, policy=config.remat, scan=config.scan_layers)
+        x_BTE, _ = through_blocks(
+            config.parts, self.blocks, x_BTE, segment_ids, {"global": None}, key
+        )
         return constrain(x_BTE, "batch", "inner_seq", "embed")
 
     def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:

@@ -56,8 +56,7 @@ class Config:
 
     def __post_init__(self) -> None:
         configuration.check(self)
-        for name in ("in_size", "out_size", "hidden_size", "num_layers"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
+        configuration.check_positive(self, "", "in_size", "out_size", "hidden_size", "num_layers")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
 
 

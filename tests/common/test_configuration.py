@@ -80,7 +80,7 @@ def test_values_of_wrong_type_are_refused(name: str):
         ("attention", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
         ("sampling", {"temperature": "warm"}, "temperature='warm': must be a finite number or"),
         ("sampling", {"top_k": True}, "top_k=True: must be an integer"),
-        ("sampling", {"banned_tokens": [1.5]}, r"banned_tokens=\(1.5,\): must be a tuple, of an"),
+        ("sampling", {"stop_tokens": [1.5]}, r"stop_tokens=\(1.5,\): must be a tuple, of an"),
         ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': must be a finite number"),
         ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
         ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),

@@ -27,7 +27,7 @@ from zoo import mlp, rnn, sharding
 from zoo.decoding import sampling
 from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
-from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, Seen
+from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
 from zoo.nn import parameters
 from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
@@ -35,6 +35,7 @@ from zoo.transformer import Transformer, blocks
 
 KEY = jax.random.key(0)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
+MODULE = importlib.import_module("zoo.decoding.sampling")  # `zoo.generate` is the function
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 
 
@@ -111,15 +112,6 @@ def test_cached_greedy_matches_uncached_greedy(name: str):
     assert len({*got[1][14:]}) > 1  # no token that repeats itself
 
 
-def test_windowed_cache_holds_only_its_window():
-    tokens, mask = jnp.ones((2, 16), jnp.int32), jnp.ones((2, 16), bool)
-    for name, slots in (("rotary", 64), ("window", 5)):
-        prefill = eqx.filter_eval_shape(decoder_of(decoder(name)).prefill, tokens, mask, 64)
-        assert prefill[1].layers
-        for layer in prefill[1].layers:
-            assert layer.keys.shape == layer.values.shape == (2, 8, slots, 4)
-
-
 @pytest.mark.parametrize("name", ["rotary", "lstm"])
 def test_bf16_picks_near_maximal_logits(name: str):
     model = parameters.cast(decoder(name), jnp.bfloat16)
@@ -136,31 +128,21 @@ def test_bf16_picks_near_maximal_logits(name: str):
 @pytest.mark.parametrize(
     ("name", "axes"), [("grouped", "data=4,tensor=2"), ("window", "fsdp=2"), ("lstm", "fsdp=2")]
 )
-def test_mesh_generates_the_same_tokens(name: str, axes: str):
+def test_mesh_generates_the_same_tokens(name: str, axes: str, monkeypatch: pytest.MonkeyPatch):
     model, prompts = decoder(name), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     options: dict = {"max_new_tokens": 6, "stop_tokens": [3], "key": KEY}
+    expected = zoo.generate(model, prompts, **options)
+    advance, found = MODULE._advance, []
+    monkeypatch.setattr(MODULE, "_advance", lambda *a: found.append(advance(*a)) or found[-1])
     mesh = zoo.make_mesh(axes)
     placed = jax.device_put(model, sharding.shardings(model, mesh))
-    assert zoo.generate(placed, prompts, **options) == zoo.generate(model, prompts, **options)
-    if name != "lstm":
-        with sharding.use(mesh):
-            tokens = jnp.ones((4, 16), jnp.int32)
-            prefill = eqx.filter_jit(AttentionDecoder.prefill)
-            _, cache = prefill(decoder_of(placed), tokens, tokens > 0, 32)
-        keys, devices = cache.layers[0].keys, mesh.size
-        assert keys.addressable_shards[0].data.size == keys.size // devices
-
-
-def test_generated_tokens_are_replicated(monkeypatch: pytest.MonkeyPatch):
-    module = importlib.import_module("zoo.decoding.sampling")  # `zoo.generate` is the function
-    advance, found = module._advance, []
-    monkeypatch.setattr(module, "_advance", lambda *a: found.append(advance(*a)) or found[-1])
-    model, mesh = decoder("rotary"), zoo.make_mesh("data=2,tensor=2")
-    placed = jax.device_put(model, sharding.shardings(model, mesh))
-    zoo.generate(placed, [[1, 2, 3], [4, 5]], max_new_tokens=3, temperature=0.0)
+    assert zoo.generate(placed, prompts, **options) == expected
     (state,) = found
-    assert state.tokens.sharding.is_fully_replicated
+    assert state.tokens.sharding.is_fully_replicated  # every process reads them
     assert state.done.sharding.is_fully_replicated
+    if name != "lstm":
+        keys = state.cache.layers[0].keys
+        assert keys.addressable_shards[0].data.size == keys.size // mesh.size
 
 
 def test_compiles_once_per_bucket():
@@ -176,11 +158,6 @@ def test_compiles_once_per_bucket():
         assert counter.compiles == once
         run([[1] * 17, [2]], max_new_tokens=5)
         assert counter.compiles > once
-
-
-def test_what_keeps_all_tokens_is_off():
-    sampler = Sampler.of(Sampling(top_k=0, top_p=1.0, min_p=0.0), VOCAB, KEY)
-    assert sampler.top_k is sampler.top_p is sampler.min_p is None
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
@@ -200,26 +177,23 @@ def test_samples_follow_the_key(model: Any):
     assert len(set(drawn.flatten().tolist())) > 4
 
 
-def test_zero_new_tokens_return_the_prompt(model: Any):
-    got = zoo.generate(model, PROMPT, max_new_tokens=0, key=KEY)
-    np.testing.assert_array_equal(got, PROMPT)
-    assert list(zoo.stream(model, PROMPT, max_new_tokens=0, key=KEY)) == []
-
-
 def test_a_row_ends_with_its_stop_token(model: Any):
-    whole = generate(model, max_new_tokens=12, temperature=0.0)
+    options: dict = {"max_new_tokens": 12, "temperature": 0.0, "logprobs": True}
+    whole, whole_logs = map(np.asarray, zoo.generate(model, PROMPT, **options))
     new = whole[:, 3:].tolist()
     stop = next(token for token in new[0] if token != new[0][0] and token not in new[1])
-    end = new[0].index(stop)
-    options: dict = {"max_new_tokens": 12, "temperature": 0.0, "stop_tokens": [stop]}
-    got = generate(model, **options)
+    end = new[0].index(stop) + 1
+    options["stop_tokens"] = [stop]
+    got, logs = map(np.asarray, zoo.generate(model, PROMPT, **options))
     np.testing.assert_array_equal(got[1], whole[1])
-    assert got[0].tolist() == [*whole[0, : 4 + end], *[stop] * (11 - end)]
-    as_lists = zoo.generate(model, np.asarray(PROMPT).tolist(), **options)
-    assert as_lists == [whole[0, : 4 + end].tolist(), whole[1].tolist()]
-    alone = zoo.generate(model, PROMPT[:1], **options)
+    assert got[0].tolist() == [*whole[0, : 3 + end], *[stop] * (12 - end)]
+    np.testing.assert_allclose(logs[1], whole_logs[1], atol=1e-5)
+    np.testing.assert_allclose(logs[0], [*whole_logs[0, :end], *[0] * (12 - end)], atol=1e-5)
+    lists, list_logs = zoo.generate(model, np.asarray(PROMPT).tolist(), **options)
+    assert lists == [whole[0, : 3 + end].tolist(), whole[1].tolist()]
+    assert [len(row) for row in list_logs] == [end, 12]
+    alone, _ = zoo.generate(model, PROMPT[:1], **options)
     np.testing.assert_array_equal(alone, got[:1])
-    assert len(list(zoo.stream(model, PROMPT[:1], **options))) == end + 1
 
 
 @pytest.mark.parametrize("name", ["rotary", "gru"])
@@ -255,128 +229,84 @@ def test_rows_are_sampled_independently(model: Any):
     assert first[1][9:] != second[1][2:]
 
 
-def renormalised(kept: int, temperature: float = 1.0) -> np.ndarray:
-    """The probabilities of the `kept` likeliest tokens, the rest being nought."""
-    powers = PROBABILITIES ** (1 / temperature)
-    powers = powers / powers.sum() * (np.arange(6) < kept)
+def renormalised(kept: int, power: Any = 1.0) -> np.ndarray:
+    """Powers of the probabilities of the `kept` likeliest tokens, the rest being nought."""
+    powers = PROBABILITIES**power * (np.arange(6) < kept)
     return powers / powers.sum()
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, renormalised(6)),
-        ({"temperature": 0.5}, renormalised(6, 0.5)),
-        ({"temperature": 2.0}, renormalised(6, 2.0)),
+        ({"temperature": 0.5}, renormalised(6, 2.0)),
         ({"top_k": 3}, renormalised(3)),
-        ({"top_k": 99}, renormalised(6)),
+        ({"top_k": 99, "top_p": 1.0}, renormalised(6)),
         # 0.4 + 0.25 are less than 0.7, so a third token stays.
         ({"top_p": 0.7}, renormalised(3)),
-        ({"top_p": 0.35}, renormalised(1)),
-        ({"top_p": 1.0}, renormalised(6)),
         # Of the two that top_k leaves, the first has 0.4 / 0.65.
         ({"top_k": 2, "top_p": 0.6}, renormalised(1)),
-        ({"top_k": 2, "temperature": 0.5}, renormalised(2, 0.5)),
+        ({"top_k": 2, "temperature": 0.5}, renormalised(2, 2.0)),
         # 0.4 * 0.3 is less than the third probability, and more than the fourth.
         ({"min_p": 0.3}, renormalised(3)),
-        ({"min_p": 1.0}, renormalised(1)),
         ({"top_k": 2, "min_p": 0.3}, renormalised(2)),
+        ({"logit_bias": {4: np.log(5.0), 0: -1e4}}, PROBABILITIES * [0, 1, 1, 1, 5, 1]),
+        # Of the prompt's tokens and of new ones; all logits are negative, and so multiplied.
+        ({"repetition_penalty": 2.0}, renormalised(6, np.array([2, 2, 2, 1, 1, 1]))),
     ],
     ids=str,
 )
 def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndarray):
     count, order = 20_000, np.array([3, 0, 5, 1, 4, 2])  # not sorted already
-    logits = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[order]
-    options = {"temperature": 1.0, **options}
-    sampler = Sampler.of(Sampling(**options), 6, KEY)
-    draw = jax.jit(lambda: sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0)))
+    bias = {int(np.argsort(order)[i]): x for i, x in options.get("logit_bias", {}).items()}
+    sampler = Sampler.of(Sampling(**{"temperature": 1.0, **options, "logit_bias": bias}), 6, KEY)
+    logits = jnp.asarray(np.log(PROBABILITIES), jnp.float32)[order]
+
+    @jax.jit
+    def draw() -> Any:
+        prompt = jnp.tile(jnp.asarray([[1, 0]], jnp.int32), (count, 1))
+        seen = sampler.begin(prompt, prompt == 1, 6)  # the second is padding
+        state = State(prompt, jnp.int32(1), jnp.zeros(count, bool), (), seen)
+        for token in (3, 5, 5):
+            token = jnp.full((count, 1), token, jnp.int32)
+            state = state.append(token, jnp.zeros((count, 1, 6)), 1, jnp.zeros(0, jnp.int32))
+        return sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0), state.seen)
+
     observed = np.bincount(order[np.asarray(draw())], minlength=6)
     assert (observed[expected == 0] == 0).all()
-    wanted = count * expected[expected > 0]
+    wanted = (count * expected / expected.sum())[expected > 0]
     chi_square = (np.square(observed[expected > 0] - wanted) / wanted).sum()
     assert chi_square < 25  # of five degrees of freedom, one in seven thousand exceeds that
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"banned_tokens": [3, 5]}, PROBABILITIES * [1, 1, 1, 0, 1, 0]),
-        ({"logit_bias": {4: np.log(5.0)}}, PROBABILITIES * [1, 1, 1, 1, 5, 1]),
-        ({"logit_bias": {0: 1.0}, "banned_tokens": [0]}, PROBABILITIES * [0, 1, 1, 1, 1, 1]),
-        ({"presence_penalty": np.log(2.0)}, PROBABILITIES / [1, 2, 2, 1, 1, 1]),
-        ({"frequency_penalty": np.log(2.0)}, PROBABILITIES / [1, 2, 4, 1, 1, 1]),
-        # Positive logits are divided, of the prompt's tokens too; negative ones are multiplied.
-        ({"repetition_penalty": 2.0}, PROBABILITIES ** np.array([2, 2, 2, 1, 1, 1])),
-    ],
-    ids=str,
-)
-def test_controls_change_the_frequencies(options: dict, expected: np.ndarray):
-    count = 20_000
-    sampler = Sampler.of(Sampling(temperature=1.0, **options), 6, KEY)
-    logits = jnp.asarray(np.log(PROBABILITIES), jnp.float32)  # all are negative
-
-    @jax.jit
-    def draw() -> Any:
-        prompt = jnp.tile(jnp.asarray([[0, 5]], jnp.int32), (count, 1))
-        seen = sampler.begin(prompt, prompt == 0, 6)  # the second is padding
-        for token in (1, 2, 2):
-            seen = seen and seen.add(jnp.full(count, token, jnp.int32))
-        return sampler.draw(jnp.tile(logits[None], (count, 1)), jnp.int32(0), seen)
-
-    observed = np.bincount(np.asarray(draw()), minlength=6)
-    assert (observed[expected == 0] == 0).all()
-    wanted = (count * expected / expected.sum())[expected > 0]
-    assert (np.square(observed[expected > 0] - wanted) / wanted).sum() < 25
-
-
-def test_repetition_penalty_divides_positive_logits():
-    sampler = Sampler.of(Sampling(temperature=0.0, repetition_penalty=2.0), 4, None)
-    seen = Seen.of(jnp.asarray([[0, 1]], jnp.int32), jnp.ones((1, 2), bool), 4)
-    logits = jnp.asarray([[3.0, -1.0, 3.0, -1.0]])
-    assert sampler.adjusted(logits, seen).tolist() == [[1.5, -2.0, 3.0, -1.0]]
-
-
-@pytest.mark.parametrize("name", ["rotary", "lstm"])
-def test_penalties_count_the_tokens_of_the_text(name: str):
+def test_penalties_count_the_tokens_of_the_text():
     """Against a loop over the whole forward pass."""
-    model, options = DECODERS[name](), {"presence_penalty": 0.7, "frequency_penalty": 0.4}
-    prompts = [[1, 2, 3], [5]]
-    found, logs = zoo.generate(
-        model, prompts, max_new_tokens=8, temperature=0.0, repetition_penalty=1.3,
-        stop_tokens=(), logprobs=True, **options,
-    )  # fmt: skip
-    plain = zoo.generate(model, prompts, max_new_tokens=8, temperature=0.0, stop_tokens=())
-    assert found != plain
+    model, prompts = DECODERS["rotary"](), [[1, 2, 3], [5]]
+    options: dict = {"max_new_tokens": 8, "temperature": 0.0, "stop_tokens": ()}
+    found, logs = zoo.generate(model, prompts, repetition_penalty=1.3, logprobs=True, **options)
+    assert found != zoo.generate(model, prompts, **options)
     forward = eqx.filter_jit(model)
+    signs = set()
     for prompt, row, row_logs in zip(prompts, found, logs, strict=True):
         for end in range(len(prompt), len(row)):
             raw = np.asarray(forward(jnp.asarray([row[:end]], jnp.int32)))[0, -1]
-            logits, counts = raw.copy(), np.bincount(row[len(prompt) : end], minlength=VOCAB)
-            earlier = sorted({*row[:end]})
+            logits, earlier = raw.copy(), sorted({*row[:end]})
             logits[earlier] = np.where(raw[earlier] > 0, raw[earlier] / 1.3, raw[earlier] * 1.3)
-            logits -= 0.7 * (counts > 0) + 0.4 * counts
+            signs |= {*np.sign(raw[earlier]).tolist()}
             assert row[end] == logits.argmax()
             log = raw[row[end]] - np.log(np.exp(raw - raw.max()).sum()) - raw.max()
             np.testing.assert_allclose(row_logs[end - len(prompt)], log, atol=2e-5)
+    assert signs == {1.0, -1.0}
 
 
-def test_log_probabilities_end_with_the_text(model: Any):
-    options: dict = {"max_new_tokens": 8, "temperature": 0.0}
-    plain = zoo.generate(model, PROMPT, stop_tokens=(), **options)
-    stop = int(plain[0, PROMPT.shape[1] + 2])
-    tokens, logs = zoo.generate(model, PROMPT, stop_tokens=[stop], logprobs=True, **options)
-    assert tokens.shape[1] == PROMPT.shape[1] + 8
-    assert logs.shape == (len(PROMPT), 8)
-    end = int(np.argmax(np.asarray(tokens[0, PROMPT.shape[1] :]) == stop))
-    assert (logs[0, : end + 1] < 0).all()
-    assert (logs[0, end + 1 :] == 0).all()
-    lists, list_logs = zoo.generate(
-        model, PROMPT.tolist(), stop_tokens=[stop], logprobs=True, **options
-    )
-    assert len(list_logs[0]) == end + 1 == len(lists[0]) - PROMPT.shape[1]
-    np.testing.assert_allclose(list_logs[0], logs[0, : end + 1], rtol=1e-6)
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Without the checks of types that pytest alone has."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -385,21 +315,17 @@ def test_log_probabilities_end_with_the_text(model: Any):
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"top_k": -1}, "top_k=-1: must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
-        ({"top_p": 1.5}, "top_p=1.5: must be"),
-        ({"prompt": PROMPT[:, :0]}, "prompt is empty"),
         ({"prompt": [[1], []]}, "prompt is empty"),
         ({"prompt": []}, "give int32"),
-        ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: the model's are 0 to {VOCAB - 1}"),
+        ({"prompt": [np.ones(2, np.float32)]}, "prompt holds float32"),
+        ({"prompt": [[1], [[2]]]}, "one prompt is a batch of one"),
+        ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: .* vocab_size={VOCAB}"),
         ({"prompt": [[-1]]}, "prompt has the id -1"),
         ({"stop_tokens": [VOCAB]}, "stop_tokens has the id"),
         ({"min_p": 1.5}, "min_p=1.5: must be"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
-        ({"presence_penalty": 1e3}, "presence_penalty=1000.0: must be from -100 to 100"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan: must be a finite"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias has the id"),
         ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]=inf: must be a finite"),
-        ({"banned_tokens": [-1]}, "banned_tokens has the id -1"),
-        ({"banned_tokens": range(VOCAB)}, f"banned_tokens are all {VOCAB} of the vocabulary"),
     ],
     ids=str,
 )
@@ -424,13 +350,8 @@ def test_options_replace_those_of_a_sampling(model: Any):
 
 
 def test_the_options_are_the_fields_of_sampling():
-    hints = typing.get_type_hints(SamplingOptions)
-    assert hints == typing.get_type_hints(Sampling)
-    assert "temperature" in hints
-    given = Sampling(banned_tokens=[3], stop_tokens=range(2))
-    assert (given.banned_tokens, given.stop_tokens) == ((3,), (0, 1))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        given.top_k = 3  # type: ignore[misc]
+    assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(Sampling)
+    assert Sampling(stop_tokens=range(2)).stop_tokens == (0, 1)
 
 
 def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):
@@ -549,7 +470,10 @@ class Mute(blocks.Attention):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Near, "Near attends with causal=True, window=2, and decoding with causal=True, window=N"),
+        (
+            Near,
+            "Near attends with causal=True, window=2 .*, and decoding with causal=True, window=N",
+        ),
         (Mute, "Mute calls `attend` 0 times"),
     ],
 )
@@ -608,31 +532,11 @@ def test_padding_rows_do_not_delay_stopping():
     assert tokens == new[: new.index(stop) + 1]
 
 
-@pytest.fixture
-def unchecked_types() -> Iterator[None]:
-    """Without the checks of types that pytest alone has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.usefixtures("unchecked_types")
 def test_zero_new_tokens_skip_the_prefill(model: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(importlib.import_module("zoo.decoding.sampling"), "_begin")
-    got = zoo.generate(model, np.asarray(PROMPT, np.uint64), max_new_tokens=0, temperature=0.0)
+    monkeypatch.delattr(MODULE, "_begin")
+    options: dict = {"max_new_tokens": 0, "temperature": 0.0}
+    got = zoo.generate(model, np.asarray(PROMPT, np.uint64), **options)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, PROMPT)
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([np.ones(2, np.float32)], "prompt holds float32, and token ids are integers"),
-        ([[1], [[2]]], "one prompt is a batch of one"),
-    ],
-    ids=["floats", "one too deep"],
-)
-def test_malformed_prompts_are_refused(model: Any, prompt: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        zoo.generate(model, prompt, temperature=0.0)
+    assert list(zoo.stream(model, PROMPT, **options)) == []

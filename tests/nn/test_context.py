@@ -377,12 +377,6 @@ def rnn_of(**options: Any) -> Any:
     return lambda key: zoo.rnn.RNN(config, key=key)
 
 
-FAMILIES |= {
-    "mingru": (rnn_of(cell="mingru", dropout=0.1), losses.next_token),
-    "minlstm both ways": (rnn_of(cell="minlstm", bidirectional=True), losses.next_token),
-}
-
-
 def classifier(key: Any) -> Any:
     sizes: Any = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "num_heads": 4}
     body = bert.BERT(bert.Config(**sizes, max_seq_len=64), key=key)
@@ -464,8 +458,7 @@ def test_chunks_of_time_come_back_in_order():
 @pytest.mark.parametrize(
     ("make", "inputs", "message"),
     [
-        (rnn_of(cell="lstm"), (4, 8), "cell='lstm' takes one step .* and context=2 of the mesh"),
-        (rnn_of(cell="mingru", remat="full"), (4, 8), "remat='full' and truncate=None take one"),
+        (rnn_of(cell="mingru"), (4, 8), "context=2 of the mesh splits the steps of a row"),
         (
             lambda key: mlp.MLP(mlp.Config(in_size=4, out_size=2), key=key),
             (4, 4),

@@ -191,7 +191,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "d_ff": None,
         "attention.head_dim": None,
     },
-    "encoder": {"causal": False, "bias": True, "attention.kernel": "xla", "mlp": "swiglu"},
+    "encoder": {
+        "causal": False,
+        "bias": True,
+        "attention.kernel": "xla",
+        "residual.norm_placement": "stream",
+    },
     "both norms": {
         "residual.norm_placement": "both",
         "residual.norm": "rms_offset",
@@ -265,12 +270,6 @@ def test_omitted_sizes_have_defaults():
     assert transformer.Config(vocab_size=8, d_model=48, num_heads=4, mlp="gelu").hidden_size == 192
 
 
-def test_tied_embeddings_are_one_leaf():
-    tied, untied = (arrays(drawn_transformer(tie_embeddings=tied)) for tied in (True, False))
-    assert untied.keys() - tied.keys() == {"head.weight"}
-    assert tied.keys() < untied.keys()
-
-
 def test_layers_are_initialised_independently():
     for path, x in arrays(make_transformer()(KEY).blocks).items():
         if "norm" not in path:
@@ -309,41 +308,14 @@ def test_call_options_are_checked(method: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention.kernel": "cudnn"}, "'cudnn' needs an NVIDIA GPU"),
-        ({"attention.kernel": "xla", "attention.soft_cap": 5.0}, "attention.soft_cap=5.0"),
-    ],
-    ids=str,
-)
-def test_inapplicable_attention_backends_are_refused(options: dict, message: str):
-    model, tokens = drawn_transformer(**options), jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match=message):
-        model(tokens)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size=0: must be positive"),
-        ({"num_layers": -1}, "num_layers=-1"),
-        (
-            {"num_heads": 5, "attention.head_dim": None},
-            "num_heads=5 does not divide d_model=32.*attention.head_dim",
-        ),
-        ({"attention.num_kv_heads": 3}, "attention.num_kv_heads=3 does not divide num_heads=8"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"num_heads": 5, "attention.head_dim": None}, "num_heads=5 does not divide d_model=32"),
+        ({"attention.num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
         ({"attention.head_dim": 5}, "attention.head_dim=5 is odd"),
-        ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
-        ({"dropout": -0.1}, "dropout=-0.1"),
-        ({"attention.window": 0}, "attention.window=0: must be positive"),
-        ({"d_ff": 0}, "d_ff=0: must be positive"),
-        ({"attention.window_pattern": ()}, "needs a 'local' or 'global'"),
-        (
-            {"experts.num_experts": 2, "experts.per_token": 3},
-            "experts.per_token=3: must be in 1 to",
-        ),
-        (
-            {"experts.num_experts": 2, "mlp": "gelu"},
-            "experts.num_experts=2: experts",
-        ),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"attention.window": 0}, "attention.window=0"),
+        ({"attention.window_pattern": ()}, r"attention.window_pattern=\(\)"),
+        ({"experts.num_experts": 2, "mlp": "gelu"}, "experts.num_experts=2: experts"),
     ],
     ids=str,
 )
@@ -352,27 +324,11 @@ def test_invalid_configurations_name_the_field(options: dict, message: str):
         small_config(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"low_freq_factor": 1.0},
-            "positions.scaling has low_freq_factor: give all",
-        ),
-        ({"high_freq_factor": 0.0}, "positions.scaling.high_freq_factor=0.0: must be positive"),
-    ],
-    ids=str,
-)
-def test_invalid_rope_scaling_names_the_field(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        RopeScaling(8.0, **options)
-
-
-def test_unknown_remat_policy_names_the_field():
-    config = small_config()
-    object.__setattr__(config, "remat", "some")  # past the run-time type checker
-    with pytest.raises(ValueError, match=r"remat='some': choose one of .*dots_no_batch"):
-        config.__post_init__()
+def test_invalid_rope_scaling_names_the_field():
+    with pytest.raises(ValueError, match=r"positions\.scaling has low_freq_factor: give all"):
+        RopeScaling(8.0, low_freq_factor=1.0)
+    with pytest.raises(ValueError, match=r"positions\.scaling\.high_freq_factor=0\.0"):
+        RopeScaling(8.0, high_freq_factor=0.0)
 
 
 def test_sequences_beyond_learned_positions_are_refused():
@@ -398,15 +354,6 @@ def test_rotary_embedding_matches_complex_rotation():
     z = (x[..., :4] + 1j * x[..., 4:]) * turn
     expected = np.concatenate([z.real, z.imag], -1)
     np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
-
-
-def test_rotary_products_depend_on_distance():
-    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (1, 2))
-    product = lambda at_q, at_k: float((rotate(q, [[at_q]]) * rotate(k, [[at_k]])).sum())
-    assert product(9, 4) == pytest.approx(product(5, 0), rel=1e-5)
-    assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
-    assert product(9, 4) != pytest.approx(product(4, 9), rel=1e-2)
-    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
 
 
 def test_rotary_positions_keep_the_compute_dtype():

@@ -7,7 +7,7 @@ import pytest
 from helpers import VOCAB, arrays, drawn_transformer
 
 import zoo
-from zoo import bert, losses, mlp, rnn, sharding
+from zoo import bert, losses, mlp, rnn
 from zoo.nn.layers import Embedding, Linear
 from zoo.nn.precision import in_precision
 from zoo.wrappers.classifier import Classifier
@@ -64,18 +64,14 @@ def test_classifier_survives_save_and_load(name, tmp_path):
     zoo.save(tmp_path / "model", model)
     loaded = zoo.load(tmp_path / "model")
     assert isinstance(loaded, Classifier)
+    assert getattr(loaded.body, "head", None) is getattr(loaded.body, "pooler", None) is None
     assert (loaded.pooling, loaded.num_classes) == ("first", 3)
     assert arrays(loaded).keys() == arrays(model).keys()
     np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
 
 
-def test_unused_body_heads_are_removed():
-    assert Classifier(drawn_transformer(), 3, key=KEY).body.head is None
-    assert Classifier(BODIES["bert"](), 3, key=KEY).body.pooler is None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", "bert", "rnn"])
+@pytest.mark.parametrize("name", ["decoder", "rnn"])
 def test_training_on_a_mesh_matches_one_device(name):
     batch = {
         "inputs": np.tile(np.asarray(TOKENS), (4, 1)),
@@ -100,7 +96,6 @@ def test_training_on_a_mesh_matches_one_device(name):
             found[-1].append(float(metrics["loss"]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0][-1] < found[0][0]
-    sharding.shardings(state.model, zoo.make_mesh("fsdp=2"))
 
 
 def test_custom_bodies_are_accepted():

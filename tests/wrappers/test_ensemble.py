@@ -74,7 +74,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1)} | {
 
 @pytest.mark.parametrize(
     "name",
-    ["sgd", "adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon"))],
+    ["sgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw", "adafactor", "muon"))],
 )
 def test_members_train_like_separate_models(name):
     optimizer = OPTIMIZERS[name]
@@ -135,18 +135,6 @@ def test_tensor_sharded_members_need_no_gathers():
     assert "collective-permute" not in text
 
 
-def test_members_follow_a_custom_rule():
-    rules = {**sharding.RULES, "member": "data", "batch": "fsdp"}
-    mesh = sharding.make_mesh("data=4,fsdp=2")
-    model = Ensemble(make_mlp, NUM_MEMBERS, key=KEY)
-    names = sharding.shardings(eqx.filter(model, eqx.is_array), sharding.Layout(mesh, rules))
-    assert names.members.first.linear.bias.shard_shape((8, 8)) == (2, 4)
-    with sharding.use(sharding.Layout(mesh, rules)):
-        outputs = eqx.filter_jit(lambda model: model(POINTS))(eqx.filter_shard(model, names))
-    assert outputs.sharding.shard_shape(outputs.shape) == (2, 4, 3)
-    np.testing.assert_allclose(outputs, model(POINTS), atol=1e-5)
-
-
 def test_is_matrix_ignores_the_member_axis():
     names = logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
     direction = names.layers[0].directions[0]
@@ -158,13 +146,6 @@ def test_is_matrix_ignores_the_member_axis():
     assert stacked.blocks.mlp.w_up == ("member", None, "embed", "mlp")
 
 
-def test_summarize_gives_mean_and_spread():
-    samples = jnp.asarray([[1.0, 2.0], [3.0, 2.0]])
-    mean, spread = ensemble.summarize(samples)
-    np.testing.assert_allclose(mean, [2.0, 2.0])
-    np.testing.assert_allclose(spread, [1.0, 0.0])
-
-
 def test_dropout_samples_match_keyed_calls():
     model = make_mlp(KEY, dropout=0.5)
     call = eqx.filter_jit(lambda key: model(POINTS, key=key))
@@ -174,16 +155,7 @@ def test_dropout_samples_match_keyed_calls():
     assert samples.shape == (5, 8, 3)
     for sample, key in zip(samples, jax.random.split(KEY, 5), strict=True):
         np.testing.assert_allclose(sample, call(key), atol=1e-5)
-    assert ensemble.summarize(samples).spread.min() > 0
-
-
-def test_dropout_differs_between_members():
-    same = jax.random.split(KEY, 1)[0]
-    model = Ensemble(lambda key: make_mlp(same, dropout=0.5), NUM_MEMBERS, key=KEY)
-    call = eqx.filter_jit(lambda key: model(POINTS, key=key))
-    plain, dropped = call(None), call(KEY)
-    np.testing.assert_allclose(plain[0], plain[1], atol=1e-6)
-    assert not np.allclose(dropped[0], dropped[1])
+    assert samples.std(0).min() > 0
 
 
 @pytest.mark.parametrize(

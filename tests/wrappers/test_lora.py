@@ -30,7 +30,6 @@ import zoo
 from zoo import bert, ensemble, lora, losses, mlp, sharding
 from zoo.nn import parameters, products
 from zoo.nn.products import matmul
-from zoo.planning import flops
 from zoo.publishing import PublishError
 from zoo.sharding.axes import keystr, logical_axes
 from zoo.tasks.finetuning import frozen
@@ -97,16 +96,6 @@ def test_merged_adapters_equal_applied_ones(family, remat):
     applied = forward(model, inputs)
     np.testing.assert_allclose(applied, forward(merged, inputs), atol=1e-5)
     assert np.abs(applied - forward(plain, inputs)).max() > 1e-2  # and they do something
-
-
-def test_stacked_matrices_are_merged_per_layer():
-    plain = drawn_transformer()
-    model = drawn(plain)
-    wo, mixed = plain.blocks.attention.wo, model.blocks.attention.wo
-    for layer in range(2):
-        added = np.einsum("nhr,re->nhe", mixed.down[layer], mixed.up[layer])
-        merged = lora.merge(model).blocks.attention.wo[layer]
-        np.testing.assert_allclose(merged, wo[layer] + 2.0 * added, atol=1e-5)
 
 
 def test_bf16_adapters_merge_in_fp32():
@@ -217,12 +206,9 @@ def test_targets_are_chosen_by_path():
     tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
     with pytest.raises(ValueError, match="the model has no other matrix"):
         lora.adapt(tiny, lora.Config(), key=KEY)
-    with pytest.raises(ValueError, match=r"dropout=1.0: must be in \[0, 1\)"):
-        lora.Config(dropout=1.0)
-    for wrong in ({"rank": 0}, {"alpha": 0.0}):
-        with pytest.raises(ValueError, match=r"rank=.*, alpha=.*: both must be positive"):
-            lora.Config(**wrong)
-    assert lora.Config(rank=1, alpha=0.5).rank == 1
+    for name, value in (("rank", 0), ("alpha", 0.0), ("dropout", 1.0)):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            lora.Config(**{name: value})
 
 
 TOKENS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
@@ -243,8 +229,7 @@ def test_adapters_save_and_load_separately(saved):
     assert size("adapters/adapter_model.safetensors") < size("base/model.safetensors") / 2
     for model in (
         zoo.load(folder / "adapters"),
-        zoo.load(folder / "adapters"),
-        zoo.load_adapters(folder / "adapters", zoo.load(folder / "base")),
+        zoo.load_adapters(str(folder / "adapters"), zoo.load(folder / "base")),
     ):
         assert arrays(model).keys() == arrays(adapted).keys()
         for name, array in arrays(adapted).items():
@@ -274,8 +259,9 @@ def test_mismatched_adapters_are_refused(saved):
     data = bytearray((folder / "adapters" / "adapter_model.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "adapters" / "adapter_model.safetensors").write_bytes(data)
-    with pytest.raises(PublishError, match="is damaged"):
-        zoo.load(folder / "adapters")
+    for load in (zoo.load, lambda path: zoo.load_adapters(path, drawn_transformer())):
+        with pytest.raises(PublishError, match="is damaged"):
+            load(folder / "adapters")
 
 
 # --- Frozen parts -----------------------------------------------------------------------------
@@ -334,17 +320,6 @@ def test_adapters_keep_their_matrix_axes():
             assert axes.up == (first, "group", "rank", "mlp")
 
 
-def test_load_adapters_takes_text_and_verifies(saved):
-    folder, adapted = saved[0] / "adapters", saved[1]
-    base = drawn_transformer()
-    loaded = zoo.load_adapters(str(folder), base)
-    np.testing.assert_array_equal(loaded.blocks.mlp.w_up.up, adapted.blocks.mlp.w_up.up)
-    path = folder / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(PublishError, match="is damaged"):
-        zoo.load_adapters(folder, base)
-
-
 def test_local_base_paths_are_saved_absolute(saved, monkeypatch):
     folder, adapted = saved
     monkeypatch.chdir(folder)
@@ -400,17 +375,6 @@ def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatc
     assert {(24, 32), (24, 16), (32, 24), (24, 40), (40, 24)} <= full
 
 
-@pytest.mark.slow
-def test_a_step_costs_two_thirds_of_a_full_one():
-    config = zoo.transformer.Config(vocab_size=64, d_model=256, num_layers=2, num_heads=4)
-    make = lambda key: zoo.transformer.Transformer(config, key=key)
-    base = jax.tree.map(lambda x: jnp.zeros(x.shape), eqx.filter_eval_shape(make, KEY))
-    trained, full = (flops.count(step_jaxpr(base, c)) for c in (lora.Config(rank=2), None))
-    matrices = 2 * 12 * 256**2 + 64 * 256
-    assert full == pytest.approx(6 * 8 * 16 * matrices, rel=0.05)
-    assert 4 / 6 < trained / full < 0.7
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_lengths_are_those_of_dora(family):
     config = dataclasses.replace(CONFIG, dora=True, rank_stabilized=True)
@@ -454,7 +418,7 @@ def longer(model):
 def test_the_norm_of_dora_has_no_gradient(use):
     config = dataclasses.replace(CONFIG, dora=True)
     rng = np.random.default_rng(0)
-    layer = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
+    layer = linear(6, 5)
     node = longer(drawn(layer, config=config)).weight
     x = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
     g = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
@@ -476,16 +440,14 @@ class Linear(parameters.CastsInputs):
         return matmul(x, parameters.unshard(self).weight)
 
 
-KINDS = {
-    "plain": CONFIG,
-    "dora and dropout": dataclasses.replace(CONFIG, dora=True, dropout=0.5),
-}
+def linear(*shape):
+    return Linear(jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32))
 
 
 def test_a_mesh_has_the_same_dropout_and_lengths():
-    config = KINDS["dora and dropout"]
+    config = dataclasses.replace(CONFIG, dora=True, dropout=0.5)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2, 32)), jnp.float32)
-    layer = Linear(jnp.asarray(np.random.default_rng(1).normal(size=(32, 64)), jnp.float32))
+    layer = linear(32, 64)
     model = longer(drawn(layer, config=config))
 
     def loss(model, batch, key):
@@ -498,25 +460,6 @@ def test_a_mesh_has_the_same_dropout_and_lengths():
 
     assert evaluated("fsdp=2,tensor=4") == pytest.approx(evaluated(None), rel=1e-4)
     assert float(loss(lora.merge(model), {"x": x}, None)[0]) != pytest.approx(evaluated(None), 0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", ["data=2,fsdp=2,tensor=2", "fsdp=8", "tensor=4"])
-def test_gradients_on_a_mesh_are_those_of_one_device(axes, kind):
-    family, config = FAMILIES[0], KINDS[kind]
-    mesh = zoo.make_mesh(axes)
-    (_, alone, first), (_, state, found) = (
-        train(family, each, steps=1, config=config, optimizer=optax.sgd(1.0))
-        for each in (None, mesh)
-    )
-    assert found == pytest.approx(first, rel=1e-5)
-    moved = arrays(lora.adapt(begun(family), config, key=jax.random.key(9)))
-    ups = [name for name in moved if name.endswith((".up", ".magnitude"))]
-    assert len(ups) == (14 if config.dora else 7)
-    for name in ups:
-        assert np.abs(arrays(alone.model)[name] - 0).max() > 0, name
-    assert_trees_close(state.model, alone.model, rtol=1e-3, atol=1e-6)
 
 
 def bert_loss(model, batch, key):
@@ -637,19 +580,17 @@ def test_dropout_differs_by_layer_and_is_off_without_a_key():
 
 
 def test_frozen_adapters_have_no_dropout():
-    layer = Linear(jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float32))
+    layer = linear(32, 16)
     lower = drawn(layer, config=dataclasses.replace(CONFIG, dropout=0.5))
-    upper = lora.adapt(lower, CONFIG, key=KEY)
-    x = jnp.ones((4, 32))
+    upper, x = lora.adapt(lower, CONFIG, key=KEY), jnp.ones((4, 32))
+    expected = lower.weight.times(x)
     with parameters.dropping_out(KEY):
-        below, above = lower.weight.times(x), upper.weight.times(x)
-    expected = copy(lower.weight.times(x))
-    assert np.abs(below - expected).max() > 1e-2
-    np.testing.assert_array_equal(above, expected)
+        assert np.abs(lower.weight.times(x) - expected).max() > 1e-2
+        np.testing.assert_array_equal(upper.weight.times(x), expected)
 
 
 def test_steps_draw_their_own_masks_and_evaluations_none():
-    layer = Linear(jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float32))
+    layer = linear(32, 16)
     model = drawn(layer, config=dataclasses.replace(CONFIG, dropout=0.5))
     batch = {"x": np.ones((8, 32), np.float32)}
     loss = lambda model, batch, key: ((model(batch["x"]) ** 2).sum(), jnp.float32(8), {})
@@ -723,28 +664,27 @@ def test_adapters_in_fp32_on_a_bf16_model_generate():
         np.testing.assert_array_equal(logits.argmax(-1), tokens[:, 4 + index])
 
 
-@pytest.mark.parametrize("name", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_an_adapted_head_has_the_same_gradient_in_chunks(name, monkeypatch):
+def test_an_adapted_head_has_the_same_gradient_in_chunks(monkeypatch):
     base = drawn_transformer(tie_embeddings=True)
     config = lora.Config(rank=4, targets=("embedding.weight", "*.wq"))
     model, batch = drawn(base, config=config), jax.tree.map(jnp.asarray, token_batch(2, 8))
     adapters, rest = eqx.partition(model, lora.trainable(model))
 
     def gradient():
-        loss = lambda x: call_loss(losses.next_token, name, eqx.combine(x, rest), batch, None)[0]
+        loss = lambda x: call_loss(losses.next_token, "fp32", eqx.combine(x, rest), batch, None)[0]
         return jax.jit(jax.grad(loss))(adapters)
 
     whole = gradient()
     monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 2 * 2 * 64)
     chunked = gradient()
     assert np.abs(whole.embedding.weight.down).max() > 1e-3
-    assert_trees_close(chunked, whole, rtol=1e-4 if name == "fp32" else 0.05, atol=1e-3)
+    assert_trees_close(chunked, whole, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_every_use_of_an_adapted_matrix_is_one_of_its_value(dora):
     rng = np.random.default_rng(0)
-    table = Linear(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))
+    table = linear(6, 5)
     node = longer(drawn(table, config=dataclasses.replace(CONFIG, dora=dora))).weight
     x, ids = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.asarray([[4, 9], [0, 1]])
     rows, turned = node.rows(ids), products.transposed(node)
@@ -786,7 +726,7 @@ class WithForeign(parameters.CastsAtUse):
 @pytest.mark.parametrize("axes", ["", "fsdp=2,tensor=2"])
 def test_foreign_layers_get_the_value(axes):
     rng = np.random.default_rng(0)
-    own = Linear(jnp.asarray(rng.normal(size=(8, 4)), jnp.float32))
+    own = linear(8, 4)
     model = drawn(WithForeign(own, eqx.nn.Linear(4, 2, key=KEY)), config=CONFIG)
     batch = {"x": rng.normal(size=(8, 8)).astype(np.float32)}
     loss = lambda model, batch, key: (model(batch["x"]).sum(), jnp.float32(8), {})

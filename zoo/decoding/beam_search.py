@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.common.configuration import require
 from zoo.decoding.sampling import Prompt, Rows
 from zoo.sharding import constrain
 
@@ -25,18 +26,17 @@ def beam_search(
     *,
     max_new_tokens: int = 64,
     num_beams: int = 4,
-    num_best: int | None = None,
     length_penalty: float = 0.0,
     early_stopping: bool = False,
     stop_tokens: Sequence[int] | None = None,
-) -> tuple[Any, Float[np.ndarray, "batch best"]]:
-    """The `num_best` likeliest continuations that the search finds, best first, and their scores.
+) -> tuple[Any, Float[np.ndarray, "batch beams"]]:
+    """The `num_beams` likeliest continuations that the search finds, best first, and their scores.
 
-    A prompt int32[batch, prompt] gives tokens int32[batch, best, prompt + max_new_tokens]; lists
-    of ids give for each prompt a list of lists, which end with the stop token. `num_best` is
-    `num_beams` if not given. A score is the sum of the log-probabilities of the new tokens, the
-    stop token's too, divided by their number to the power of `length_penalty` (1 is their mean, and
-    more prefers long texts), float32[batch, best]; it is -inf where there are fewer continuations.
+    A prompt int32[batch, prompt] gives tokens int32[batch, beams, prompt + max_new_tokens]; lists
+    of ids give for each prompt a list of lists, which end with the stop token. A score is the sum
+    of the log-probabilities of the new tokens, the stop token's too, divided by their number to the
+    power of `length_penalty` (1 is their mean, and more prefers long texts), float32[batch, beams];
+    it is -inf where there are fewer continuations.
 
     A continuation that has come to one of the `stop_tokens`, the `eos_ids` of the model's
     configuration if not given, leaves its beam to another, and repeats the token to its end. A row
@@ -44,32 +44,30 @@ def beam_search(
     `early_stopping` as soon as it has as many, as in `generate` of `transformers`.
 
     Raises:
-        ValueError: as for `zoo.generate`, fewer than one beam, more best ones than beams, or a
-            length penalty that is no number.
+        ValueError: as for `zoo.generate`, fewer than one beam, or a length penalty that is no
+            number.
     """
-    num_best = num_beams if num_best is None else num_best
-    if num_beams < 1 or not 1 <= num_best <= num_beams:
-        raise ValueError(
-            f"num_beams={num_beams} must be at least 1, and num_best={num_best} from 1 to that"
-        )
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty} must be a number; 0 prefers no length")
+    require(num_beams > 0, f"num_beams={num_beams}: must be at least 1")
+    require(
+        math.isfinite(length_penalty),
+        f"length_penalty={length_penalty}: must be a number; 0 prefers no length",
+    )
     rows = Rows(model, prompt, max_new_tokens, stop_tokens)
     count = len(rows.prompts)
-    new = np.zeros((count, num_best, 0), np.int32)
-    scores = np.zeros((count, num_best), np.float32)
+    new = np.zeros((count, num_beams, 0), np.int32)
+    scores = np.zeros((count, num_beams), np.float32)
     if max_new_tokens > 0:
         arrays = (rows.decoder, rows.tokens, rows.mask, rows.stops, np.float32(length_penalty))
         with sharding.use(sharding.Layout(rows.mesh, sharding.whole_rows())):
             found = _search(arrays, rows.length, num_beams, max_new_tokens, early_stopping)
-        new, scores = (np.asarray(x)[:count, :num_best] for x in (found.tokens, found.scores))
+        new, scores = (np.asarray(x)[:count] for x in (found.tokens, found.scores))
     if isinstance(prompt, list | tuple):
         lists = [
             [[*ids.tolist(), *rows.cut(beam)] for beam in beams]
             for ids, beams in zip(rows.prompts, new, strict=True)
         ]
         return lists, scores
-    prompts = np.repeat(np.stack(rows.prompts)[:, None], num_best, axis=1)
+    prompts = np.repeat(np.stack(rows.prompts)[:, None], num_beams, axis=1)
     return jnp.asarray(np.concatenate([prompts, new], axis=2)), scores
 
 

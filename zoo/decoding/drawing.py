@@ -1,9 +1,10 @@
-"""The next token: penalties and biases of the logits, the tokens that are left, and the draw.
+"""The next token: the penalty and biases of the logits, the tokens that are left, and the draw.
 
-Penalties come before the temperature, and what is cut off after it, in the order of `transformers`:
-the `top_k` likeliest, among them `top_p`, among them `min_p`.
+In the order of `transformers`: the penalty and biases, the temperature, the `top_k` likeliest
+tokens, among them `top_p`, and among them `min_p`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -18,27 +19,6 @@ from zoo.common import configuration
 from zoo.sharding import constrain
 
 
-class Seen(eqx.Module):
-    """The tokens of each row so far: whether they are in its prompt, how often they came after."""
-
-    prompt: Bool[Array, "batch vocab"]
-    counts: Int[Array, "batch vocab"]
-
-    @staticmethod
-    def of(
-        tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int
-    ) -> "Seen":
-        """The tokens of prompts; `mask` is False at padding."""
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-        none = jnp.zeros((tokens.shape[0], vocab_size), jnp.int32)
-        return Seen(none.at[rows, tokens].max(mask.astype(jnp.int32)) > 0, none)
-
-    def add(self, tokens: Int[Array, "batch"]) -> "Seen":
-        """The same with one more token per row."""
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        return Seen(self.prompt, self.counts.at[rows, tokens].add(1))
-
-
 class State(eqx.Module):
     """A continuation in progress: `count` tokens per row, the last of which is not yet read.
 
@@ -50,10 +30,51 @@ class State(eqx.Module):
     count: Int[Array, ""]
     done: Bool[Array, "batch"]
     cache: PyTree
-    seen: Seen | None = None
+    seen: Bool[Array, "batch vocab"] | None = None
+    """The tokens of each row so far, its prompt's too, where they are penalised."""
     logprobs: Float[Array, "batch room"] | None = None
     draft_cache: PyTree = None
     steps: Int[Array, ""] | None = None
+
+    def append(
+        self,
+        new: Int[Array, "batch new"],
+        logits: Float[Array, "batch new vocab"],
+        count: Int[Array, ""] | int,
+        stops: Int[Array, "stops"],
+        **caches: Any,
+    ) -> "State":
+        """The state with the first `count` new tokens; a row that has stopped repeats its last.
+
+        What comes behind those is without meaning: later steps write over it.
+        """
+        last = jax.lax.dynamic_index_in_dim(
+            self.tokens, jnp.maximum(self.count - 1, 0), 1, keepdims=False
+        )
+        done, seen = self.done, self.seen
+        tokens, logprobs = [], []
+        for place in range(new.shape[1]):
+            last = jnp.where(done, last, new[:, place])
+            logs = jax.nn.log_softmax(logits[:, place])
+            logs = jnp.take_along_axis(logs, last[:, None], 1)[:, 0]
+            tokens.append(last)
+            logprobs.append(jnp.where(done, 0.0, logs))
+            done |= (last[:, None] == stops[None]).any(1) & (place < count)
+            if seen is not None:
+                seen = seen | jax.nn.one_hot(last, seen.shape[1], dtype=bool)
+
+        def put(x: Array, columns: list[Array]) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, jnp.stack(columns, 1), self.count, 1)
+
+        return dataclasses.replace(
+            self,
+            tokens=put(self.tokens, tokens),
+            count=self.count + count,
+            done=done,
+            seen=seen,
+            logprobs=None if self.logprobs is None else put(self.logprobs, logprobs),
+            **caches,
+        ).whole()
 
     def whole(self) -> "State":
         """The state with its tokens on every device, and so in every process that reads them.
@@ -70,7 +91,7 @@ class State(eqx.Module):
 class Sampling:
     """How tokens are chosen, and which of them end a text: the options of `zoo.generate`.
 
-    Penalties come first, then biases, the temperature, `top_k`, `top_p` and `min_p`.
+    The penalty comes first, then biases, the temperature, `top_k`, `top_p` and `min_p`.
 
     Raises:
         ValueError: it names the option that is out of range.
@@ -90,29 +111,21 @@ class Sampling:
     repetition_penalty: float | None = None
     """Divides the positive logits of all earlier tokens, the prompt's too, and multiplies their
     negative ones (Keskar et al. 2019): more than 1 makes them less likely; 1 if not given."""
-    presence_penalty: float = 0.0
-    """Is subtracted from the logits of the tokens that have come after the prompt."""
-    frequency_penalty: float = 0.0
-    """Is subtracted from them as often as they have come."""
     logit_bias: Mapping[int, float] | None = None
-    """Numbers that are added to the logits of some ids."""
-    banned_tokens: Sequence[int] = ()
-    """Ids that never come."""
+    """Numbers that are added to the logits of some ids; with -1e4 an id never comes."""
     stop_tokens: Sequence[int] | None = None
     """Ids that end a text: the model's own `eos_ids` if not given, and none if empty."""
 
     def __post_init__(self) -> None:
-        for name in ("banned_tokens", "stop_tokens"):
-            if (ids := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(np.asarray(ids).reshape(-1).tolist()))
+        if self.stop_tokens is not None:
+            ids = np.asarray(self.stop_tokens).reshape(-1).tolist()
+            object.__setattr__(self, "stop_tokens", tuple(ids))
         configuration.check(self)
         _require(self, "temperature", lambda x: x >= 0, "must not be negative; 0 is greedy")
         _require(self, "top_k", lambda x: x >= 0, "must be at least 1; 0 is all")
         _require(self, "top_p", lambda x: 0 < x <= 1, "must be above 0 and at most 1, which is all")
         _require(self, "min_p", lambda x: 0 <= x <= 1, "must be from 0, which is all, to 1")
         _require(self, "repetition_penalty", lambda x: x > 0, "must be positive; 1 changes nothing")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(self, name, lambda x: abs(x) <= 100, "must be from -100 to 100")
         for token, bias in (self.logit_bias or {}).items():
             configuration.check_value(f"logit_bias[{token}]", bias, float)
 
@@ -125,31 +138,13 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
     logit_bias: Mapping[int, float] | None
-    banned_tokens: Sequence[int]
     stop_tokens: Sequence[int] | None
 
 
 def _require(sampling: Sampling, name: str, holds: Callable[[Any], bool], text: str) -> None:
     value = getattr(sampling, name)
     configuration.require(value is None or bool(holds(value)), f"{name}={value}: {text}")
-
-
-def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "vocab"] | None:
-    """The biases of the logits: minus infinity for banned tokens."""
-    logit_bias, banned = sampling.logit_bias or {}, sampling.banned_tokens
-    configuration.check_ids("logit_bias", logit_bias, vocab_size)
-    configuration.check_ids("banned_tokens", banned, vocab_size)
-    if len(set(banned)) == vocab_size:
-        raise ValueError(f"banned_tokens are all {vocab_size} of the vocabulary: leave one out")
-    if not (logit_bias or banned):
-        return None
-    bias = np.zeros(vocab_size, np.float32)
-    bias[[*logit_bias]] = [*logit_bias.values()]
-    bias[[*banned]] = -np.inf
-    return jnp.asarray(bias)
 
 
 class Sampler(eqx.Module):
@@ -161,52 +156,54 @@ class Sampler(eqx.Module):
     key: Key[Array, ""] | None
     top_k: int | None = eqx.field(static=True, default=None)
     min_p: Float[Array, ""] | None = None
-    penalties: tuple[Float[Array, ""], ...] | None = None
-    """For repetition, presence and frequency."""
+    repetition: Float[Array, ""] | None = None
     bias: Float[Array, "vocab"] | None = None
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int, key: Key[Array, ""] | None) -> "Sampler":
         """The sampler of a vocabulary; a ValueError for ids beyond it, or a missing key."""
-        bias = _bias(sampling, vocab_size)
-        repetition = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
-        given = (repetition, sampling.presence_penalty, sampling.frequency_penalty)
-        penalties = None if given == (1, 0, 0) else tuple(map(jnp.float32, given))
+        bias: Array | None = None
+        if sampling.logit_bias:
+            configuration.check_ids("logit_bias", sampling.logit_bias, vocab_size)
+            ids, values = [*sampling.logit_bias], [*sampling.logit_bias.values()]
+            bias = jnp.zeros(vocab_size).at[np.array(ids)].set(np.array(values, np.float32))
+        repetition = None
+        if sampling.repetition_penalty not in (None, 1):
+            repetition = jnp.float32(sampling.repetition_penalty)
         temperature = 0.8 if sampling.temperature is None else sampling.temperature
         if temperature == 0:
-            return Sampler(None, None, None, penalties=penalties, bias=bias)
+            return Sampler(None, None, None, repetition=repetition, bias=bias)
         if key is None:
             raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
         top_p = None if sampling.top_p in (None, 1) else jnp.float32(sampling.top_p)
         min_p = jnp.float32(sampling.min_p) if sampling.min_p else None
         top_k = sampling.top_k or None
-        return Sampler(jnp.float32(temperature), top_p, key, top_k, min_p, penalties, bias)
+        return Sampler(jnp.float32(temperature), top_p, key, top_k, min_p, repetition, bias)
 
     def begin(
         self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], vocab_size: int
-    ) -> Seen | None:
-        """The record of prompts, where there is a penalty that asks for it."""
-        return None if self.penalties is None else Seen.of(tokens, mask, vocab_size)
+    ) -> Bool[Array, "batch vocab"] | None:
+        """The tokens that are in prompts, for a penalty on them; `mask` is False at padding."""
+        if self.repetition is None:
+            return None
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+        return jnp.zeros((tokens.shape[0], vocab_size), bool).at[rows, tokens].max(mask)
 
     def adjusted(
-        self, logits: Float[Array, "batch vocab"], seen: Seen | None
+        self, logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"] | None
     ) -> Float[Array, "batch vocab"]:
-        """The logits after penalties and biases.
-
-        Repetition (Keskar et al. 2019) is of the prompt and of new tokens, presence and frequency,
-        which are subtracted, of new ones alone.
-        """
-        if self.penalties is not None:
+        """The logits after the penalty of repetitions (Keskar et al. 2019) and biases."""
+        if self.repetition is not None:
             assert seen is not None
-            repetition, presence, frequency = self.penalties
-            smaller = jnp.where(logits > 0, logits / repetition, logits * repetition)
-            logits = jnp.where(seen.prompt | (seen.counts > 0), smaller, logits)
-            counts = seen.counts.astype(jnp.float32)
-            logits = logits - presence * jnp.minimum(counts, 1) - frequency * counts
+            smaller = jnp.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            logits = jnp.where(seen, smaller, logits)
         return logits if self.bias is None else logits + self.bias[None]
 
     def draw(
-        self, logits: Float[Array, "batch vocab"], step: Int[Array, ""], seen: Seen | None = None
+        self,
+        logits: Float[Array, "batch vocab"],
+        step: Int[Array, ""],
+        seen: Bool[Array, "batch vocab"] | None = None,
     ) -> Int[Array, "batch"]:
         """One id per row, in the random stream of that step."""
         logits = self.adjusted(logits, seen)
@@ -218,7 +215,7 @@ class Sampler(eqx.Module):
         return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
 
     def probabilities(self, logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
-        """The probability of each token to be drawn, without penalties."""
+        """The probability of each token to be drawn, without a penalty."""
         vocab = logits.shape[-1]
         flat = self.adjusted(logits.reshape(-1, vocab), None)
         if self.temperature is None:

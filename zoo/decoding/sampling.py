@@ -18,9 +18,10 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
+from zoo.common.configuration import check_ids
 from zoo.decoding.decoder import Decoder, decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
-from zoo.decoding.speculative import Draft, draft_and_judge
+from zoo.decoding.speculative import Draft, draft_and_judge, read
 
 Prompt = Int[Array | np.ndarray, "batch prompt"] | Sequence[Sequence[int] | Int[np.ndarray, "_"]]
 SMALLEST_BUCKET = 16
@@ -53,13 +54,13 @@ def generate(
     without it (Leviathan et al. 2023), and greedy ones are the same.
 
     With `logprobs` the result is a pair: the tokens, and the log-probability that the model itself
-    gave each new token, before temperature, penalties and biases, float32[batch, max_new_tokens]
+    gave each new token, before temperature, penalty and biases, float32[batch, max_new_tokens]
     (0 behind a stop token), or lists as long as the new tokens.
 
     Raises:
         ValueError: a model that is no decoder, an empty prompt, ids that it does not have, more
             tokens than it has positions, a sampling parameter out of range, a missing key, a draft
-            of another vocabulary or mesh, or one together with penalties.
+            of another vocabulary or mesh, or one together with a penalty.
     """
     sampling = dataclasses.replace(sampling or Sampling(), **options)
     rows = Rows(model, prompt, max_new_tokens, sampling.stop_tokens, draft, draft_tokens)
@@ -143,8 +144,8 @@ class Rows:
         self.decoder.check_decoder(longest + max_new_tokens)
         if longest + max_new_tokens > getattr(self.decoder.config, "max_seq_len", np.inf):
             _warn_of_length(self.decoder.config.max_seq_len)
-        _check_ids("prompt", np.concatenate(self.prompts), self.decoder.config.vocab_size)
-        _check_ids("stop_tokens", stops, self.decoder.config.vocab_size)
+        for name, ids in (("prompt", np.concatenate(self.prompts)), ("stop_tokens", stops)):
+            check_ids(name, np.unique(ids).tolist(), self.decoder.config.vocab_size)
         self.prompts = [ids.astype(np.int32) for ids in self.prompts]  # once they are known to fit
         self.stops = stops.astype(np.int32)
         self.mesh = sharding.mesh_of(model)
@@ -158,11 +159,11 @@ class Rows:
             self.tokens[row, bucket - len(ids) :] = ids
             self.mask[row, bucket - len(ids) :] = True
         self.is_padding = np.arange(num_rows) >= len(self.prompts)  # for the mesh alone
-        checked = (
-            None if draft is None else Draft.checked(draft, draft_tokens, self.decoder, self.mesh)
-        )
-        self.draft = checked
-        ahead = 0 if draft is None else draft_tokens  # beyond what is asked for
+        self.draft: Draft | None = None
+        ahead = 0  # tokens beyond what is asked for
+        if draft is not None:
+            self.draft = Draft.checked(draft, draft_tokens, self.decoder, self.mesh)
+            ahead = draft_tokens
         self.room = bucket_of(max_new_tokens + ahead)
         # The last token is never read.
         self.length = bucket_of(bucket + max_new_tokens - 1 + ahead)
@@ -170,11 +171,8 @@ class Rows:
     def sampler(self, sampling: Sampling, key: Key[Array, ""] | None) -> Sampler:
         """How the tokens of these rows are drawn."""
         sampler = Sampler.of(sampling, self.decoder.config.vocab_size, key)
-        if self.draft is not None and sampler.penalties is not None:
-            raise ValueError(
-                "a draft cannot go with repetition_penalty, presence_penalty or frequency_penalty: "
-                "leave the one or the others out"
-            )
+        if self.draft is not None and sampler.repetition is not None:
+            raise ValueError("a draft cannot go with repetition_penalty: leave one of them out")
         return sampler
 
     def cut(self, tokens: np.ndarray) -> list[int]:
@@ -212,12 +210,6 @@ def _check_prompts(prompt: Prompt) -> list[np.ndarray]:
     return prompts
 
 
-def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise ValueError(f"{name} has the id {wrong[0]}: the model's are 0 to {vocab_size - 1}")
-
-
 def _begin(
     rows: Rows, sampler: Sampler, logprobs: bool = False
 ) -> tuple[State, Callable[[State, int], State]]:
@@ -251,15 +243,16 @@ def _for_decoding(models: tuple[Decoder, Draft | None]) -> tuple[Decoder, Draft 
 def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: bool) -> State:
     """Read the prompts, and draw the first new token; no one waits for rows of padding."""
     decoder, draft, sampler, tokens, mask, stops, is_padding = arrays
-    logits, cache = decoder.prefill(tokens, mask, length)
+    logits, cache = read(decoder, tokens, mask, length, draft)
     empty = jnp.zeros((tokens.shape[0], room), jnp.int32)
     seen = sampler.begin(tokens, mask, logits.shape[1])
     logs = jnp.zeros(empty.shape) if logprobs else None
     state = State(empty, jnp.int32(0), is_padding, cache, seen, logs)
     if draft is not None:
-        _, draft_cache = draft.decoder.prefill(tokens, mask, length)
+        _, draft_cache = read(draft.decoder, tokens, mask, length, draft)
         state = dataclasses.replace(state, draft_cache=draft_cache, steps=jnp.int32(0))
-    return _append(state, sampler, logits, stops)
+    token = sampler.draw(logits, state.count, seen)
+    return state.append(token[:, None], logits[:, None], 1, stops)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -275,26 +268,7 @@ def _advance(arrays: tuple[Any, ...], state: State) -> State:
             return draft_and_judge(decoder, draft, sampler, stops, state)
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
         logits, cache = decoder.decode(last, state.cache)
-        state = eqx.tree_at(lambda s: s.cache, state, cache)
-        return _append(state, sampler, logits, stops)
+        token = sampler.draw(logits, state.count, state.seen)
+        return state.append(token[:, None], logits[:, None], 1, stops, cache=cache)
 
     return jax.lax.while_loop(unfinished, step, state).whole()
-
-
-def _append(state: State, sampler: Sampler, logits: Array, stops: Array) -> State:
-    """The state with one more token per row; a row that has stopped repeats its last."""
-    before = jax.lax.dynamic_index_in_dim(
-        state.tokens, jnp.maximum(state.count - 1, 0), 1, keepdims=False
-    )
-    drawn = sampler.draw(logits, state.count, state.seen)
-    token = jnp.where(state.done, before, drawn)
-    tokens = jax.lax.dynamic_update_index_in_dim(state.tokens, token, state.count, 1)
-    logprobs = state.logprobs
-    if logprobs is not None:
-        logs = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
-        logs = jnp.where(state.done, 0.0, logs)
-        logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logs, state.count, 1)
-    done = state.done | (token[:, None] == stops[None, :]).any(1)
-    seen = None if state.seen is None else state.seen.add(token)
-    same = {"cache": state.cache, "draft_cache": state.draft_cache, "steps": state.steps}
-    return State(tokens, state.count + 1, done, seen=seen, logprobs=logprobs, **same).whole()

@@ -6,12 +6,13 @@ tokens have the distribution of sampling from the model alone (Leviathan et al. 
 what is kept, and where that ends, depends on no later token, so that this changes no distribution.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo import sharding
 from zoo.decoding.decoder import Decoder, decoder_of
@@ -42,7 +43,8 @@ def extend(
 ) -> tuple[Float[Array, "batch new vocab"], Pending]:
     """Read some more tokens per row: the logits behind each of them, and the caches.
 
-    A decoder that has a method `extend` reads them at once; of any other each step is kept.
+    A decoder with a method `extend` reads them at once, and has a fourth argument of `prefill`, how
+    many tokens there may be beyond the first; of any other each step is kept.
     """
     if hasattr(decoder, "extend"):
         return decoder.extend(tokens, cache)
@@ -81,6 +83,19 @@ class Draft(eqx.Module):
         return Draft(decoder, num_tokens)
 
 
+def read(
+    decoder: Decoder,
+    tokens: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    length: int,
+    draft: Draft | None,
+) -> tuple[Float[Array, "batch vocab"], PyTree]:
+    """Read prompts; the cache of a decoder that has `extend` has room for drafted tokens too."""
+    prefill: Callable[..., Any] = decoder.prefill
+    ahead = (draft.num_tokens,) if draft is not None and hasattr(decoder, "extend") else ()
+    return prefill(tokens, mask, length, *ahead)
+
+
 def draft_and_judge(
     decoder: Decoder, draft: Draft, sampler: Sampler, stops: Array, state: State
 ) -> State:
@@ -111,15 +126,13 @@ def draft_and_judge(
 
     new = jnp.concatenate([drafted, own[:, None]], axis=1)
     new = jnp.where((jnp.arange(num + 1) == fewest)[None], own[:, None], new)
-    tokens, done, logs = _ended(last, new, logits, state.done, stops, fewest + 1)
-    put = lambda x, at: jax.lax.dynamic_update_slice_in_dim(x, at, state.count, 1)  # noqa: E731
     _, draft_pending = extend(draft.decoder, block, state.draft_cache)
-    return State(
-        put(state.tokens, tokens),
-        state.count + fewest + 1,
-        done,
-        pending.commit(fewest + 1),
-        logprobs=None if state.logprobs is None else put(state.logprobs, logs),
+    return state.append(
+        new,
+        logits,
+        fewest + 1,
+        stops,
+        cache=pending.commit(fewest + 1),
         draft_cache=draft_pending.commit(fewest + 1),
         steps=state.steps + 1,
     )
@@ -144,21 +157,3 @@ def _draft(
     indices = jnp.arange(draft.num_tokens, dtype=jnp.int32)
     _, (tokens, q) = jax.lax.scan(step, (last, cache), indices)
     return tokens.T, q.swapaxes(0, 1)
-
-
-def _ended(
-    last: Array, new: Array, logits: Array, done: Array, stops: Array, count: Array
-) -> tuple[Array, Array, Array]:
-    """The first `count` new tokens, of which one behind a stop repeats it; their log-probabilities.
-
-    What comes behind the first `count` is without meaning: later steps write over it.
-    """
-    tokens, logs = [], []
-    for place in range(new.shape[1]):
-        token = jnp.where(done, last, new[:, place])
-        found = jnp.take_along_axis(jax.nn.log_softmax(logits[:, place]), token[:, None], 1)
-        logs.append(jnp.where(done, 0.0, found[:, 0]))
-        tokens.append(token)
-        done |= (token[:, None] == stops[None]).any(1) & (place < count)
-        last = token
-    return jnp.stack(tokens, 1), done, jnp.stack(logs, 1)

@@ -43,7 +43,7 @@ except ImportError as error:
 
 NORMALIZED = ("until", "do_sample", "temperature", "max_gen_toks")
 DRAWING = ("top_k", "top_p", "min_p")  # without effect on greedy answers
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PENALTIES = ("repetition_penalty",)
 
 
 @register_model("zoo")

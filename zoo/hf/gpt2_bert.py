@@ -71,29 +71,29 @@ GPT2 = Family(
 
 _BERT = table(
     """
-    embedding.weight             {prefix}embeddings.word_embeddings.weight
-    position_embedding.weight    {prefix}embeddings.position_embeddings.weight
-    type_embedding.weight        {prefix}embeddings.token_type_embeddings.weight
-    embedding_norm.scale         {prefix}embeddings.LayerNorm.weight
-    embedding_norm.bias          {prefix}embeddings.LayerNorm.bias
-    pooler.weight                {prefix}pooler.dense.weight      features embed
-    pooler.bias                  {prefix}pooler.dense.bias
-    blocks.attention.wq          attention.self.query.weight      heads.head_dim embed
-    blocks.attention.bq          attention.self.query.bias        heads.head_dim
-    blocks.attention.wk          attention.self.key.weight        kv_heads.head_dim embed
-    blocks.attention.bk          attention.self.key.bias          kv_heads.head_dim
-    blocks.attention.wv          attention.self.value.weight      kv_heads.head_dim embed
-    blocks.attention.bv          attention.self.value.bias        kv_heads.head_dim
-    blocks.attention.wo          attention.output.dense.weight    embed heads.head_dim
-    blocks.attention.bo          attention.output.dense.bias
-    blocks.attention_norm.scale  attention.output.LayerNorm.weight
-    blocks.attention_norm.bias   attention.output.LayerNorm.bias
-    blocks.mlp.w_up              intermediate.dense.weight        mlp embed
-    blocks.mlp.b_up              intermediate.dense.bias
-    blocks.mlp.w_down            output.dense.weight              embed mlp
-    blocks.mlp.b_down            output.dense.bias
-    blocks.mlp_norm.scale        output.LayerNorm.weight
-    blocks.mlp_norm.bias         output.LayerNorm.bias
+    embedding.weight                 {prefix}embeddings.word_embeddings.weight
+    position_embedding.weight        {prefix}embeddings.position_embeddings.weight
+    type_embedding.weight            {prefix}embeddings.token_type_embeddings.weight
+    embedding_norm.scale             {prefix}embeddings.LayerNorm.weight
+    embedding_norm.bias              {prefix}embeddings.LayerNorm.bias
+    pooler.weight                    {prefix}pooler.dense.weight      features embed
+    pooler.bias                      {prefix}pooler.dense.bias
+    blocks.attention.wq              attention.self.query.weight      heads.head_dim embed
+    blocks.attention.bq              attention.self.query.bias        heads.head_dim
+    blocks.attention.wk              attention.self.key.weight        kv_heads.head_dim embed
+    blocks.attention.bk              attention.self.key.bias          kv_heads.head_dim
+    blocks.attention.wv              attention.self.value.weight      kv_heads.head_dim embed
+    blocks.attention.bv              attention.self.value.bias        kv_heads.head_dim
+    blocks.attention.wo              attention.output.dense.weight    embed heads.head_dim
+    blocks.attention.bo              attention.output.dense.bias
+    blocks.attention_out_norm.scale  attention.output.LayerNorm.weight
+    blocks.attention_out_norm.bias   attention.output.LayerNorm.bias
+    blocks.mlp.w_up                  intermediate.dense.weight        mlp embed
+    blocks.mlp.b_up                  intermediate.dense.bias
+    blocks.mlp.w_down                output.dense.weight              embed mlp
+    blocks.mlp.b_down                output.dense.bias
+    blocks.mlp_out_norm.scale        output.LayerNorm.weight
+    blocks.mlp_out_norm.bias         output.LayerNorm.bias
     """,
     layer="{prefix}encoder.layer.{layer}.",
 )

@@ -55,11 +55,8 @@ class Config:
     def __post_init__(self) -> None:
         configuration.check(self)
         configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
-        for name in ("hidden_size", "num_layers"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
-        for name in ("vocab_size", "in_size", "out_size", "embed_size", "truncate", "unroll"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name}={value}: must be positive")
+        sizes = "vocab_size", "in_size", "out_size", "hidden_size", "num_layers", "embed_size"
+        configuration.check_positive(self, "", *sizes, "truncate", "unroll")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(
             (self.vocab_size is None) != (self.in_size is None),

@@ -17,10 +17,20 @@ from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, 
 from zoo.nn.parameters import CastsInputs, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.rnn import cells, cudnn
+from zoo.rnn import cells
 from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config
-from zoo.rnn.recurrence import Chunks, Marks, Options, Weights, make_marks, over_time, recur
+from zoo.rnn.recurrence import (
+    Chunks,
+    Marks,
+    Options,
+    Weights,
+    cudnn_lstm,
+    cudnn_refusal,
+    make_marks,
+    over_time,
+    recur,
+)
 from zoo.sharding import ShardingError, constrain, split_by
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
@@ -134,11 +144,7 @@ class RNN(CastsInputs):
         return self.config.pooling != "none"
 
     def __call__(self, inputs: Inputs, **options: Unpack[SequenceOptions]) -> Outputs:
-        """The outputs, from a state of zeros; the options are those of `read`.
-
-        Raises:
-            ValueError: implementation="cudnn" where it does not apply, with the reason.
-        """
+        """The outputs, from a state of zeros; the options are those of `read`."""
         return self.run(inputs, **options)[0]
 
     def hidden(
@@ -186,13 +192,21 @@ class RNN(CastsInputs):
         state of zeros. `mask` is False at padding, which may lie anywhere in a row, and which no
         state and no other output depends on. `positions` make no difference here. A `key` turns
         dropout on.
+
+        Raises:
+            ValueError: implementation="cudnn" where it does not apply, with the reason.
+            ShardingError: a mesh that splits the tokens of rows.
         """
         config = self.config
         require(
             inputs.ndim == (2 if config.in_size is None else 3),
             f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
         )
-        self._check_split()
+        if split := split_by("inner_seq"):
+            raise ShardingError(
+                f"{split} of the mesh splits the steps of a row, which run one after another here; "
+                "take a mesh without that axis"
+            )
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
         model = unshard(self)
         chunks = config.chunks(inputs.shape[1])
@@ -218,29 +232,6 @@ class RNN(CastsInputs):
             count = jnp.maximum(counted.sum(1), 1).astype(jnp.float32)[:, None, None]
             x_BTD = (x_BTD.astype(jnp.float32).sum(1, keepdims=True) / count).astype(x_BTD.dtype)
         return x_BTD, State(finals, segments)
-
-    def _check_split(self) -> None:
-        """Refuse a mesh that splits the steps of a row, where they run one after another."""
-        if not (split := split_by("inner_seq")):
-            return
-        config = self.config
-        if CELLS[config.cell].linear is None:
-            parallel = " or ".join(repr(name) for name in CELLS if CELLS[name].linear is not None)
-            raise ShardingError(
-                f"cell={config.cell!r} takes one step of a row after another, and {split} of the "
-                f"mesh splits rows; take cell={parallel}, or a mesh without that axis"
-            )
-        if self.is_pooled:
-            raise ShardingError(
-                f"pooling={config.pooling!r} leaves one vector of a row, and {split} of the mesh "
-                "splits rows; take pooling='none', or a mesh without that axis"
-            )
-        if config.chunks(1) is not None:
-            raise ShardingError(
-                f"remat={config.remat!r} and truncate={config.truncate!r} take one stretch of a "
-                f"row after another, and {split} of the mesh splits rows; set remat='none' and "
-                "truncate=None, or take a mesh without that axis"
-            )
 
     def _stack(
         self,
@@ -276,7 +267,7 @@ class RNN(CastsInputs):
         config = self.config
         if _use_cudnn(config, marks[0]):
             weights = [direction.weights for direction in layer.directions]
-            return cudnn.lstm(x_BTI, weights, states, marks[0].valid)
+            return cudnn_lstm(x_BTI, weights, states, marks[0].valid)
         finals, outputs = [], []
         for index, (direction, state) in enumerate(zip(layer.directions, states, strict=True)):
             options = Options(config.cell, index == 1, config.hoist, config.unroll)
@@ -314,7 +305,7 @@ class RNN(CastsInputs):
 def _use_cudnn(config: Config, marks: Marks) -> bool:
     if config.implementation == "scan":
         return False
-    refusal = cudnn.refusal(config.cell, packed=marks.restart is not None)
+    refusal = cudnn_refusal(config.cell, packed=marks.restart is not None)
     if config.implementation == "auto":
         # Where padding lies is not known here, and cuDNN wants it last.
         return refusal is None and marks.valid is None and config.chunks(1) is None

@@ -1,24 +1,26 @@
 """Cells through time: the sequential ones by a scan, the parallel ones by an associative scan.
 
-Legend of suffixes: B batch, T time, I inputs, H hidden, G gates of a weight, P terms, or parts of
-a row that the mesh splits.
+On one NVIDIA GPU an LSTM may run by cuDNN, for which alone JAX has a kernel: no GRU, and no bf16.
+
+Legend of suffixes: B batch, T time, I inputs, H hidden, G gates of a weight, P terms.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo.nn.layers import add_bias
-from zoo.nn.products import Static, custom_vjp, low_on_cpu, product
+from zoo.nn.products import Static, custom_vjp, in_forward_mode, low_on_cpu, platform, product
 from zoo.nn.remat import Policy, checkpoint
 from zoo.rnn.cells import CELLS, Cell, CellName, State
-from zoo.sharding import constrain, mesh_axes, num_parts, partition_spec
+from zoo.sharding import constrain
 
 
 class Marks(NamedTuple):
@@ -149,30 +151,8 @@ def linear_recurrence(
     """h[t] = a[t] · h[t-1] + b[t] at every t, in a depth of log(seq); `reverse` is from the end."""
     first = -1 if reverse else 0
     b_BTH = b_BTH.at[:, first].add(a_BTH[:, first] * h_BH)
-    if num_parts("inner_seq") == 1:
-        return _cumulative(a_BTH, b_BTH, reverse)[1]
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = partition_spec(["batch", "inner_seq", "hidden"], mesh)
-    axes = mesh_axes([spec[1]])
-
-    def of_part(a_BTH: Array, b_BTH: Array) -> Array:
-        """The h of one part of each row, from what the parts before it hand on."""
-        a_BTH, b_BTH = _cumulative(a_BTH, b_BTH, reverse)
-        last = 0 if reverse else -1
-        all_a, all_b = (lax.all_gather(x[:, last], axes, axis=1) for x in (a_BTH, b_BTH))
-        _, after_BPH = _cumulative(all_a, all_b, reverse)
-        zeros = jnp.zeros_like(after_BPH[:, 0])
-        before_BPH = _before(after_BPH, zeros, reverse, axis=1)
-        h_BH = lax.dynamic_index_in_dim(before_BPH, lax.axis_index(axes), 1, keepdims=True)
-        return b_BTH + a_BTH * h_BH
-
-    return jax.shard_map(of_part, in_specs=(spec, spec), out_specs=spec)(a_BTH, b_BTH)
-
-
-def _cumulative(a_BTH: Array, b_BTH: Array, reverse: bool) -> tuple[Array, Array]:
-    """For each t, the a and b by which h[t] follows from the h before all of them."""
     combine = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])  # noqa: E731
-    return lax.associative_scan(combine, (a_BTH, b_BTH), reverse=reverse, axis=1)
+    return lax.associative_scan(combine, (a_BTH, b_BTH), reverse=reverse, axis=1)[1]
 
 
 def _linear_forward(a_BTH: Array, b_BTH: Array, h_BH: Array, reverse: bool) -> tuple[Array, tuple]:
@@ -184,23 +164,21 @@ def _linear_backward(reverse: bool, residuals: tuple, g_BTH: Array) -> tuple[Arr
     # The gradient of a linear recurrence is one in the other direction.
     a_BTH, h_BTH, h_BH = residuals
     zeros = jnp.zeros_like(h_BH)
-    after = _before(a_BTH, zeros, not reverse, axis=1)
+    after = _before(a_BTH, zeros, not reverse)
     dh_BTH = linear_recurrence(after, g_BTH, zeros, not reverse)
     first = -1 if reverse else 0
-    da_BTH = dh_BTH * _before(h_BTH, h_BH, reverse, axis=1)
+    da_BTH = dh_BTH * _before(h_BTH, h_BH, reverse)
     return da_BTH, dh_BTH, dh_BTH[:, first] * a_BTH[:, first]
 
 
 linear_recurrence.defvjp(_linear_forward, _linear_backward)
 
 
-def _before(x: Array, initial: Array, reverse: bool, *, axis: int) -> Array:
+def _before(x_BTH: Array, initial_BH: Array, reverse: bool) -> Array:
     """Each step's value one step earlier in the direction of the recurrence."""
-    length = x.shape[axis]
-    initial = jnp.expand_dims(initial, axis)
     if reverse:
-        return jnp.concatenate([lax.slice_in_dim(x, 1, length, axis=axis), initial], axis)
-    return jnp.concatenate([initial, lax.slice_in_dim(x, 0, length - 1, axis=axis)], axis)
+        return jnp.concatenate([x_BTH[:, 1:], initial_BH[:, None]], 1)
+    return jnp.concatenate([initial_BH[:, None], x_BTH[:, :-1]], 1)
 
 
 # The gradient is written out for its products: autodiff would add up the gradients of the weights
@@ -356,3 +334,58 @@ def _weight_gradient(x_BTI: Array, g_BTGH: Array) -> Array:
 
 
 _gates.defvjp(_gates_forward, _gates_backward, by_need=True)
+
+
+def cudnn_refusal(cell: CellName, *, packed: bool) -> str | None:
+    """Why cuDNN's LSTM cannot serve here, or None if it can."""
+    if cell != "lstm":
+        return f"has cell 'lstm' alone, and this is {cell!r}"
+    if packed:
+        return "can't begin afresh between the segments of packed rows: pass mask, not segment_ids"
+    if in_forward_mode():
+        return "has no rule for forward mode"
+    if platform() != "gpu":
+        return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return "runs on one device, and the mesh has more"
+    return None
+
+
+def cudnn_lstm(
+    x_BTI: Float[Array, "batch seq in"],
+    directions: Sequence[Weights],
+    states: Sequence[State],
+    valid: Bool[Array, "batch seq"] | None,
+) -> tuple[tuple[State, ...], Float[Array, "batch seq out"]]:
+    """One layer by cuDNN, in fp32: the directions' final states, and their h side by side.
+
+    Padding has to come last in a row. `jax.experimental.rnn` documents the layout of the weights.
+    """
+    batch, seq, in_size = x_BTI.shape
+    lengths = jnp.full(batch, seq) if valid is None else valid.sum(1)
+    matrices = [
+        jnp.moveaxis(w, 0, -1).reshape(-1)
+        for d in directions
+        for w in (d.ih, d.hh)
+        if w is not None
+    ]
+    biases = [b.reshape(-1) for d in directions for b in (d.bias, jnp.zeros_like(d.bias))]
+    h, *final = rnn.lstm(
+        x_BTI.astype(jnp.float32),
+        *(jnp.stack(s) for s in zip(*states, strict=True)),
+        jnp.concatenate(matrices + biases).astype(jnp.float32),
+        # A row of padding alone has a length of one, and its result is thrown away.
+        jnp.maximum(lengths, 1).astype(jnp.int32),
+        input_size=in_size,
+        hidden_size=directions[0].bias.shape[-1],
+        num_layers=1,
+        dropout=0.0,
+        bidirectional=len(directions) == 2,
+    )
+    kept = (lengths > 0)[:, None]
+    finals = tuple(
+        tuple(jnp.where(kept, new[d], old) for new, old in zip(final, state, strict=True))
+        for d, state in enumerate(states)
+    )
+    return finals, h.astype(x_BTI.dtype)

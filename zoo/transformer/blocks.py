@@ -187,12 +187,13 @@ class Block(eqx.Module):
     mlp: MLP | MoE
     shared_mlp: MLP | None
     mlp_out_norm: Norm | None
+    norms_stream: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         attention_key, mlp_key = jax.random.split(key)
         placement = config.residual.norm_placement
-        before, after = (placement in (place, "both") for place in ("pre", "post"))
+        before, after = placement in ("pre", "both"), placement != "pre"
         self.attention_norm = residual_norm(config) if before else None
         self.attention = Attention(config, key=attention_key)
         self.attention_out_norm = residual_norm(config) if after else None
@@ -205,7 +206,7 @@ class Block(eqx.Module):
             wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
             self.shared_mlp = MLP(wide, key=jax.random.fold_in(mlp_key, 1))
         self.mlp_out_norm = residual_norm(config) if after else None
-        self.dropout = config.dropout
+        self.norms_stream, self.dropout = placement == "stream", config.dropout
 
     def __call__(
         self,
@@ -224,8 +225,7 @@ class Block(eqx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         normed_BTE = _enter(self.attention_norm, x_BTE)
         added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
-        added_BTE = _leave(self.attention_out_norm, added_BTE)
-        x_BTE = x_BTE + dropout(added_BTE, self.dropout, keys[0])
+        x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
             counted_BT = jnp.ones((1, x_BTE.shape[1]))
@@ -238,17 +238,20 @@ class Block(eqx.Module):
                 added_BTE = added_BTE + self.shared_mlp(normed_BTE)
         else:
             added_BTE = self.mlp(normed_BTE)
-        added_BTE = _leave(self.mlp_out_norm, added_BTE)
-        return x_BTE + dropout(added_BTE, self.dropout, keys[1]), balance
+        return self._add(x_BTE, added_BTE, self.mlp_out_norm, keys[1]), balance
+
+    def _add(
+        self, x_BTE: Array, added_BTE: Array, norm: Norm | None, key: Key[Array, ""] | None
+    ) -> Float[Array, "batch seq embed"]:
+        """The residual stream with the output of a part added, and the norm of either."""
+        added_BTE = constrain(added_BTE, "batch", "seq", "embed")
+        if norm is not None and not self.norms_stream:
+            added_BTE = norm(added_BTE)
+        x_BTE = x_BTE + dropout(added_BTE, self.dropout, key)
+        return norm(x_BTE) if norm is not None and self.norms_stream else x_BTE
 
 
-# Between these two a part has whole rows: with "seq" sharded, only the stream outside is split.
+# From here on to `_add` a part has whole rows: with "seq" sharded, only the stream is split.
 def _enter(norm: Norm | None, x_BTE: Array) -> Float[Array, "batch seq embed"]:
     """The input of a part, from the residual stream."""
     return constrain(x_BTE if norm is None else norm(x_BTE), "batch", "inner_seq", "embed")
-
-
-def _leave(norm: Norm | None, added_BTE: Array) -> Float[Array, "batch seq embed"]:
-    """The residual update, from the output of a part; dropout is still to come."""
-    added_BTE = constrain(added_BTE, "batch", "seq", "embed")
-    return added_BTE if norm is None else norm(added_BTE)

@@ -157,8 +157,9 @@ class ResidualConfig:
 
     norm: NormKind = "rms"
     """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Where norms are: before each part, after it (OLMo 2), or both (Gemma 2); one at the end."""
+    norm_placement: Literal["pre", "post", "both", "stream"] = "pre"
+    """Where norms are: before each part, after it (OLMo 2), both (Gemma 2), or on the sum of it and
+    the residual stream (BERT)."""
     norm_eps: float = 1e-6
     """Constant that the norms add to the variance."""
     scale_embedding: bool = False

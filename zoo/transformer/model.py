@@ -4,6 +4,7 @@ Legend of suffixes: B batch, T time, E embed, V vocabulary. The axis names in th
 parameters are also how they are sharded.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, Unpack
 
@@ -20,7 +21,7 @@ from zoo.nn.remat import scan_layers
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables
-from zoo.transformer.config import Config, LayerKind
+from zoo.transformer.config import Config, LayerKind, RopeScaling
 
 
 class Transformer(CastsAtUse):
@@ -38,19 +39,18 @@ class Transformer(CastsAtUse):
         embedding_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.d_model, key=embedding_key)
-        self.position_embedding = (
-            Embedding(config.max_seq_len, config.d_model, axis="positions", key=position_key)
-            if config.positions.kind == "learned"
-            else None
-        )
+        self.position_embedding = None
+        if config.positions.kind == "learned":
+            self.position_embedding = Embedding(
+                config.max_seq_len, config.d_model, axis="positions", key=position_key
+            )
         self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
             jax.random.split(blocks_key, config.num_layers)
         )
         self.final_norm = residual_norm(config)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = Linear(
                 config.d_model,
                 config.vocab_size,
                 in_axis="embed",
@@ -58,7 +58,6 @@ class Transformer(CastsAtUse):
                 bias=False,
                 key=head_key,
             )
-        )
 
     @property
     def width(self) -> int:
@@ -109,30 +108,10 @@ class Transformer(CastsAtUse):
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         self.check_length(tokens.shape[1])
         x_BTE, rotaries = self.embed(tokens, positions)
-        layers_key = None
-        if key is not None:
-            layers_key, embedding_key = jax.random.split(key)
-            x_BTE = dropout(x_BTE, config.dropout, embedding_key)
-        zeros = [jnp.zeros(tokens.shape[0]) for _ in Balance._fields]
-        balance = None if config.experts.num_experts is None else Balance(*zeros)
-
-        def block(kind: LayerKind, block: Block, carry: tuple, index: Array) -> tuple:
-            x_BTE, so_far = carry
-            layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
-            rotary, window = rotaries[kind], config.window_of(kind)
-            x_BTE, balance = block(
-                x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights
-            )
-            return x_BTE, jax.tree.map(jnp.add, so_far, balance)
-
-        x_BTE, balance = scan_layers(
-            [partial(block, kind) for kind in config.layer_kinds],
-            self.blocks,
-            (x_BTE, balance),
-            policy=config.remat,
-            scan=config.scan_layers,
+        x_BTE, balance = through_blocks(
+            config, self.blocks, x_BTE, segment_ids, rotaries, key, weights
         )
-        return self.finish(x_BTE), jax.tree.map(lambda sum_B: sum_B / config.num_layers, balance)
+        return self.finish(x_BTE), balance
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence longer than a table of learned positions."""
@@ -150,18 +129,17 @@ class Transformer(CastsAtUse):
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
             x_BTE = x_BTE + unshard(self.position_embedding)(positions)
-        rotaries = {kind: self._rotary(kind, positions) for kind in set(self.config.layer_kinds)}
+        config, rotaries = self.config.positions, {}
+        for kind in set(self.config.layer_kinds):
+            theta, scaling = config.theta, config.scaling
+            if kind == "local" and config.local_theta is not None:
+                theta, scaling = config.local_theta, RopeScaling()
+            rotaries[kind] = (
+                rotary_tables(positions, self.config.head_size, theta, scaling)
+                if config.kind == "rotary"
+                else None
+            )
         return constrain(x_BTE, "batch", "seq", "embed"), rotaries
-
-    def _rotary(self, kind: LayerKind, positions: Int[Array, "#batch seq"]) -> Rotary | None:
-        """The tables of rotary positions in layers of a kind."""
-        config = self.config
-        if config.positions.kind != "rotary":
-            return None
-        if kind == "local" and config.positions.local_theta is not None:
-            return rotary_tables(positions, config.head_size, config.positions.local_theta)
-        rotary = config.positions
-        return rotary_tables(positions, config.head_size, rotary.theta, rotary.scaling)
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the output head, from the output of the last layer."""
@@ -178,3 +156,40 @@ class Transformer(CastsAtUse):
     def without_head(self) -> "Transformer":
         """The model without the parameters that `hidden` does not use."""
         return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)
+
+
+def through_blocks(
+    config: Config,
+    blocks: Block,
+    x_BTE: Float[Array, "batch seq embed"],
+    segment_ids: Int[Array, "batch seq"] | None,
+    rotaries: Mapping[LayerKind, Rotary | None],
+    key: Key[Array, ""] | None,
+    weights: Float[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
+    """The output of the last of a stack of blocks, and the mean `Balance` of their experts.
+
+    A `key` turns dropout on, on the input too.
+    """
+    layers_key = None
+    if key is not None:
+        layers_key, embedding_key = jax.random.split(key)
+        x_BTE = dropout(x_BTE, config.dropout, embedding_key)
+    zeros = [jnp.zeros(x_BTE.shape[0]) for _ in Balance._fields]
+    balance = None if config.experts.num_experts is None else Balance(*zeros)
+
+    def layer(kind: LayerKind, block: Block, carry: tuple, index: Array) -> tuple:
+        x_BTE, so_far = carry
+        layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
+        rotary, window = rotaries[kind], config.window_of(kind)
+        x_BTE, balance = block(x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights)
+        return x_BTE, jax.tree.map(jnp.add, so_far, balance)
+
+    x_BTE, balance = scan_layers(
+        [partial(layer, kind) for kind in config.layer_kinds],
+        blocks,
+        (x_BTE, balance),
+        policy=config.remat,
+        scan=config.scan_layers,
+    )
+    return x_BTE, jax.tree.map(lambda sum_B: sum_B / config.num_layers, balance)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -94,18 +94,6 @@ def per_member(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
         return jax.vmap(optimizer.update)(updates, state, params)
 
     return optax.GradientTransformation(jax.vmap(optimizer.init), update)
-
-
-class Prediction(NamedTuple):
-    """The mean over members or samples, and their standard deviation."""
-
-    mean: Float[Array, "..."]
-    spread: Float[Array, "..."]
-
-
-def summarize(outputs: Float[Array, "member ..."]) -> Prediction:
-    """Mean and spread over the first axis: of values, or of probabilities, but not of logits."""
-    return Prediction(outputs.mean(0), outputs.std(0))
 
 
 def sample_dropout(

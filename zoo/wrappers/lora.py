@@ -21,7 +21,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Key, PyTree, UInt32
 from zoo.common.configuration import check, require
 from zoo.nn.layers import dropout, look_up, normal
 from zoo.nn.parameters import dropout_key, takes_operands
-from zoo.nn.products import Operand, is_operand, matmul, product, transposed
+from zoo.nn.products import Operand, is_operand, matmul, transposed
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.foreign import Named
 from zoo.sharding.rules import is_hidden_matrix, is_matrix, matrix_axes
@@ -59,8 +59,9 @@ class Adapted(Operand):
     """A matrix with its adapter; stacked matrices have stacked ones.
 
     `down` takes the matrix's input axes to the rank, and `up` the rank to its output axes. A
-    product with it is x·W + scale · (x·down)·up: the sum of both matrices is never made. The matrix
-    may be another operand: a quantised one, or one that has an adapter already.
+    product with it is x·W + scale · (x·down)·up; the sum of both matrices is made for DoRA alone,
+    whose lengths are of its columns. The matrix may be another operand: a quantised one, or one
+    that has an adapter already.
     """
 
     weight: Float[Array, "*matrix"] | Operand
@@ -144,23 +145,20 @@ class Adapted(Operand):
         """The matrix with its two axes exchanged."""
         if self.magnitude is not None:  # whose columns are rows then
             return self.value().T
-        names = {name: axes.split() for name, axes in self.axes}
-        return Adapted(
-            transposed(self.weight),
-            self.up.T,
-            self.down.T,
-            None,
-            None,
-            self.alpha,
-            self.rank_stabilized,
-            0.0,
-            1,
-            tuple(
-                (name, " ".join(reversed(names[of])))
-                for name, of in (("*matrix",) * 2, ("*inputs", "*outputs"), ("*outputs", "*inputs"))
+        names = {name: " ".join(reversed(axes.split())) for name, axes in self.axes}
+        return dataclasses.replace(
+            self,
+            weight=transposed(self.weight),
+            down=self.up.T,
+            up=self.down.T,
+            seed=None,
+            dropout=0.0,
+            num_inputs=1,
+            axes=(
+                ("*matrix", names["*matrix"]),
+                ("*inputs", names["*outputs"]),
+                ("*outputs", names["*inputs"]),
             ),
-            self.named_by,
-            self.frozen,
         )
 
     def cast(self, dtype: DTypeLike) -> Operand:
@@ -180,21 +178,9 @@ class Adapted(Operand):
         """A product with the sum of both matrices, as one with columns of the trained lengths."""
         if self.magnitude is None:
             return y
-        factor = self.magnitude / jax.lax.stop_gradient(self._lengths_of_sum())
+        factor = self.magnitude / jax.lax.stop_gradient(_lengths(self._sum(), self._inputs))
         factor = factor.reshape((1,) * (y.ndim - factor.ndim) + factor.shape)
         return (y.astype(jnp.float32) * factor).astype(y.dtype)
-
-    def _lengths_of_sum(self) -> Float[Array, "..."]:
-        """The length of each column of the sum of both matrices, which is not made for that."""
-        columns, inner = self.up.shape[1:], math.prod(self.down.shape[:-1])
-        weight = _array(self.weight).reshape(inner, -1)
-        down = self.down.reshape(inner, -1).astype(weight.dtype)
-        up = self.scale * self.up.reshape(self.rank, -1).astype(jnp.float32)
-        # |W + D·U|² = |W|² + (2 DᵀW + DᵀD·U)·U, column by column.
-        both = 2 * product(down, weight, ((0,), (0,)))
-        both += product(product(down, down, ((0,), (0,))), up, ((1,), (0,)))
-        squared = _lengths(weight.astype(jnp.float32), (0,)) ** 2 + (both * up).sum(0)
-        return jnp.sqrt(jnp.maximum(squared, 0)).reshape(columns)
 
 
 def _lengths(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
@@ -205,16 +191,8 @@ def _array(weight: Array | Operand) -> Array:
     return weight.value() if isinstance(weight, Operand) else weight
 
 
-def adapted(
-    weight: Float[Array, "..."] | Operand,
-    named: Named,
-    *,
-    rank: int,
-    alpha: float,
-    rank_stabilized: bool,
-    dora: bool,
-    dropout: float,
-    key: Key[Array, ""],
+def _adapted(
+    weight: Float[Array, "..."] | Operand, named: Named, config: Config, key: Key[Array, ""]
 ) -> Adapted:
     """A matrix (or a stack) of the logical axes `named` with an adapter that adds nothing yet."""
     names, named_by = named
@@ -224,17 +202,21 @@ def adapted(
     # The axes of stacked layers or members are named from outside; that of experts is not.
     experts = [name for name in names[: inputs[0]] if name is not None]
     into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
-    seeds = jax.random.bits(jax.random.fold_in(key, 1), stacked, jnp.uint32) if dropout else None
+    magnitude = seed = None
+    if config.dora:
+        magnitude = _lengths(_array(weight).astype(jnp.float32), inputs)
+    if config.dropout:
+        seed = jax.random.bits(jax.random.fold_in(key, 1), stacked, jnp.uint32)
     return Adapted(
         weight,
-        down=normal(key, (*stacked, *rows, rank), math.prod(rows)),
+        down=normal(key, (*stacked, *rows, config.rank), math.prod(rows)),
         # With zeros training begins with the model as it was.
-        up=jnp.zeros((*stacked, rank, *columns)),
-        magnitude=_lengths(_array(weight).astype(jnp.float32), inputs) if dora else None,
-        seed=seeds,
-        alpha=alpha,
-        rank_stabilized=rank_stabilized,
-        dropout=dropout,
+        up=jnp.zeros((*stacked, config.rank, *columns)),
+        magnitude=magnitude,
+        seed=seed,
+        alpha=config.alpha,
+        rank_stabilized=config.rank_stabilized,
+        dropout=config.dropout,
         num_inputs=len(inputs),
         axes=(
             ("*matrix", " ".join([*experts, *into, *out])),
@@ -263,8 +245,6 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
             embedding, a head, experts, a recurrence.
     """
     chosen, outline = targets(model, config), _outline(model)
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    del options["targets"]
 
     def place(path: tuple, leaf: Any, node: Any) -> Any:
         name = keystr(path)
@@ -280,7 +260,7 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
             )
         # By its name: a matrix's draw does not depend on which others are adapted.
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return adapted(node, named, **options, key=own)
+        return _adapted(node, named, config, own)
 
     return jtu.tree_map_with_path(place, outline, model)
 
@@ -326,15 +306,20 @@ def targets(model: PyTree, config: Config) -> list[str]:
     return found
 
 
+def _adapters(model: PyTree) -> dict[str, Adapted]:
+    """The matrices with adapters that are not merged, by path."""
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_adapted)
+    return {keystr(path): x for path, x in leaves if is_adapted(x)}
+
+
 def has_adapters(model: PyTree) -> bool:
     """Whether a model has adapters that are not merged."""
-    return any(is_adapted(x) for x in jax.tree.leaves(model, is_leaf=is_adapted))
+    return bool(_adapters(model))
 
 
 def has_trained_adapters(model: PyTree) -> bool:
     """Whether a model has adapters; only the newest train."""
-    leaves = jax.tree.leaves(model, is_leaf=is_adapted)
-    return any(is_adapted(x) and not x.frozen for x in leaves)
+    return not all(x.frozen for x in _adapters(model).values())
 
 
 def merge(model: Model) -> Model:
@@ -355,8 +340,7 @@ def config_of(model: PyTree) -> Config:
     Raises:
         ValueError: a model that has none.
     """
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_adapted)
-    found = {keystr(path): x for path, x in leaves if is_adapted(x) and not x.frozen}
+    found = {path: x for path, x in _adapters(model).items() if not x.frozen}
     if not found:
         raise ValueError("the model has no adapters to save")
     one = next(iter(found.values()))
