@@ -21,8 +21,9 @@ from benchmarks.harness import Table, main
 from zoo import sharding
 from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
-from zoo.planning import collectives, command, flops, published, targets
+from zoo.planning import collectives, command, flops, targets
 from zoo.planning.collectives import Collective
+from zoo.planning.command import SIZES, published
 from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
 from zoo.sharding.axes import is_parameter
@@ -39,20 +40,18 @@ def skeleton(sizes: Sizes) -> Transformer:
     return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
-def compiled(sizes: Sizes, target: str, quick: bool = False, **options: Any) -> Estimate:
+def compiled(sizes: Sizes, target: str, **options: Any) -> Estimate:
     """The compiled step of a training; options are flags of `python -m zoo plan`."""
     where = targets.prepare(target)
     wanted = command.Config(model="", target=target, **options)
-    return make_estimate(command.make_job(wanted, skeleton(sizes), where), where, quick=quick)
+    return make_estimate(command.make_job(wanted, skeleton(sizes), where), where)
 
 
 # --- Published step times -------------------------------------------------------------------------
 
 _RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/c8cfe2f/training/trillium"
 _MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/e591f30"
-_LLAMA2_70B = dataclasses.replace(
-    published.named("llama3-70b"), vocab_size=32_000, max_seq_len=4096
-)
+_LLAMA2_70B = dataclasses.replace(SIZES["llama3-70b"], vocab_size=32_000, max_seq_len=4096)
 # MaxText's model of no name, by `global_parameter_scale`: gated MLP, as many heads of keys as of
 # queries, 128 wide.
 _MAXTEXT_16B = Sizes(
@@ -95,7 +94,7 @@ _NO_WINDOWS = (
 def _llama_8b(chips: int, slice_: str, rows: int, seconds: float, flags: str = "") -> Published:
     source = f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-{chips}/README.md"
     remark = _OFFLOADS + (f"; compiled with its flags {flags}" if flags else "")
-    sizes = published.named("llama3-8b")
+    sizes = SIZES["llama3-8b"]
     return Published(
         "Llama 3.1 8B", sizes, f"v6e:{slice_}", rows, 8192, seconds, source, remark, flags=flags
     )
@@ -108,8 +107,8 @@ RUNS = {
     "8b-v6e-128": _llama_8b(128, "8x16", 4, 4.602),
     "8b-v6e-256": _llama_8b(256, "16x16", 4, 4.546),
     "8b-context-v5p-64": Published(
-        "Llama 3.1 8B", published.named("llama3-8b"), "v5p:4x4x4", 0.5, 65_536,
-        32_768 * num_flops_per_token(published.named("llama3-8b"), 65_536) / 243.3e12,
+        "Llama 3.1 8B", SIZES["llama3-8b"], "v5p:4x4x4", 0.5, 65_536,
+        32_768 * num_flops_per_token(SIZES["llama3-8b"], 65_536) / 243.3e12,
         "https://github.com/AI-Hypercomputer/maxtext/pull/4687",
         "rows of 65,536 tokens, heads exchanged over 4 chips; the time is that of the published "
         "243.3 TFLOP/s per chip, and that run keeps the output of attention",
@@ -126,7 +125,7 @@ RUNS = {
         "of the published 692 tokens/s per chip; that run recomputes one product of the MLP alone",
     ),
     "mixtral-v6e-256": Published(
-        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v6e:16x16", 12, 4096, 13.484,
+        "Mixtral 8x7B", SIZES["mixtral-8x7b"], "v6e:16x16", 12, 4096, 13.484,
         f"{_RECIPES}/Mixtral-8x7B-MaxText/README.md",
         "the published run drops tokens beyond 1.25 of an expert's even share, and keeps "
         "projections on the host; without that 8 of its 12 rows take 33.8 GiB of a chip's 32, so "
@@ -134,7 +133,7 @@ RUNS = {
         accumulate=3,
     ),
     "mixtral-v5p-256": Published(
-        "Mixtral 8x7B", published.named("mixtral-8x7b"), "v5p:4x4x8", 36, 4096, 36 * 4096 / 2909,
+        "Mixtral 8x7B", SIZES["mixtral-8x7b"], "v5p:4x4x8", 36, 4096, 36 * 4096 / 2909,
         f"{_MAXTEXT}/docs/reference/models/tiering.md",
         "of the published 2,909 tokens/s per chip, with weights of bf16; with fp32 masters the "
         "batch takes 122 GiB of a chip's 95, so the plan's step has two microbatches, and gathers "
@@ -202,7 +201,6 @@ def scaling(
     devices: tuple[int, ...] = tuple(SLICES),
     tensor: tuple[int, ...] = (1, 4),
     seq_len: int = 2048,
-    quick: bool = True,
 ) -> list[Table]:
     """Compile a step for more and more devices, and set the bytes sent beside the fewest.
 
@@ -212,15 +210,14 @@ def scaling(
         devices: numbers of devices.
         tensor: sizes of the tensor axis; fsdp is the rest.
         seq_len: tokens per row; a step has one row per device.
-        quick: compile with less effort.
     """
-    sizes = published.named(model)
+    sizes = SIZES[model]
     table = Table(f"{model} on TPU {chip}: one row of {seq_len} tokens per device; GiB per device")
     for size in tensor:
         for count in devices:
             mesh, target = f"fsdp={count // size},tensor={size}", f"{chip}:{SLICES[count]}"
             options = {"mesh": mesh, "batch_size": count, "seq_len": seq_len}
-            step = compiled(sizes, target, quick, **options)
+            step = compiled(sizes, target, **options)
             sent = sum(collectives.bytes_by_kind(step.collectives).values())
             least = minimum(step, sizes)
             table.add(
@@ -275,7 +272,6 @@ def slices(
     target: str = "2xv5e:4x4",
     mesh: str = "data=2,fsdp=16",
     accumulate: tuple[int, ...] = (1, 2),
-    quick: bool = False,
 ) -> list[Table]:
     """List the collectives of a step over slices by network, alike ones in one row.
 
@@ -284,13 +280,12 @@ def slices(
         target: slices of TPUs.
         mesh: devices by axis.
         accumulate: numbers of microbatches, each compiled.
-        quick: ask the compiler for less effort.
     """
-    return [_by_network(model, target, mesh, each, quick) for each in accumulate]
+    return [_by_network(model, target, mesh, each) for each in accumulate]
 
 
-def _by_network(model: str, target: str, mesh: str, accumulate: int, quick: bool) -> Table:
-    step = compiled(published.named(model), target, quick, mesh=mesh, accumulate=accumulate)
+def _by_network(model: str, target: str, mesh: str, accumulate: int) -> Table:
+    step = compiled(SIZES[model], target, mesh=mesh, accumulate=accumulate)
     found = Table(
         f"{model} on {target}, --mesh {mesh}, {step.job.tokens:,} tokens per step, "
         f"microbatches: {accumulate}"
@@ -378,7 +373,7 @@ def _on_paper(model: str, slice_: str, count: int, rows: int, seq_len: int) -> d
     assert chip.flops is not None
     assert chip.network is not None
     assert chip.interconnect is not None
-    made = published.skeleton(model)
+    made = published(model)
     parameters = sum(x.size for x in jax.tree.leaves(made) if is_parameter(x))
     per_token = flops.per_token(made, seq_len)
     assert per_token is not None

@@ -23,7 +23,8 @@ from zoo.data.loader import batches
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import native_precision
 from zoo.nn.products import Kind
-from zoo.planning import hlo, published, targets
+from zoo.planning import hlo, targets
+from zoo.planning.command import SIZES, published
 from zoo.planning.costs import memory_traffic
 from zoo.publishing import models
 from zoo.publishing.shelf import find
@@ -56,9 +57,9 @@ def quantized(
     tables = [_losses(model), _traffic(slots, model, here, shelved)]
     for size in sizes:
         if num_layers is not None:
-            sized = dataclasses.replace(published.named(size), num_layers=num_layers)
-            published.SIZES[size] = sized
-        made = lambda kind, size=size: published.skeleton(size, quantize=kind)  # noqa: E731
+            sized = dataclasses.replace(SIZES[size], num_layers=num_layers)
+            SIZES[size] = sized
+        made = lambda kind, size=size: published(size, quantize=kind)  # noqa: E731
         tables.append(_traffic(slots, size, target, made))
     return tables
 

@@ -83,7 +83,7 @@ CEILINGS = {
     "runs": 4520,
     "tasks": 1590,
     "alignment": 845,
-    "planning": 3200,
+    "planning": 2900,
     "evaluation": 1120,
     "__main__": 140,
     "__init__": 160,
@@ -125,7 +125,7 @@ def test_the_core_names_no_room_around_it(name: str):
 
 
 # No public name has what they need: see there.
-PRIVATE = {"planning/compiler", "runs/stored_arrays"}
+PRIVATE = {"runs/stored_arrays"}
 
 
 def test_nothing_private_of_other_libraries_is_imported():

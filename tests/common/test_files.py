@@ -16,7 +16,6 @@ from zoo import tabular
 from zoo.common import files
 from zoo.common.files import local_path
 from zoo.data.tokenizer import load_tokenizer
-from zoo.planning import command
 from zoo.publishing import uploads
 from zoo.runs.checkpoint import Checkpointer
 
@@ -46,7 +45,6 @@ TAKERS = {
     "data of rows": lambda: tabular.read_table(tabular.Config(REMOTE), seed=0),
     "tokenizer": lambda: load_tokenizer(REMOTE),
     "folder of checkpoints": lambda: Checkpointer(Path(REMOTE)),
-    "save": lambda: command.main(command.Config(model="x", target="cpu:1", save=Path(REMOTE))),
 }
 
 

@@ -29,11 +29,9 @@ from zoo.planning import (
     flops,
     hlo,
     planner,
-    published,
     report,
     roofline,
     targets,
-    topology,
 )
 from zoo.planning import job as planning_job
 from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
@@ -119,7 +117,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
     found = collectives.collectives(hlo.read(text))
     assert [(c.kind, c.bytes) for c in found] == [("all-reduce", 2 * 64 * 3 / 4)] * 2
     chip = chips.CHIPS["v5e"]
-    where = topology.Topology(chip, (4, 1), (0,) * 4, tuple((x, 0) for x in range(4)))
+    where = collectives.Topology(chip, (4, 1), (0,) * 4, tuple((x, 0) for x in range(4)))
     seconds = [where.transfer(each).seconds for each in found]
     assert roofline.times(hlo.read(text), where, {}).links == pytest.approx(sum(seconds))
 
@@ -673,7 +671,7 @@ def test_suggestions_go_from_cheap_to_expensive(monkeypatch):
     estimate = dataclasses.replace(small_estimate(), job=wanted)
     tried = []
 
-    def make(changed, target, quick):
+    def make(changed, target):
         tried.append(planner.describe(wanted, changed))
         return limited(estimate, 0)
 
@@ -703,7 +701,7 @@ def test_suggestions_for_slices_leave_only_gradients_between_them():
 def test_suggestions_stop_after_a_few(capsys, monkeypatch):
     wanted = job(rows=2**12, mesh="data=8")
     estimate = dataclasses.replace(small_estimate(), job=wanted)
-    make = lambda changed, target, quick: limited(estimate, 0)
+    make = lambda changed, target: limited(estimate, 0)
     monkeypatch.setattr(planner, "make_estimate", make)
     assert planner.suggest(limited(estimate, 1e12)) is None
     said = capsys.readouterr().out.splitlines()
@@ -715,7 +713,7 @@ def test_suggestions_stop_after_a_few(capsys, monkeypatch):
 
 
 def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
+    monkeypatch.setitem(command.SIZES, "small", small_config())
     target = targets.parse("cpu:8")
 
     def flags(**changes):
@@ -732,7 +730,7 @@ def test_other_trainings_are_tried_last(monkeypatch):
     wanted, tried = job(rows=16, mesh="data=8"), []
     estimate = dataclasses.replace(small_estimate(), job=wanted)
 
-    def make(changed, target, quick):
+    def make(changed, target):
         tried.append(changed)
         return limited(estimate, 1e12 if changed is other else 0)
 
@@ -741,7 +739,7 @@ def test_other_trainings_are_tried_last(monkeypatch):
     monkeypatch.setattr(planner, "make_estimate", make)
     too_large = limited(dataclasses.replace(estimate, memory=big), 1e12)
     found = planner.suggest(too_large, [("--method lora", other)])
-    assert found.flags == "--method lora"
+    assert found == "--method lora"
     assert len(tried) > 2
     assert tried[-1] is other
 
@@ -865,29 +863,22 @@ def test_published_sizes_have_published_parameter_counts():
         )
         return sum(math.prod(x.shape) for x in jax.tree.leaves(model) if is_parameter(x))
 
-    assert {name: count(config) for name, config in published.SIZES.items()} == PARAMETERS
-
-
-def test_unknown_sizes_list_known_ones():
-    with pytest.raises(ValueError, match=r"'llama9' is no published size.*llama3-8b.*qwen3-32b"):
-        published.named("llama9")
+    assert {name: count(config) for name, config in command.SIZES.items()} == PARAMETERS
 
 
 # The command, and the recipes.
 
 
-def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
-    path = tmp_path / "a" / "plan.md"
-    command.main(command.Config(model="small", target="cpu:8", seq_len=32, save=path))
+def test_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setitem(command.SIZES, "small", small_config())
+    command.main(command.Config(model="small", target="cpu:8", seq_len=32))
     output = capsys.readouterr().out
     for text in ("8 × cpu (fsdp=8)", "256 tokens", "temporaries", "fits", "all-gather", "compiled"):
         assert text in output
-        assert text in path.read_text().replace("Compiled", "compiled")
 
 
 def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
+    monkeypatch.setitem(command.SIZES, "small", small_config())
     config = command.Config(model="small", target="24GiB:1", seq_len=32, method="lora")
     command.main(config)
     memory, _, rest = capsys.readouterr().out.partition("compute per step")
@@ -899,7 +890,7 @@ def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch
 
 
 def test_command_refuses_indivisible_batches(monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
+    monkeypatch.setitem(command.SIZES, "small", small_config())
     config = command.Config(
         model="small", target="cpu:8", mesh="fsdp=8", accumulate=2, batch_size=24
     )
@@ -908,20 +899,14 @@ def test_command_refuses_indivisible_batches(monkeypatch):
 
 
 @pytest.mark.slow
-def test_command_suggests_fitting_settings(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
+def test_command_suggests_fitting_settings(capsys, monkeypatch):
+    monkeypatch.setitem(command.SIZES, "small", small_config())
     small = dataclasses.replace(chips.CHIPS["h100"], memory=4.0 * MiB)
     monkeypatch.setitem(chips.CHIPS, "h100", small)
-    path = tmp_path / "plan.md"
     command.main(
-        command.Config(
-            model="small", target="h100:8", seq_len=64, batch_size=64, remat="none", save=path
-        )
+        command.Config(model="small", target="h100:8", seq_len=64, batch_size=64, remat="none")
     )
-    output = capsys.readouterr().out
-    assert "does not fit" in output
-    assert "This fits: --remat full" in output
-    first, second = path.read_text().split("With `--remat full` it fits:")
+    first, second = capsys.readouterr().out.split("This fits: --remat full")
     assert "does not fit" in first
     assert "does not fit" not in second
 
@@ -1003,7 +988,7 @@ def test_partial_slice_meshes_are_refused():
 def test_nonexistent_tpu_slices_are_refused():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     target = targets.parse("v5e:3x3")
-    with pytest.raises(ValueError, match=r"no such slice.*v5e:2x2, v5e:4x4"):
+    with pytest.raises(ValueError, match=r"v5e:3x3.*no such slice.*v5e:4x4"):
         target.devices()
     assert len(targets.parse("v4:2x2x2").devices()) == 8  # chips, not cores
     for name in ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1"):
@@ -1026,7 +1011,7 @@ def test_a_chip_of_tpu7x_is_two_devices():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     target = targets.parse("tpu7x:2x2x1")
     assert target.num_devices == len(target.devices()) == 8
-    found = topology.of_devices(target.chip, target.shape, target.devices())
+    found = collectives.topology_of(target.chip, target.shape, target.devices())
     assert sorted(set(found.places)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     estimate = make_estimate(job(rows=8, mesh="fsdp=8", precision="bf16"), target)
     assert estimate.memory.limit == 94.75 * 2**30
@@ -1036,7 +1021,7 @@ def test_a_chip_of_tpu7x_is_two_devices():
 def test_slices_of_tpus_say_where_they_are():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     target = targets.parse("2xv5e:2x2")
-    found = topology.of_devices(target.chip, target.shape, target.devices())
+    found = collectives.topology_of(target.chip, target.shape, target.devices())
     assert found.slices == (0, 0, 0, 0, 1, 1, 1, 1)
     assert set(found.places) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
@@ -1077,12 +1062,6 @@ def test_quoted_plans_are_those_of_today(line, options):
     assert estimate.memory.fits == ("does not fit" not in line)
 
 
-def test_tpu_targets_are_exact():
-    assert targets.parse("v5e:4x4").is_exact
-    assert not targets.parse("h200:8").is_exact
-    assert targets.parse("V5P:4x4x8").num_devices == 128
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
 def test_products_of_few_bits_keep_no_wider_codes(kind):
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
@@ -1096,3 +1075,21 @@ def test_products_of_few_bits_keep_no_wider_codes(kind):
     compiled = jax.jit(lambda x, w: w.times(x)).lower(outline((256, 1024), jnp.bfloat16), codes)
     kept = compiled.compile().memory_analysis().temp_size_in_bytes
     assert kept <= 1.2 * 1024 * 16_384 * 2  # the matrix in bf16, and no int32 or float32 of it
+
+
+@pytest.mark.parametrize(
+    ("found", "pin", "is_other"),
+    [
+        ("0.0.42.1", "libtpu==0.0.42.*", False),
+        ("0.0.43", "libtpu==0.0.42.*", True),
+        ("0.0.421", "libtpu==0.0.42", True),
+        (None, "libtpu==0.0.42.*", False),
+        ("0.0.42", "libtpu>=0.0.1", False),
+    ],
+)
+def test_another_compiler_than_jax_asks_for_is_a_warning(found, pin, is_other, monkeypatch):
+    monkeypatch.setattr(targets, "compiler_version", lambda: found)
+    pins = lambda name: ["jaxlib==1", f'{pin}; extra == "tpu"']
+    monkeypatch.setattr(targets.importlib.metadata, "requires", pins)
+    warning = "".join(targets.compiler_mismatch())
+    assert (f"libtpu {found} is not the compiler that jax" in warning) == is_other

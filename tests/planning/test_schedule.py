@@ -5,9 +5,8 @@ import itertools
 
 import pytest
 
-from zoo.planning import collectives, costs, hlo, roofline, targets, topology
-from zoo.planning.collectives import Collective, groups, pairs
-from zoo.planning.topology import Topology
+from zoo.planning import collectives, costs, hlo, roofline, targets
+from zoo.planning.collectives import Collective, Topology, groups, pairs
 from zoo.training import chips
 
 # Round numbers: 1 TFLOP/s, 1 GB/s of memory, and four links of 0.25 GB/s each.
@@ -146,10 +145,10 @@ def test_virtual_devices_stand_in_the_order_of_their_ids():
     class Device:
         id: int
 
-    found = topology.of_devices(target.chip, target.shape, [Device(9), Device(0), Device(8)])
+    found = collectives.topology_of(target.chip, target.shape, [Device(9), Device(0), Device(8)])
     assert found.slices == (0, 0, 0)
     many = [Device(id) for id in (*range(8, 16), *range(8))]
-    assert topology.of_devices(target.chip, (8,), many).slices == (1,) * 8 + (0,) * 8
+    assert collectives.topology_of(target.chip, (8,), many).slices == (1,) * 8 + (0,) * 8
 
 
 def test_the_host_reduces_between_slices():

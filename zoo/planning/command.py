@@ -1,8 +1,6 @@
 """`python -m zoo plan`: will it fit, how fast can it be, and what bounds it."""
 
 import dataclasses
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +8,37 @@ from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
 from zoo.common.configuration import check, require
-from zoo.common.files import local_path
 from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
+from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
-from zoo.planning import flops, meshes, published, report
+from zoo.nn.stateful import cast
+from zoo.planning import flops, planner, report
 from zoo.planning.job import Estimate, Job, make_estimate
-from zoo.planning.planner import Attempt, suggest
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
 from zoo.publishing.shelf import find
+from zoo.publishing.tensors import quantized_skeleton
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.state import Pretrained
+from zoo.transformer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    PositionsConfig,
+    ResidualConfig,
+)
+from zoo.transformer.config import Config as Sizes
 from zoo.transformer.model import Transformer
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig
@@ -79,10 +86,6 @@ class Config:
     lora: LoraConfig = LoraConfig()
     suggest: bool = True
     """Where it does not fit, compile changes until one of them fits."""
-    quick: bool = False
-    """Ask the compiler for less effort: faster, with a less exact figure of the memory."""
-    save: Path | None = None
-    """File to write the result to, as markdown."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -97,7 +100,6 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
 
     For example: python -m zoo plan llama3-8b --target v5e:4x4 --seq-len 8192
     """
-    save = None if config.save is None else local_path(config.save, "save")
     folder = locate(config.model)  # before a compiler for the target is looked for
     target = prepare(config.target)
     model, reason = skeleton_of(config, folder), ""
@@ -106,17 +108,12 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     else:
         job = make_job(config, model, target)
         print(f"compiling for {target.name} …", flush=True)
-        estimate = make_estimate(job, target, quick=config.quick)
+        estimate = make_estimate(job, target)
     report.show(estimate)
     if reason:
         print(reason)
-    found = None
     if config.suggest and not estimate.memory.fits:
-        others = lighter(config, folder, target)
-        found = suggest(estimate, others, quick=config.quick)
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(_markdown(config, estimate, found) + f"\n{reason}.\n" * bool(reason))
+        planner.suggest(estimate, lighter(config, folder, target))
 
 
 class TokenRows(SeededPlan):
@@ -142,12 +139,12 @@ def locate(model: str) -> Path | None:
     Raises:
         PublishError: neither a published size nor a model.
     """
-    if model.lower() in published.SIZES:
+    if model.lower() in SIZES:
         return None
     try:
         return find(model, weights=False)
     except PublishError as error:
-        sizes = ", ".join(published.SIZES)
+        sizes = ", ".join(SIZES)
         raise PublishError(f"{error}\n{model!r} is no published size either: {sizes}") from error
 
 
@@ -160,7 +157,7 @@ def skeleton_of(config: Config, folder: Path | None) -> PyTree:
     """
     quantize = None if config.base == "stored" else config.base
     if folder is None:
-        return published.skeleton(config.model, quantize=quantize)
+        return published(config.model, quantize=quantize)
     model = models.skeleton(folder, quantize=quantize, weights=False)
     decoder_of(model).check_decoder(config.seq_len)
     return model
@@ -216,14 +213,13 @@ def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str
     parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
     needed = flops.per_token(model, config.seq_len) or 0.0
     work = needed * rows * config.seq_len * (4 / 3 if config.remat == "full" else 1)
-    found = meshes.candidates(
+    found = planner.candidates(
         model.config, parameters, work, rows // config.accumulate, config.seq_len, target
     )
-    return meshes.search(
+    return planner.search(
         found,
         lambda mesh: make_job(dataclasses.replace(given, mesh=mesh), model, target),
         target,
-        quick=config.quick,
     )
 
 
@@ -241,10 +237,62 @@ def _nothing() -> PyTree:
     raise NotImplementedError("a plan loads no weights")
 
 
-def _markdown(config: Config, estimate: Estimate, found: Attempt | None) -> str:
-    given = [flag for flag in sys.argv[1:] if flag not in ("--save", str(config.save))]
-    command = shlex.join(["python", "-m", "zoo", *given])
-    text = f"`{command}`\n\n{report.markdown(estimate)}"
-    if found is not None:
-        text += f"\nWith `{found.flags}` it fits:\n\n{report.markdown(found.estimate)}"
-    return text
+# --- Published sizes -----------------------------------------------------------------------------
+
+# From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
+# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025), and
+# mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024).
+_LLAMA3 = Sizes(
+    vocab_size=128_256,
+    max_seq_len=8192,
+    attention=AttentionConfig(num_kv_heads=8),
+    positions=PositionsConfig(theta=500_000.0),
+    residual=ResidualConfig(norm_eps=1e-5),
+)
+_QWEN3 = Sizes(
+    vocab_size=151_936,
+    max_seq_len=40_960,
+    attention=AttentionConfig(num_kv_heads=8, head_dim=128, qk_norm="per_head"),
+    positions=PositionsConfig(theta=1_000_000.0),
+)
+
+
+def _sized(
+    base: Sizes, d_model: int, layers: int, heads: int, d_ff: int, *, tied: bool = False
+) -> Sizes:
+    return dataclasses.replace(
+        base, d_model=d_model, num_layers=layers, num_heads=heads, d_ff=d_ff, tie_embeddings=tied
+    )
+
+
+SIZES: dict[str, Sizes] = {
+    "llama3-8b": _sized(_LLAMA3, 4096, 32, 32, 14_336),
+    "llama3-70b": _sized(_LLAMA3, 8192, 80, 64, 28_672),
+    "qwen3-0.6b": _sized(_QWEN3, 1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288),
+    "qwen3-14b": _sized(_QWEN3, 5120, 40, 40, 17_408),
+    "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
+    "qwen3-30b-a3b": dataclasses.replace(
+        _sized(_QWEN3, 2048, 48, 32, 768),
+        attention=dataclasses.replace(_QWEN3.attention, num_kv_heads=4),
+        experts=ExpertsConfig(num_experts=128, per_token=8),
+    ),
+    "mixtral-8x7b": dataclasses.replace(
+        _sized(_LLAMA3, 4096, 32, 32, 14_336),
+        vocab_size=32_000,
+        max_seq_len=32_768,
+        positions=PositionsConfig(theta=1_000_000.0),
+        experts=ExpertsConfig(num_experts=8, per_token=2),
+    ),
+}
+
+
+def published(name: str, *, quantize: Kind | None = None) -> PyTree:
+    """The skeleton of a model of a published size, in bf16 as it is published, or quantised."""
+
+    def make(key: Key[Array, ""]) -> Transformer:
+        return cast(Transformer(SIZES[name.lower()], key=key), jnp.bfloat16)
+
+    return quantized_skeleton(eqx.filter_eval_shape(make, jax.random.key(0)), quantize)

@@ -19,9 +19,9 @@ from zoo.nn import remat
 from zoo.nn.precision import DTYPES, Precision
 from zoo.nn.products import is_quantized
 from zoo.nn.remat import Policy
-from zoo.planning import collectives, compiler, costs, flops, hlo, topology
+from zoo.planning import collectives, costs, flops, hlo
+from zoo.planning.collectives import Topology
 from zoo.planning.targets import Target
-from zoo.planning.topology import Topology
 from zoo.sharding.axes import is_parameter
 from zoo.training.description import Training
 from zoo.training.state import Trainable, TrainState, trained_leaves
@@ -131,8 +131,6 @@ class Estimate:
     """Bytes between a device and its memory."""
     collectives: list[collectives.Collective]
     compile_seconds: float
-    quick: bool = False
-    """Compiled with less effort."""
     text: str = ""
     """The compiled program."""
     devices: tuple[Any, ...] = ()
@@ -148,7 +146,7 @@ class Estimate:
     @property
     def topology(self) -> Topology:
         """The places of the devices, and the links between them."""
-        return topology.of_devices(self.target.chip, self.target.shape, self.devices)
+        return collectives.topology_of(self.target.chip, self.target.shape, self.devices)
 
     @property
     def model_flops(self) -> float | None:
@@ -164,27 +162,30 @@ class Estimate:
         return self.model_flops / (seconds * peak * self.num_devices)
 
 
-def make_estimate(
-    job: Job, target: Target, *, quick: bool = False, compiled: Any = None
-) -> Estimate:
+def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate:
     """Compile a job for a target, without the hardware and without allocating an array of it.
 
-    `quick` asks the compiler for less effort: in a fraction of the time, a program that moves and
-    keeps much the same. A program that has been compiled already may be given as `compiled`.
+    A program that has been compiled already may be given as `compiled`.
 
     Raises:
         ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide; a loop
-            or a kernel of which it is not known how often it runs; a compiler that died
-            (CompilerError).
+            or a kernel of which it is not known how often it runs.
+        JaxRuntimeError: the compiler gave up for another reason than the memory.
     """
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     layout = sharding.Layout(mesh, rules)
     began = time.monotonic()
     state, traced = _trace(job, layout)
-    compiled, refusal = (compiled, "") if compiled else _compile(traced, target, quick)
-    text = "" if compiled is None else compiled.as_text()
-    program = None if compiled is None else hlo.read(text)
+    refusal = ""
+    try:
+        compiled = compiled or traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        refusal = str(error)
+    text = "" if refusal else compiled.as_text()
+    program = None if refusal else hlo.read(text)
     parts = sharding.num_batch_parts(layout)
     batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in job.batch.values()) / parts
     kernels = {
@@ -202,7 +203,6 @@ def make_estimate(
         traffic=_traffic(program, kernels) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
         compile_seconds=time.monotonic() - began,
-        quick=quick,
         text=text,
         devices=tuple(mesh.devices.flat),
         kernels=kernels,
@@ -237,19 +237,6 @@ def _traffic(program: hlo.Program, kernels: dict[str, tuple[float, float]]) -> f
             "what is in them would count once: write them as jax.lax.scan"
         )
     return costs.memory_traffic(program) + sum(moved for _, moved in kernels.values())
-
-
-def _compile(traced: Any, target: Target, quick: bool) -> tuple[Any, str]:
-    """The compiled program; or None, and the compiler's message about memory."""
-    options = {"exec_time_optimization_effort": -1.0} if quick else {}
-    try:
-        if target.chip.kind == "tpu" and not target.present:
-            return compiler.compile_apart(traced.lower(), target, options), ""
-        return traced.lower().compile(compiler_options=options), ""
-    except (jax.errors.JaxRuntimeError, compiler.OutOfMemory) as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None, str(error)
 
 
 _UNITS = {"": 1.0, "B": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}

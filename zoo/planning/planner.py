@@ -1,29 +1,40 @@
-"""The planner of runs, and changes that make a step fit, the cheapest first, each compiled.
+"""The planner of runs: changes that make a step fit, and the fastest mesh; each is compiled.
 
 A plan of a run's step takes the place of training (`--plan v5e:4x4`), or explains a lack of memory.
+
+Of meshes all are compared by hand first. There a step takes its products at the chip's peak, beside
+them the transfers of parameters and gradients, and after them those of activations, which the next
+product waits for. Each has the links that its axis of the mesh has on the target.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from zoo import sharding
+from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.ulysses import Exchange
 from zoo.nn.precision import Precision
 from zoo.planning import report, targets
-from zoo.planning.compiler import CompilerError
+from zoo.planning.collectives import Collective, Kind, Topology, topology_of
 from zoo.planning.job import Estimate, Job, make_estimate, wanted_bytes
+from zoo.planning.roofline import roofline
+from zoo.planning.targets import Target
 from zoo.runs.config import Config
 from zoo.runs.run import Run
-from zoo.sharding import ShardingError
+from zoo.sharding import MESH_AXES, ShardingError
 from zoo.training.description import Training
+from zoo.transformer.config import Config as Sizes
 
-_MOST = 6  # compiled changes: each may take a minute
+_MOST = 6  # compiled changes, or meshes: each may take a minute
 say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
 
@@ -57,8 +68,8 @@ def explain(run: Run[Config], training: Training, message: str, programs: list[A
         job, compiled = make_job(run, training), next(reversed(programs), None)
         estimate = make_estimate(job, targets.present(run.mesh), compiled=compiled)
         report.show(estimate)
-        if (found := suggest(estimate)) is not None:
-            advice = f"this fits: {found.flags}"
+        if flags := suggest(estimate):
+            advice = f"this fits: {flags}"
     wanted = wanted_bytes(message)
     size = "" if wanted is None else f" at an allocation of {report.gigabytes(wanted)}"
     return f"the step ran out of device memory{size}; {advice}"
@@ -78,29 +89,24 @@ def make_job(run: Run[Config], training: Training) -> Job:
     )
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A changed job, and its estimate."""
-
-    flags: str
-    """The change on the command line."""
-    estimate: Estimate
-
-
-def suggest(
-    estimate: Estimate, others: Iterable[tuple[str, Job]] = (), *, quick: bool = False
-) -> Attempt | None:
-    """Look for a change that fits; print each attempt, and the estimate of the one that fits.
+def suggest(estimate: Estimate, others: Iterable[tuple[str, Job]] = ()) -> str | None:
+    """The flags of a change that fits; prints each attempt, and the estimate of the one that fits.
 
     None if none of the first few does, nor one of `others`, jobs by the flags that make them. A
     change whose state alone does not fit is not compiled.
     """
     job, target = estimate.job, estimate.target
+    state = estimate.memory.parameters + estimate.memory.optimizer
+
+    def parts(job: Job) -> int:
+        """All storage axes divide the state, and about no others."""
+        mesh = sharding.abstract_mesh(job.mesh, target.num_devices)
+        return sharding.max_parameter_parts(mesh)
 
     def changed_jobs() -> Iterator[tuple[str, Job]]:
         count = 0
         for changed in changes(job, target):
-            if _state_alone(changed, estimate, target) > estimate.memory.limit:
+            if state * parts(job) / parts(changed) > estimate.memory.limit:
                 continue
             if count == _MOST:
                 say(f"no more than {_MOST} changes are tried")
@@ -111,7 +117,7 @@ def suggest(
     say("\nlooking for a change that fits; each is compiled")
     for flags, changed in itertools.chain(changed_jobs(), others):
         say(f"trying {flags} …")
-        found = attempt(changed, target, quick)
+        found = attempt(changed, target)
         if found is None or not found.memory.fits:
             continue
         say(f"  {report.gigabytes(found.memory.total)}: fits")
@@ -119,16 +125,16 @@ def suggest(
         if found.memory.total < estimate.memory.total:
             say(f"This fits: {flags}\n")
             report.show(found)
-            return Attempt(flags, found)
+            return flags
     say("Nothing that was tried fits: take more devices, or larger ones.")
     return None
 
 
-def attempt(job: Job, target: targets.Target, quick: bool) -> Estimate | None:
+def attempt(job: Job, target: Target) -> Estimate | None:
     """Compile a job, and say why where it cannot be, or how much it takes where it does not fit."""
     try:
-        estimate = make_estimate(job, target, quick=quick)
-    except (ShardingError, CompilerError) as error:
+        estimate = make_estimate(job, target)
+    except (ShardingError, jax.errors.JaxRuntimeError) as error:
         say(f"  it cannot be: {error}")
         return None
     if not estimate.memory.fits:
@@ -136,7 +142,7 @@ def attempt(job: Job, target: targets.Target, quick: bool) -> Estimate | None:
     return estimate
 
 
-def changes(job: Job, target: targets.Target) -> Iterator[Job]:
+def changes(job: Job, target: Target) -> Iterator[Job]:
     """Jobs that need less memory: recompute, cut the batch, spread the state, split the layers."""
     best, rows = job, job.training.data.batch_size
     num_devices, num_slices = target.num_devices, target.num_slices
@@ -183,13 +189,189 @@ def describe(job: Job, changed: Job) -> str:
     return " ".join(flags)
 
 
-def _state_alone(job: Job, estimate: Estimate, target: targets.Target) -> float:
-    """The approximate bytes of state per device: all storage axes divide it, and no others."""
-    kept = (estimate.memory.parameters + estimate.memory.optimizer) * _storage_parts(
-        estimate.job.mesh, target.num_devices
+# --- The fastest mesh ----------------------------------------------------------------------------
+
+_BYTES = 2  # of the compute dtype
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis."""
+    found = sharding.RULES[name]
+    axes = found.mesh if isinstance(found, sharding.Axis) else found
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+_SPLIT, _ROWS, _TOKENS = _axes("heads"), _axes("batch"), _axes("seq")
+_EXPERTS = tuple(axis for axis in _axes("experts") if axis not in _SPLIT)
+_FITTING = 3  # compiled meshes that are compared
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, and its step by hand, in seconds."""
+
+    mesh: str
+    state: float
+    """Bytes of parameters and optimizer per device."""
+    compute: float
+    parameters: float
+    """Of the transfers of parameters and gradients."""
+    activations: float
+    """Of the transfers of activations, keys and tokens of experts."""
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        return max(self.compute, self.parameters) + self.activations
+
+
+def candidates(
+    config: Sizes, num_parameters: int, flops: float, rows: int, seq_len: int, target: Target
+) -> list[Candidate]:
+    """Every mesh of a target that divides the model and the batch, the fastest by hand first.
+
+    `flops` are those of a step, of all devices together.
+    """
+    found = []
+    for sizes in _meshes(config, rows, seq_len, target):
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        try:
+            devices = sharding.make_mesh(mesh, target.devices()).devices
+        except ShardingError:
+            continue
+        where = topology_of(target.chip, target.shape, tuple(devices.flat))
+        seconds = functools.partial(_seconds, where, np.arange(devices.size).reshape(devices.shape))
+        found.append(_by_hand(config, num_parameters, flops, rows * seq_len, sizes, seconds, where))
+    return sorted(found, key=lambda each: (each.seconds, each.state, each.mesh))
+
+
+def _meshes(config: Sizes, rows: int, seq_len: int, target: Target) -> Iterator[dict[str, int]]:
+    """The sizes of axes that divide what they split."""
+    divided = dict.fromkeys(_SPLIT, math.gcd(config.kv_heads, config.hidden_size))
+    divided |= dict.fromkeys(_EXPERTS, config.experts.num_experts or 1)
+    divided |= dict.fromkeys(_TOKENS, seq_len if rows < target.num_devices else 1)
+    n = target.num_devices
+    factors = [
+        [size for size in range(1, n + 1) if n % size == 0 and divided.get(axis, size) % size == 0]
+        for axis in MESH_AXES
+    ]
+    for sizes in itertools.product(*factors):
+        named = dict(zip(MESH_AXES, sizes, strict=True))
+        abstract = {axis: size for axis, size in named.items() if size > 1}
+        if (config.experts.num_experts or 0) % math.prod(named[axis] for axis in _axes("experts")):
+            continue
+        if math.prod(sizes) == n and not (
+            rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
+        ):
+            yield named
+
+
+def _seconds(where: Topology, ids: np.ndarray, kind: Kind, whole: float, axis: str) -> float:
+    """Of one collective over an axis, by the bytes of its whole."""
+    groups = np.moveaxis(ids, MESH_AXES.index(axis), -1)
+    n = groups.shape[-1]
+    if n == 1:
+        return 0.0
+    sent = whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+    members = tuple(map(tuple, groups.reshape(-1, n).tolist()))
+    return where.transfer(Collective(kind, sent, 1, n, "bf16", "", members)).seconds
+
+
+def _by_hand(
+    config: Sizes,
+    num_parameters: int,
+    flops: float,
+    tokens: int,
+    sizes: dict[str, int],
+    seconds: Callable[[Kind, float, str], float],
+    where: Topology,
+) -> Candidate:
+    def parts(axes: Collection[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    expert = (3 if config.gated else 2) * config.d_model * config.hidden_size
+    experts = config.num_layers * (config.experts.num_experts or 0) * expert
+    local = tokens / parts({*_ROWS, *_TOKENS})
+    layers, width = config.num_layers, config.d_model
+    heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
+
+    # Gathered forward and backward, gradients scattered; what is kept twice is summed.
+    parameters, stored = 0.0, (num_parameters - experts) / parts(_SPLIT)
+    for axis in _EXPERTS:  # over which all but the experts are gathered
+        parameters += 3 * seconds("all-gather", stored * _BYTES, axis)
+        stored /= sizes[axis]
+    stored += experts / parts({*_EXPERTS, *_SPLIT})
+    for axis in sorted(sharding.STORAGE_AXES):
+        parameters += 3 * seconds("all-gather", stored * _BYTES, axis)
+        stored /= sizes[axis]
+    for axis in set(_ROWS) - sharding.STORAGE_AXES - set(_EXPERTS):
+        parameters += seconds("all-reduce", stored * _BYTES, axis)
+    activations = 0.0
+    for axis in _SPLIT:  # behind attention and MLP, forward, backward, and attention again
+        activations += (5 * layers + 2) * seconds("all-reduce", local * width * _BYTES, axis)
+    for axis in _TOKENS:  # of attention: forward, again, and backward
+        head = local * config.head_size * _BYTES
+        exchange = Exchange((), sizes[axis], heads, kv_heads)
+        if exchange.sends_less(1, Mask(config.causal, None), None):
+            moved = 2 * (heads + exchange.copies * kv_heads) * head
+            activations += 3 * layers * seconds("all-to-all", moved, axis)
+        else:
+            moved = 2 * kv_heads * sizes[axis] * head
+            activations += 3 * layers * seconds("all-gather", moved, axis)
+    for axis in _EXPERTS:  # to the experts and back: forward, again, and backward
+        rows = local * config.experts.per_token * width * _BYTES
+        activations += 6 * layers * seconds("all-to-all", rows, axis)
+    return Candidate(
+        mesh=",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1),
+        state=12 * stored,
+        compute=flops / (where.chip.flops or math.inf) / math.prod(sizes.values()),
+        parameters=parameters,
+        activations=activations,
     )
-    return kept / _storage_parts(job.mesh, target.num_devices)
 
 
-def _storage_parts(mesh: str, num_devices: int) -> int:
-    return sharding.max_parameter_parts(sharding.abstract_mesh(mesh, num_devices))
+def search(
+    found: list[Candidate],
+    make_job: Callable[[str], Job],
+    target: Target,
+) -> tuple[Estimate, str]:
+    """Compile the best candidates by hand, and take the fastest that fits, with the reason.
+
+    Raises:
+        ValueError: no mesh divides, or none fits.
+    """
+    fitting = [each for each in found if each.state < target.chip.memory]
+    say(f"{len(found)} meshes divide the model and the batch; the state of {len(fitting)} fits")
+    tried: list[tuple[float, str, Estimate]] = []
+    for number, each in enumerate(fitting):
+        if len(tried) == _FITTING or number == _MOST:
+            break
+        say(
+            f"{each.mesh}: by hand {each.seconds:.3f} s (products {each.compute:.3f}, parameters "
+            f"{each.parameters:.3f}, activations {each.activations:.3f}); compiling …"
+        )
+        estimate = attempt(make_job(each.mesh), target)
+        if estimate is None or not estimate.memory.fits:
+            continue
+        roof = roofline(estimate)
+        assert roof is not None, "a target without peaks is refused before"
+        by_op = roof.by_op
+        say(
+            f"  {by_op.seconds:.3f} s by instruction (products {by_op.compute:.3f}, memory "
+            f"{by_op.memory:.3f}, links {by_op.links:.3f}), "
+            f"{report.gigabytes(estimate.memory.total)}"
+        )
+        tried.append((by_op.seconds, each.mesh, estimate))
+    if not tried:
+        raise ValueError(
+            f"mesh='search': none of the {min(len(fitting), _MOST)} meshes that were compiled, of "
+            f"{len(found)} of {target.name}, fits: take more devices, --accumulate, --remat full, "
+            "or a --batch-size that they divide"
+        )
+    tried.sort(key=lambda each: each[:2])
+    seconds, mesh, estimate = tried[0]
+    reason = f"--mesh {mesh}: {seconds:.3f} s by instruction"
+    if len(tried) > 1:
+        reason += f", the least of {len(tried)}; {tried[1][1]} takes {tried[1][0] / seconds:.2f} of"
+        reason += " its time"
+    return estimate, reason

@@ -1,9 +1,9 @@
-"""An estimate as a table, and as a paragraph of markdown."""
+"""An estimate as a table."""
 
 import jax
 from rich.table import Table
 
-from zoo.planning import collectives, compiler
+from zoo.planning import collectives, targets
 from zoo.planning.job import Estimate, Memory, Parameters
 from zoo.planning.roofline import Roofline, roofline
 from zoo.runs.command_line import console
@@ -50,7 +50,7 @@ def sections(estimate: Estimate) -> dict[str, Rows]:
     if roof is not None:
         found["bound of full overlap, at the chip's peaks"] = _roofline(estimate, roof)
         found["bound by instruction, overlapped as compiled"] = _by_op(estimate, roof)
-        if estimate.target.chip.kind == "tpu" and not estimate.quick:
+        if estimate.target.chip.kind == "tpu":
             found["bound by instruction, overlapped as compiled"] += [_expected(roof)]
     return found
 
@@ -200,24 +200,11 @@ def caveats(estimate: Estimate) -> list[str]:
         found.append(
             "JAX takes 75% of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."
         )
-    if chip.kind == "tpu" and not estimate.target.present and (warning := compiler.mismatch()):
-        found.append(f"Warning: {warning}.")
-    if estimate.quick:
-        found.append(
-            "With less effort (--quick) the compiler overlaps less: the bound by instruction is "
-            "that of a slower program."
-        )
+    if chip.kind == "tpu" and not estimate.target.present:
+        found += [f"Warning: {warning}." for warning in targets.compiler_mismatch()]
     if chip.flops is None:
         found.append(f"No peak to quote for {chip.name}, so no bound on the speed.")
     return found
-
-
-def _compiled(estimate: Estimate) -> str:
-    """The time that the compiler took, and its version."""
-    by = ""
-    if estimate.target.chip.kind == "tpu":
-        by = f" by {compiler.version() or 'libtpu'} with jax {jax.__version__}"
-    return f"{estimate.compile_seconds:.0f} s{by}"
 
 
 def show(estimate: Estimate) -> None:
@@ -235,15 +222,8 @@ def show(estimate: Estimate) -> None:
     out.print(table)
     for line in [*caveats(estimate), CONVENTION]:
         out.print(line, style="dim", highlight=False)
-    out.print(f"compiled in {_compiled(estimate)}", style="dim", highlight=False)
-
-
-def markdown(estimate: Estimate) -> str:
-    """An estimate as markdown."""
-    lines = [title(estimate) + ".", ""]
-    lines += ["| | | |", "| --- | ---: | --- |"]
-    for name, rows in sections(estimate).items():
-        lines.append(f"| **{name}** | | |")
-        lines += [f"| {what} | {amount} | {remark} |" for what, amount, remark in rows]
-    lines += ["", *caveats(estimate), CONVENTION, f"Compiled in {_compiled(estimate)}."]
-    return "\n".join(lines) + "\n"
+    by = ""
+    if estimate.target.chip.kind == "tpu":
+        by = f" by libtpu {targets.compiler_version()} with jax {jax.__version__}"
+    seconds = f"compiled in {estimate.compile_seconds:.0f} s{by}"
+    out.print(seconds, style="dim", highlight=False)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from zoo.planning import collectives, costs, hlo
+from zoo.planning.collectives import Topology, Transfer
 from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
-from zoo.planning.topology import Topology, Transfer
 from zoo.training.chips import Chip
 
 

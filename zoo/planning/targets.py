@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import math
 import os
 import re
@@ -83,9 +84,10 @@ class Target:
             slice_ = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
             found = topologies.get_topology_desc(slice_, platform="tpu", **options).devices
         except Exception as error:  # of no common type
+            like = "x".join(["4"] * (self.chip.links // 2))
             raise ValueError(
                 f"target={self.name!r}: no such slice ({error}); slices are such as "
-                f"{_EXAMPLES[self.chip.name]}"
+                f"{self.chip.name}:{like.replace('4', '1')} or {self.chip.name}:{like}"
             ) from error
         return list(found)
 
@@ -100,15 +102,6 @@ class Target:
                 f"with {len(found)}: XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
             )
         return found[:wanted]
-
-
-_EXAMPLES = {
-    "v4": "v4:1x1x1, v4:2x2x2 or v4:4x4x4",
-    "v5e": "v5e:1x1, v5e:2x2, v5e:4x4 or v5e:16x16",
-    "v5p": "v5p:1x1x1, v5p:2x2x1, v5p:4x4x4 or v5p:4x8x8",
-    "v6e": "v6e:1x1, v6e:2x2, v6e:4x4 or v6e:16x16",
-    "tpu7x": "tpu7x:1x1x1, tpu7x:2x2x1 or tpu7x:4x4x4",
-}
 
 
 def parse(text: str) -> Target:
@@ -133,8 +126,7 @@ def parse(text: str) -> Target:
             f"a number of GPUs or virtual CPU devices, such as h200:8 or cpu:8, with a GPU's name "
             f"or memory (24GiB:1); several slices or machines as 2xv5e:4x4; chips: {names}"
         )
-    kind = chip.kind
-    if kind == "gpu" and num_slices == 1 and shape[0] % _GPUS == 0:
+    if chip.kind == "gpu" and num_slices == 1 and shape[0] % _GPUS == 0:
         num_slices, shape = shape[0] // _GPUS, (_GPUS,)
     return Target(given, chip, shape, num_slices=num_slices)
 
@@ -180,3 +172,24 @@ def prepare(text: str) -> Target:
     target = parse(text)
     target.devices()
     return target
+
+
+def compiler_version() -> str | None:
+    """The version of the TPU's compiler, such as "0.0.42.1"; None where it is not installed."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def compiler_mismatch() -> list[str]:
+    """A warning, where the TPU's compiler is not the one that this jax asks for."""
+    found, requirements = compiler_version(), importlib.metadata.requires("jax") or []
+    pins = [re.match(r"libtpu==([\d.]+?)(\.\*)?;", each) for each in requirements]
+    wanted = next((pin[1] for pin in pins if pin), None)
+    if found is None or wanted is None or f"{found}.".startswith(f"{wanted}."):
+        return []
+    return [
+        f"libtpu {found} is not the compiler that jax {jax.__version__} asks for ({wanted}): it "
+        "may give other figures of the memory, or abort"
+    ]

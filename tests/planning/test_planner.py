@@ -12,10 +12,9 @@ from helpers import small_config
 
 from zoo import sharding, transformer
 from zoo.common import configuration
-from zoo.planning import command, meshes, planner, published, targets
-from zoo.planning.compiler import CompilerError
+from zoo.planning import command, planner, targets
 from zoo.planning.job import Estimate, Job
-from zoo.planning.meshes import Candidate, candidates, search
+from zoo.planning.planner import Candidate, candidates, search
 from zoo.planning.roofline import Times
 from zoo.publishing.tensors import num_parameters
 from zoo.training import chips
@@ -113,22 +112,21 @@ def compiled(monkeypatch, times, too_large=(), broken=()):
     def make_job(mesh):
         return mock.NonCallableMagicMock(spec=Job, mesh=mesh)
 
-    def make(job, target, quick):
+    def make(job, target):
         made.append(job.mesh)
         if job.mesh in broken:
-            raise CompilerError("it aborted")
+            raise jax.errors.JaxRuntimeError("it aborted")
         memory = mock.Mock(fits=job.mesh not in too_large, total=50.0)
         return mock.NonCallableMagicMock(spec=Estimate, job=job, memory=memory)
 
     def roofline(estimate):
         return mock.Mock(by_op=Times(compute=times[estimate.job.mesh]))
 
-    monkeypatch.setattr(meshes, "roofline", roofline)
+    monkeypatch.setattr(planner, "roofline", roofline)
     found = [Candidate(mesh, 10.0, 1.0, 0.5, 0.1) for mesh in times]
     large = Candidate("data=8", 1000.0, 0.1, 0.0, 0.0)
     monkeypatch.setattr(planner, "make_estimate", make)
-    for module in (meshes, planner):
-        monkeypatch.setattr(module, "say", said.append)
+    monkeypatch.setattr(planner, "say", said.append)
     result = search([large, *found], make_job, TARGET)
     return result, said, made
 
@@ -155,7 +153,7 @@ def test_meshes_that_do_not_fit_or_compile_are_passed_over(monkeypatch):
 
 
 def test_a_search_needs_peaks(monkeypatch):
-    monkeypatch.setitem(published.SIZES, "small", small_config())
+    monkeypatch.setitem(command.SIZES, "small", small_config())
     with pytest.raises(
         ValueError, match=r"mesh='search' compares .* name a mesh for small on cpu:8"
     ):
