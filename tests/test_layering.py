@@ -67,7 +67,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1340,
-    "sharding": 1450,
+    "sharding": 1360,
     "nn": 2840,
     "transformer": 1210,
     "rnn": 910,

@@ -380,7 +380,7 @@ MISTAKES = {
     "no text": (["--data.files={tmp}/empty.txt"], "(1) are empty"),
     "no token file": (["--data.tokenizer=nowhere.json"], "no tokenizer at nowhere.json"),
     "batch": (["--mesh=data=3"], "batch_size=8 is not divisible by 3"),
-    "devices": (["--mesh=data=16"], "needs 16 devices, and this run has 8"),
+    "devices": (["--mesh=data=16"], "needs 16 devices, and there are 8"),
     "axis": (["--mesh=model=2"], "no axis 'model'"),
     "heads": (["--mesh=tensor=8"], "is not divisible by tensor=8 of the mesh"),
     "long rows": (

@@ -23,7 +23,7 @@ from zoo.nn.parameters import takes_operands
 from zoo.nn.precision import Scheme
 from zoo.nn.products import PRODUCT, Codes, cast_array, matmul, multiply, platform, product
 from zoo.sharding.axes import map_named
-from zoo.sharding.foreign import ANNOTATION, Named
+from zoo.sharding.names import ANNOTATION, Named
 from zoo.sharding.rules import is_hidden_matrix, matrix_axes
 
 Layer = TypeVar("Layer")

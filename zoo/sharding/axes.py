@@ -7,10 +7,18 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from zoo.sharding import foreign
-from zoo.sharding.annotations import field_hint, names_of
-from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
 from zoo.sharding.mesh import Layout, use
+from zoo.sharding.names import (
+    ANNOTATION,
+    DEFAULT,
+    Named,
+    built_in,
+    by_default,
+    check_patterns,
+    field_hint,
+    given,
+    names_of,
+)
 from zoo.sharding.rules import ShardingError, in_force, kind_of
 
 
@@ -62,14 +70,11 @@ def check_model(tree: PyTree, layout: Layout) -> None:
 
     with use(layout.without_mesh):
         map_named(add, tree)
-    foreign.check_patterns(layout.axes or {}, found)
+    check_patterns(layout.axes or {}, found)
 
 
 def _named(tree: PyTree, path: tuple, leaf: Any) -> Named:
-    """The logical axes of one leaf; leading axes that stack it from outside are None.
-
-    But the first of them has the name that an enclosing module's field `stacked_axis` gives it.
-    """
+    """The logical axes of one leaf: `stacked_axis` of a module around it names the first."""
     names, by = own = named_alone(tree, path, leaf)
     nodes = _nodes(tree, path)
     stacked = next((x.stacked_axis for x in nodes if hasattr(x, "stacked_axis")), None)
@@ -92,42 +97,34 @@ def named_alone(tree: PyTree, path: tuple, leaf: Any) -> Named:
     nodes, field = _nodes(tree, path), keystr(path)
     annotated, problem = None, None
     try:
-        annotated = _annotated(nodes, path, leaf)
-        if annotated is not None and all(name is None or kind_of(name) for name in annotated.names):
-            return annotated
+        owner, hint, rest = _hint(tree, path)
+        names = names_of(hint, rest, leaf.shape, _renamed(owner), field)
+        if names is not None:
+            annotated = Named(names, getattr(owner, "named_by", ANNOTATION))
+            if all(name is None or kind_of(name) for name in names):
+                return annotated
     except ShardingError as error:
         problem = error
-    named = foreign.given(in_force.get().axes, field, leaf)
+    named = given(in_force.get().axes, field, leaf)
     if named is None:
-        named = foreign.built_in(nodes, [keystr(path[i:]) for i in range(len(nodes))], leaf)
+        named = built_in(nodes, [keystr(path[i:]) for i in range(len(nodes))], leaf)
     if named is None and problem is not None:
         raise problem
     # An annotation with a name that the rules do not know is refused where it is placed.
-    return named or annotated or foreign.by_default(leaf)
-
-
-def _annotated(nodes: list[Any], path: tuple, leaf: Any) -> Named | None:
-    """The names in the annotation of the field that holds a leaf; None without any."""
-    held = _held(nodes, path)
-    if held is None:
-        return None
-    owner, field = nodes[held], path[held].name
-    hint, rest = field_hint(owner.__class__, field), path[held + 1 :]
-    names = names_of(hint, rest, leaf.shape, _renamed(owner), keystr(path))
-    return names if names is None else Named(names, getattr(owner, "named_by", ANNOTATION))
+    return named or annotated or by_default(leaf)
 
 
 def annotation(tree: PyTree, path: tuple) -> Any:
     """The annotation of the field of a module that holds a node of a tree; None without any."""
-    nodes = _nodes(tree, path)
-    held = _held(nodes, path)
-    return None if held is None else field_hint(nodes[held].__class__, path[held].name)
+    return _hint(tree, path)[1]
 
 
-def _held(nodes: list[Any], path: tuple) -> int | None:
-    """The index, in a path and its nodes, of the innermost field that holds what it leads to."""
-    fields = [i for i in range(len(nodes)) if isinstance((*path, None)[i], jtu.GetAttrKey)]
-    return fields[-1] if fields else None
+def _hint(tree: PyTree, path: tuple) -> tuple[Any, Any, tuple]:
+    """The innermost module on a path, the annotation of its field there, and the path from it."""
+    for index, node in reversed([*enumerate(_nodes(tree, path))]):
+        if index < len(path) and isinstance(path[index], jtu.GetAttrKey):
+            return node, field_hint(node.__class__, path[index].name), path[index + 1 :]
+    return None, None, ()
 
 
 def _renamed(owner: Any) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,19 +29,18 @@ def make_mesh(
         ShardingError: an unknown axis, a size that is no integer, too many or too few devices, or
             slices that `data` does not divide into.
     """
-    given, devices = devices, jax.devices() if devices is None else list(devices)
+    devices = jax.devices() if devices is None else list(devices)
     sizes = abstract_mesh(spec, len(devices)).shape
     total = math.prod(sizes.values())
     if total > len(devices):
-        found = f"and this run has {len(devices)}; on a CPU, "
-        found += f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
-        if given is not None:  # perhaps of a machine that is planned for
-            found = f"and it was given {len(devices)}"
-        raise ShardingError(f"mesh {spec!r} needs {total} devices, {found}")
+        raise ShardingError(
+            f"mesh {spec!r} needs {total} devices, and there are {len(devices)}; on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
+        )
     if jax.process_count() > 1 and total < len(devices):
         raise ShardingError(
             f"mesh {spec!r} has {total} of the {len(devices)} devices of {jax.process_count()} "
-            f"processes, and needs all of them; for example {'data=-1'!r}"
+            "processes, and needs all of them, as 'data=-1' takes"
         )
     try:
         placed = _over_slices(sizes, devices[:total], spec)
@@ -59,8 +57,8 @@ def _over_slices(
 ) -> np.ndarray:
     """The devices in the order of a mesh: slices side by side along `data`, the outermost axis.
 
-    So nothing crosses the slow network between them but the reduction of gradients. GPUs of several
-    machines are in that order too where it fits, and else in their own.
+    So only the reduction of gradients crosses the slow network between slices. GPUs of several
+    machines lie in that order where it fits, and otherwise in their own.
     """
     data, *inner = sizes.values()
     slices: dict[int, list[jax.Device]] = {}
@@ -126,25 +124,25 @@ def storage_mesh(num_devices: int, split: int = 1, num_slices: int = 1) -> str:
 
 
 def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
-    if isinstance(spec, str):
-        items = [item.strip().partition("=") for item in spec.split(",") if item.strip()]
-        try:
-            sizes = {axis.strip(): int(size) for axis, _, size in items}
-        except ValueError:
-            raise ShardingError(
-                f"mesh {spec!r}: write it as axis=size, such as 'fsdp=4,tensor=2'"
-            ) from None
-        if len(sizes) < len(items):
-            raise ShardingError(f"mesh {spec!r}: each axis is named once at most")
-    elif isinstance(spec, Mapping):
-        sizes = dict(spec)
-    else:
+    if not isinstance(spec, str | Mapping):
         raise ShardingError(f"mesh {spec!r}: name the axes, as in 'data=8' or {{'fsdp': 4}}")
-    for axis in sizes:
+    if isinstance(spec, str):
+        items = [item.partition("=") for item in spec.split(",") if item.strip()]
+    else:
+        items = [(axis, "=", str(size)) for axis, size in spec.items()]
+    sizes: dict[str, int] = {}
+    for name, _, size in items:
+        axis = name.strip()
         if axis not in MESH_AXES:
             raise ShardingError(f"mesh {spec!r}: no axis {axis!r}; the axes are {MESH_AXES}")
-        if not isinstance(sizes[axis], numbers.Integral):
-            raise ShardingError(f"mesh {spec!r}: the size of {axis} is no integer")
+        if axis in sizes:
+            raise ShardingError(f"mesh {spec!r}: each axis is named once at most")
+        try:
+            sizes[axis] = int(size)
+        except ValueError:
+            raise ShardingError(
+                f"mesh {spec!r}: the size of {axis} is no integer, as in 'fsdp=4,tensor=2'"
+            ) from None
     return sizes
 
 
@@ -177,17 +175,14 @@ class Layout:
                         f"the sharding rule {name!r}: {rule!r}: no mesh has an axis {axis!r}; "
                         f"the axes are {MESH_AXES}"
                     )
-        if isinstance(self.axes, Mapping):
-            for pattern, names in self.axes.items():
-                if not (isinstance(pattern, str) and isinstance(names, str)):
-                    raise ShardingError(
-                        f"axes={{{pattern!r}: {names!r}}}: a pattern of dotted paths and the names "
-                        "of axes are texts, as in {'*.query_proj.weight': 'heads embed'}"
-                    )
-        elif self.axes is not None and not callable(self.axes):
+        is_mapping = isinstance(self.axes, Mapping)
+        texts = [*self.axes.keys(), *self.axes.values()] if is_mapping else []
+        is_other = self.axes is not None and not is_mapping and not callable(self.axes)
+        if is_other or not all(isinstance(text, str) for text in texts):
             raise ShardingError(
-                f"axes={self.axes!r}: give a mapping from patterns of dotted paths to names, or a "
-                "function from a dotted path and an array to names or None"
+                f"axes={self.axes!r}: give a mapping from patterns of dotted paths to names, as in "
+                "{'*.query_proj.weight': 'heads embed'}, or a function from a dotted path and an "
+                "array to names or None"
             )
 
     @property
@@ -203,11 +198,7 @@ def layout_of(mesh: Mesh | AbstractMesh | Layout | None) -> Any:
 
 @contextlib.contextmanager
 def use(mesh: Mesh | Layout | None) -> Iterator[None]:
-    """Set the mesh, the rules and the given names that placement, `constrain` and `unshard` see.
-
-    What a layout does not give stays as it is. Within `strict`, an array that nothing names is
-    refused.
-    """
+    """Set what a layout gives for placement, `constrain` and `unshard`; the rest stays as it is."""
     layout = layout_of(mesh)
     changes = {"rules": layout.rules, "axes": layout.axes, "strict": layout.strict or None}
     changes = {name: value for name, value in changes.items() if value is not None}

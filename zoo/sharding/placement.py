@@ -17,18 +17,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
-from zoo.sharding.foreign import ANNOTATION, DEFAULT, Named
 from zoo.sharding.mesh import Layout, layout_of, use
-from zoo.sharding.rules import LOGICAL_AXES, mesh_axes, rules_in_use
+from zoo.sharding.names import ANNOTATION, DEFAULT, Named
+from zoo.sharding.rules import LOGICAL_AXES, mesh_axes
 from zoo.sharding.specs import left_whole, num_shards, parameter_spec, partition_spec
 
 _SMALLEST = 2**12  # bytes that are exchanged; each power of two from here on is a program
 
 
-def shardings(
-    tree: PyTree,
-    mesh: Mesh | Layout,
-) -> Any:
+def shardings(tree: PyTree, mesh: Mesh | Layout) -> Any:
     """The NamedSharding of each parameter; other leaves stay as they are.
 
     An array without an annotation has the names that a `Layout` gives it; Equinox's layers have
@@ -51,11 +48,7 @@ def shardings(
         return map_named(place, tree)
 
 
-def like_parameters(
-    tree: PyTree,
-    parameters: PyTree,
-    mesh: Mesh | Layout,
-) -> Any:
+def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> Any:
     """The NamedSharding of optimizer state: each array as the parameter that its path ends in.
 
     An array of the parameter's shape, or of that shape less one axis (a factored second moment),
@@ -102,10 +95,10 @@ def canonical(placed: jax.sharding.Sharding) -> Any:
     """
     if not isinstance(placed, NamedSharding):
         return placed
-    entries: list[tuple[str, ...]] = []
-    for entry in placed.spec:
-        axes = mesh_axes([entry])
-        entries.append(tuple(axis for axis in axes if placed.mesh.shape[axis] > 1))
+    entries = [
+        tuple(axis for axis in mesh_axes([entry]) if placed.mesh.shape[axis] > 1)
+        for entry in placed.spec
+    ]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
@@ -139,16 +132,14 @@ def place(
 ) -> jax.Array:
     """An array of `part(index)`, made once for the devices of this process that hold it."""
     holders: dict[tuple, list[jax.Device]] = {}
-    indices: dict[tuple, tuple[slice, ...]] = {}
     found: dict[jax.Device, jax.Array] = {}
     places = where.addressable_devices_indices_map(shape)
     for device, index in places.items():
         assert index is not None  # it is for scalars of some shardings, in the types alone
-        key = tuple(one.indices(size) for one, size in zip(index, shape, strict=True))
+        key = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
         holders.setdefault(key, []).append(device)
-        indices[key] = index
     for key, devices in holders.items():
-        made = part(indices[key])
+        made = part(tuple(slice(*ends) for ends in key))
         for device in devices:
             found[device] = jax.device_put(made, device)
             found[device].block_until_ready()
@@ -159,8 +150,7 @@ def place(
 def gathered(array: Any, index: Sequence[int | slice] | None = None) -> np.ndarray:
     """`array[index]` in the memory of this host; all processes call it, each for its own copy.
 
-    Without an index it is the whole array.
-    An array that lies on this host's CPU alone is not copied.
+    Without an index it is the whole array. One on this host's CPU alone is not copied.
     """
     if not isinstance(array, jax.Array):
         return np.asarray(array)[... if index is None else tuple(index)]
@@ -206,34 +196,27 @@ def _summed(part: np.ndarray) -> np.ndarray:
     size = max(_SMALLEST, 1 << (part.nbytes - 1).bit_length())
     own = np.zeros((1, size // 4), np.uint32)
     own.view(np.uint8).reshape(-1)[: part.nbytes] = part.reshape(-1).view(np.uint8)
-    mesh = _one_device_per_process()
+    mesh, add_up = _sum_over_processes()
     [device] = [one for one in mesh.devices.flat if one.process_index == jax.process_index()]
     stacked = jax.make_array_from_single_device_arrays(
         (mesh.size, size // 4),
         NamedSharding(mesh, PartitionSpec("process")),
         [jax.device_put(own, device)],
     )
-    whole = np.asarray(_sum(mesh)(stacked).addressable_data(0))
+    whole = np.asarray(add_up(stacked).addressable_data(0))
     return whole.view(np.uint8)[: part.nbytes].view(part.dtype).reshape(part.shape)
 
 
 @functools.cache
-def _one_device_per_process() -> Mesh:
+def _sum_over_processes() -> tuple[Mesh, Any]:
+    """A mesh of one device per process, and the sum over it."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     devices = [first[process] for process in sorted(first)]
-    return Mesh(np.array(devices), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+    return mesh, jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=replicated(mesh))
 
 
-@functools.cache
-def _sum(mesh: Mesh) -> Any:
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=everywhere)
-
-
-def placement_table(
-    tree: PyTree,
-    mesh: Mesh | Layout,
-) -> str:
+def placement_table(tree: PyTree, mesh: Mesh | Layout) -> str:
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
     Where not all are annotated, it says who named the axes of each, which mesh axes leave it
@@ -242,15 +225,14 @@ def placement_table(
     """
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
     rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]
-    by_default: list[tuple[str, int]] = []
+    advice: list[str] = []
     layout, total = layout_of(mesh), 0
     on: Mesh = layout.mesh
 
     def add(path: tuple, named: Named, leaf: Any) -> None:
         nonlocal total
         spec = parameter_spec(named, leaf.shape, on, field=keystr(path))
-        shard = NamedSharding(on, spec).shard_shape(leaf.shape)
-        size = math.prod(shard) * leaf.dtype.itemsize
+        size = math.prod(NamedSharding(on, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
         total += size
         shape = "×".join(map(str, leaf.shape))
         names = " ".join(name or "·" for name in named.names)
@@ -259,43 +241,24 @@ def placement_table(
         whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, on)
         by = ", ".join([named.by, *whole])
         rows.append((keystr(path), shape, str(leaf.dtype), names, placed, by, f"{size:,}"))
-        if named.by == DEFAULT:
-            by_default.append((keystr(path), leaf.ndim))
+        if named.by == DEFAULT and not advice:
+            own = " ".join(["_"] * (leaf.ndim - 2) + ["embed", "mlp"][: leaf.ndim])
+            advice.append(
+                "default: nothing names the axes; name them by "
+                f"axes={{{keystr(path)!r}: {own!r}}}, patterns of paths to logical axes; "
+                "strict=True refuses defaults."
+            )
 
     with use(layout.without_mesh):
         check_model(tree, layout)
         map_named(add, tree)
-        legend = _legend(by_default, on)
     column = titles.index("axes by")
     if {row[column] for row in rows[1:]} <= {ANNOTATION}:
         rows = [row[:column] + row[column + 1 :] for row in rows]
     rows.append(("all", *[""] * (len(rows[0]) - 2), f"{total:,}"))
-    return "\n".join([_table(rows), *legend])
-
-
-def _legend(by_default: list[tuple[str, int]], mesh: Mesh) -> list[str]:
-    """The meaning of "default", and the way to name the axes of such arrays: paths and ranks."""
-    if not by_default:
-        return []
-    axes = mesh_axes([rules_in_use().get("unnamed", LOGICAL_AXES["unnamed"])])
-    large = [axis for axis in axes if mesh.shape.get(axis, 1) > 1]
-    each = f"{' and '.join(large)} {'shards' if len(large) == 1 else 'each shard'}"
-    placed = f"{each} a matrix along the largest dimension that divides, and vectors are"
-    path, rank = max(by_default, key=lambda found: found[1])
-    names = " ".join(["_"] * (rank - 2) + ["embed", "mlp"][:rank])
-    return [
-        f"default: nothing names the axes, so {placed if large else 'the array is'} replicated.",
-        f"Name them by axes={{{path!r}: {names!r}}}, patterns of paths to logical axes; "
-        "strict=True refuses defaults.",
-    ]
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as text: columns of one width, the last one to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
-        + "  "
-        + row[-1].rjust(widths[-1])
-        for row in rows
-    )
+    *widths, last = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *cells, size in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([*padded, size.rjust(last)]))
+    return "\n".join([*lines, *advice])

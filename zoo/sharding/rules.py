@@ -70,7 +70,7 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "experts": Axis(("expert", "tensor"), "stack"),
         # The first axis of an ensemble, which then leaves the tensor axis to no axis inside.
         "member": Axis("tensor", "stack"),
-        # Of modules that are not the zoo's, which have names in `foreign.py`, or none at all.
+        # Of modules that are not the zoo's, which have names in `names.py`, or none at all.
         "fan_out": Axis("tensor"),
         "fan_in": Axis(("fsdp", "expert", "context")),
         "element": Axis(None, "minor"),  # of a convolution's window, or of a norm

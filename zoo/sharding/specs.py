@@ -8,8 +8,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from zoo.sharding.foreign import Named
 from zoo.sharding.mesh import Layout, layout_of, use
+from zoo.sharding.names import Named
 from zoo.sharding.rules import (
     EXPERT_AXES,
     LOGICAL_AXES,
@@ -60,11 +60,7 @@ def partition_spec(
 
 
 def parameter_spec(
-    named: Named,
-    shape: Sequence[int],
-    mesh: Mesh | AbstractMesh,
-    *,
-    field: str,
+    named: Named, shape: Sequence[int], mesh: Mesh | AbstractMesh, *, field: str
 ) -> PartitionSpec:
     """The PartitionSpec that a parameter is stored with.
 
@@ -98,10 +94,7 @@ def parameter_spec(
 
 
 def left_whole(
-    named: Named,
-    shape: Sequence[int],
-    spec: PartitionSpec,
-    mesh: Mesh | AbstractMesh,
+    named: Named, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> list[str]:
     """The mesh axes that the names of a parameter ask for, and that divide none of its sizes."""
     used = mesh_axes(spec)
@@ -191,10 +184,9 @@ def num_parts(*names: str | None) -> int:
 
 def split_by(name: str) -> str:
     """The mesh axes that split a logical axis, such as "context=2"; "" if none does."""
-    if (parts := num_parts(name)) == 1:
-        return ""
+    parts = num_parts(name)
     axes = mesh_axes(partition_spec([name], jax.sharding.get_abstract_mesh()))
-    return f"{'*'.join(axes)}={parts}"
+    return f"{'*'.join(axes)}={parts}" if parts > 1 else ""
 
 
 def constrain(x: Array, *names: Name) -> Array:
