@@ -175,10 +175,12 @@ class Layout:
                         f"the sharding rule {name!r}: {rule!r}: no mesh has an axis {axis!r}; "
                         f"the axes are {MESH_AXES}"
                     )
-        is_mapping = isinstance(self.axes, Mapping)
-        texts = [*self.axes.keys(), *self.axes.values()] if is_mapping else []
-        is_other = self.axes is not None and not is_mapping and not callable(self.axes)
-        if is_other or not all(isinstance(text, str) for text in texts):
+        if isinstance(self.axes, Mapping):
+            texts: list[Any] = [*self.axes.keys(), *self.axes.values()]
+            is_known = all(isinstance(text, str) for text in texts)
+        else:
+            is_known = self.axes is None or callable(self.axes)
+        if not is_known:
             raise ShardingError(
                 f"axes={self.axes!r}: give a mapping from patterns of dotted paths to names, as in "
                 "{'*.query_proj.weight': 'heads embed'}, or a function from a dotted path and an "
