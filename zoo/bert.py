@@ -1,4 +1,4 @@
-"""The BERT family (Devlin et al. 2018): encoders whose norms stand on the residual stream itself.
+"""The BERT family (Devlin et al. 2018): encoders with their norms on the residual stream itself.
 
 The output is a vector per token, and by `embed` one per text, as sentence encoders such as MiniLM
 are used. Legend of suffixes: B batch, T time, E embed.
@@ -45,7 +45,7 @@ class Config:
     max_seq_len: int = 512
     """Longest sequence: rows of the table of positions."""
     num_token_types: int = 2
-    """Kinds of tokens, such as those of a first and of a second sentence."""
+    """Kinds of tokens, such as first and second sentence."""
     pooler: bool = True
     """A dense layer with tanh over the first position: `pooled`."""
     dropout: float = of_training(0.0)
@@ -107,7 +107,7 @@ class BERT(CastsAtUse):
         self.config = config
         self.embedding = Embedding(config.vocab_size, size, key=keys[0])
         self.position_embedding = Embedding(config.max_seq_len, size, axis="positions", key=keys[1])
-        # A table that is added, as that of positions is.
+        # A table that is added, as the one of positions is.
         self.type_embedding = Embedding(config.num_token_types, size, axis="positions", key=keys[2])
         self.embedding_norm = LayerNorm(size, eps=config.norm_eps)
         self.blocks = eqx.filter_vmap(lambda key: Block(config.parts, key=key))(
@@ -167,7 +167,7 @@ class BERT(CastsAtUse):
         return constrain(x_BTE, "batch", "inner_seq", "embed")
 
     def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:
-        """A vector per row, from that of its first token, as classifiers are trained on.
+        """A vector per row, made from its first token's, as classifiers are trained on.
 
         Raises:
             ValueError: a model without a pooler.

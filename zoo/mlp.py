@@ -176,7 +176,7 @@ class MLP(CastsInputs):
         """The outputs, float32[batch, out_size]; a `key` turns dropout on.
 
         Raises:
-            ShardingError: a mesh that splits the tokens of rows, which have none here.
+            ShardingError: a mesh that splits the tokens of rows: these rows have no tokens.
         """
         if split := split_by("inner_seq"):
             raise ShardingError(

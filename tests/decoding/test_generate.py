@@ -396,10 +396,6 @@ class Twice(Transformer):
         return 2 * super().hidden(tokens, **options)
 
 
-class Called(Twice):
-    __call__ = Transformer.__call__
-
-
 class TwiceDecoded(Twice):
     """And decoding to go with it."""
 
@@ -443,7 +439,6 @@ class Loud(rnn.RNN):
     ("name", "cls", "message"),
     [
         ("rotary", Twice, "Twice overrides hidden, and decoding would not call it: prefill and"),
-        ("rotary", Called, "Called overrides __call__"),
         ("rotary", Again, "Again overrides __call__, .*, of TwiceDecoded, call the parts"),
         ("rotary", Half, "Half has no check_decoder; a decoder has check_decoder, prefill, for_"),
         ("lstm", Loud, "Loud overrides run, .*, of RecurrentDecoder, call the parts"),

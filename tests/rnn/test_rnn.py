@@ -432,7 +432,7 @@ def test_unsupported_cudnn_use_is_refused():
     with pytest.raises(ValueError, match="pass mask, not segment_ids"):
         model(TOKENS, segment_ids=SEGMENTS)
     model = make(implementation="cudnn", cell="gru")
-    with pytest.raises(ValueError, match="cell 'lstm' alone, and this is 'gru'"):
+    with pytest.raises(ValueError, match="cell='lstm' only, and this is 'gru'"):
         model(TOKENS)
     assert recurrence.cudnn_refusal("lstm", packed=False) is not None
 

@@ -82,11 +82,11 @@ def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
 def test_even_load_scores_one_per_token():
     probabilities = jnp.full((1, EXPERTS, EXPERTS), 1 / EXPERTS)
     even = jnp.arange(EXPERTS, dtype=jnp.int32)[None, :, None]
-    counted = jnp.ones((1, EXPERTS))
-    assert float(moe.load_balance(probabilities, even, counted)[0]) == pytest.approx(EXPERTS)
     sure = jnp.zeros_like(probabilities).at[:, :, 2].set(1.0)
-    alike = jnp.full_like(even, 2)
-    assert float(moe.load_balance(sure, alike, counted)[0]) == pytest.approx(EXPERTS * EXPERTS)
+    for chosen, p, load in ((even, probabilities, 1), (jnp.full_like(even, 2), sure, EXPERTS)):
+        route = moe.Route(jnp.ones(chosen.shape), chosen, p)
+        found = moe.balance(jnp.zeros(p.shape), None, route, jnp.ones((1, EXPERTS)))
+        assert float(found.load[0]) == pytest.approx(load * EXPERTS)
 
 
 def value_and_gradient(spec: str, **rules: Any) -> Any:
@@ -188,10 +188,8 @@ def test_an_expert_axis_gives_one_devices_gradients(
     spec, rules = placed
     one = OF_LAYER_ON_ONE_DEVICE(skewed)
     many = of_layer(spec, skewed, rules, dispatch=dispatch, buffer=1.0)
-    flat = jax.tree.leaves(one)
-    assert len(flat) == len(jax.tree.leaves(many)) == 4 + 4 + 1
-    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
-        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+    assert len(arrays(one)) == 4 + 4 + 1
+    assert_trees_close(many, one, rtol=2e-5)
     taken = [bool(each.any()) for each in one[1][0].w_down]
     assert taken == [not skewed] * (EXPERTS - CHOICES) + [True] * CHOICES
 
@@ -252,9 +250,7 @@ def test_rows_of_the_exchange_of_accelerators_match_one_device(
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", exchange)
     many = of_layer(spec, skewed, {}, dispatch="all_to_all", buffer=1.0)
     assert len(calls) >= 4  # there and back, forward and backward
-    flat = jax.tree.leaves(OF_LAYER_ON_ONE_DEVICE(skewed))
-    for x, want in zip(jax.tree.leaves(many), flat, strict=True):
-        np.testing.assert_allclose(x, want, atol=2e-5 * np.abs(want).max())
+    assert_trees_close(many, OF_LAYER_ON_ONE_DEVICE(skewed), rtol=2e-5)
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("TPU v5 lite", 0), ("TPU v5p", 1)])

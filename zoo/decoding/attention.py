@@ -3,7 +3,7 @@
 Rows are aligned to the right (padding first), so that every row's next token has the same index,
 and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as
 many slots as its window, and so forgets the tokens that it must not see; with a draft it has room
-for the drafted tokens too, of which those that are not kept are written over.
+for the drafted tokens too; the ones that are not kept are written over.
 
 Legend of suffixes: L layers, B batch, T new tokens, E embed, K key-value heads, N query heads,
 S slots, H head size.
@@ -41,8 +41,8 @@ class Clock(eqx.Module):
 class LayerCache(eqx.Module):
     """The keys and values of one layer, in the dtype that it computed them in.
 
-    An array is [batch, kv_heads, slots, head_dim], on one device without those of the first two
-    axes that have size 1: XLA for CPU copies a ring with such an axis three times in every step,
+    An array is [batch, kv_heads, slots, head_dim], on one device without the first two axes where
+    they have size 1: XLA for CPU copies a ring with such an axis three times in every step,
     and four times one that is reshaped where it is read.
     """
 

@@ -1,7 +1,7 @@
-"""Decoders, which `zoo.generate`, `zoo.stream` and `zoo.beam_search` take, and those of families.
+"""Decoders, as `zoo.generate`, `zoo.stream` and `zoo.beam_search` take them, of any family.
 
-A family is decoded by the adapter that stands beside it in `DECODERS`. The adapter calls the parts
-of a model, those of subclasses too, in the place of its forward pass. A subclass that overrides a
+A family is decoded by its adapter in `DECODERS`, which calls the parts of a model, a subclass's
+parts too, in place of its forward pass. A subclass that overrides a
 method which this bypasses is refused, unless it is a decoder itself.
 """
 
@@ -73,7 +73,7 @@ class RecurrentDecoder(eqx.Module):
     def prefill(
         self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], length: int
     ) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Read prompts; the state takes the same room whatever the length."""
+        """Read prompts; the state takes the same room for any length."""
         count = mask.sum(1, dtype=jnp.int32)
         # With the padding last, as cuDNN wants it.
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - count[:, None]

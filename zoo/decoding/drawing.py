@@ -79,7 +79,7 @@ class State(eqx.Module):
     def whole(self) -> "State":
         """The state with its tokens on every device, and so in every process that reads them.
 
-        XLA chooses the placement of a loop's results, whatever it was within.
+        XLA chooses the placement of a loop's results, whatever it was inside the loop.
         """
         everywhere = lambda x: None if x is None else constrain(x, *(None,) * x.ndim)  # noqa: E731
         found = tuple(map(everywhere, (self.tokens, self.done, self.logprobs)))

@@ -1,6 +1,6 @@
 """Text from a model: sampling token by token, at once or as a stream.
 
-Any `zoo.decoding.decoder.Decoder` will do, whatever its family. Prompts are aligned to the right,
+Any `zoo.decoding.decoder.Decoder` will do. Prompts are aligned to the right,
 and padded to a bucket, so that a model's two programs, one that reads prompts and one that
 continues them, are compiled once per bucket. A model computes in the dtype of its parameters.
 """
@@ -42,8 +42,8 @@ def generate(
 ) -> Any:
     """The prompts and up to `max_new_tokens` sampled tokens after each.
 
-    The `options` are the fields of `zoo.Sampling`, such as `temperature=0.5`: they replace those of
-    `sampling`. A row's tokens depend neither on the other rows nor on the mesh of the model.
+    The `options` are the fields of `zoo.Sampling`, such as `temperature=0.5`: they replace the
+    fields of `sampling`. A row's tokens depend neither on the other rows nor on the model's mesh.
 
     A prompt int32[batch, prompt] gives int32[batch, prompt + max_new_tokens], in which a row that
     has come to one of the `stop_tokens` repeats it to its end. Lists of ids, of any lengths, give
@@ -158,7 +158,7 @@ class Rows:
             ids = self.prompts[min(row, len(self.prompts) - 1)]
             self.tokens[row, bucket - len(ids) :] = ids
             self.mask[row, bucket - len(ids) :] = True
-        self.is_padding = np.arange(num_rows) >= len(self.prompts)  # for the mesh alone
+        self.is_padding = np.arange(num_rows) >= len(self.prompts)  # only for the mesh
         self.draft: Draft | None = None
         ahead = 0  # tokens beyond what is asked for
         if draft is not None:
@@ -232,7 +232,7 @@ def _begin(
 
 @eqx.filter_jit
 def _for_decoding(models: tuple[Decoder, Draft | None]) -> tuple[Decoder, Draft | None]:
-    """The decoder, and that of a draft, as `decode` takes them."""
+    """The decoder, and the draft's, as `decode` takes them."""
     decoder, draft = models
     if draft is not None:
         draft = Draft(draft.decoder.for_decoding(), draft.num_tokens)

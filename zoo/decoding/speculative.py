@@ -21,7 +21,7 @@ from zoo.decoding.drawing import Sampler, State
 
 @runtime_checkable
 class Pending(Protocol):
-    """Some tokens that a decoder has read, and of which a number is to be kept."""
+    """Tokens that a decoder has read, before it is known how many of them are kept."""
 
     def commit(self, count: Int[Array, ""]) -> PyTree:
         """The cache behind the first `count` of them, one at least."""

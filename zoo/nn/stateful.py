@@ -34,7 +34,7 @@ class Balance(NamedTuple):
     """The terms of a loss that routers give, float32[batch] each: weighted sums over each row."""
 
     load: Float[Array, "batch"]
-    """`moe.load_balance`."""
+    """The load of experts, as `zoo.transformer.moe.balance` says."""
     z: Float[Array, "batch"]
     """The squares of the logarithms of the routers' partition functions (Zoph et al. 2022)."""
     error: Float[Array, "batch"]

@@ -29,7 +29,7 @@ class Cell:
 
     num_terms: int
     input_terms: tuple[int, ...]  # the terms that the gates of the input add to
-    state_terms: tuple[int, ...]  # … and those of the state
+    state_terms: tuple[int, ...]  # … and the gates of the state
     num_states: int = 1
     forget_term: int | None = None  # its bias begins at one, open (Jozefowicz et al. 2015)
     advance: Callable[[Array, State], State] | None = None
@@ -65,8 +65,8 @@ def _minlstm(terms_BTPH: Array) -> tuple[Array, Array]:
 
 
 # Terms in PyTorch's order. The GRU is PyTorch's, which resets the product with the state, bias
-# included; its bias has both terms of the candidate apart. The parallel cells are those of Feng et
-# al. 2024 without their log-space form: nothing divides here by a product of gates, so that the
+# included; its bias has both terms of the candidate apart. The parallel cells are by Feng et al.
+# 2024 without their log-space form: nothing divides here by a product of gates, so that the
 # plain form is stable, and it leaves the state its sign.
 CELLS: dict[CellName, Cell] = {
     "lstm": Cell(4, (0, 1, 2, 3), (0, 1, 2, 3), num_states=2, forget_term=1, advance=_lstm),

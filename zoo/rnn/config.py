@@ -1,4 +1,4 @@
-"""The hyperparameters of a recurrent network, and the numbers that follow from them alone."""
+"""The hyperparameters of a recurrent network, and the numbers that follow from them."""
 
 import math
 from dataclasses import dataclass

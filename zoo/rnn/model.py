@@ -96,7 +96,7 @@ class State(eqx.Module):
 class RNN(CastsInputs):
     """A recurrent network: int32[batch, seq] or float[batch, seq, in_size] to float32 outputs.
 
-    Those are [batch, seq, out] (out: vocab_size, or out_size), or with a pooling [batch, out_size].
+    The outputs are [batch, seq, out] (vocab_size or out_size), or with a pooling [batch, out_size].
     """
 
     embedding: Embedding | None
@@ -135,7 +135,7 @@ class RNN(CastsInputs):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a step depends on those up to itself alone."""
+        """Whether a step depends only on itself and the steps before it."""
         return not self.config.bidirectional
 
     @property
@@ -144,7 +144,7 @@ class RNN(CastsInputs):
         return self.config.pooling != "none"
 
     def __call__(self, inputs: Inputs, **options: Unpack[SequenceOptions]) -> Outputs:
-        """The outputs, from a state of zeros; the options are those of `read`."""
+        """The outputs, from a state of zeros; it takes the options of `read`."""
         return self.run(inputs, **options)[0]
 
     def hidden(

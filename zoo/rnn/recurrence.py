@@ -1,6 +1,6 @@
 """Cells through time: the sequential ones by a scan, the parallel ones by an associative scan.
 
-On one NVIDIA GPU an LSTM may run by cuDNN, for which alone JAX has a kernel: no GRU, and no bf16.
+On one NVIDIA GPU an LSTM may run by cuDNN, the only kernel that JAX has: no GRU, and no bf16.
 
 Legend of suffixes: B batch, T time, I inputs, H hidden, G gates of a weight, P terms.
 """
@@ -99,7 +99,7 @@ def over_time(
 
 
 class Weights(NamedTuple):
-    """The weights of one direction of one layer; those of a parallel cell have no `hh`."""
+    """The weights of one direction of one layer; a parallel cell has no `hh`."""
 
     ih: Float[Array, "in gates hidden"]
     hh: Any  # Float[Array, "units gates hidden"] | None
@@ -209,7 +209,7 @@ def _scan_forward(
         gates = x if options.hoist else product(x, weights.ih, ((1,), (0,)))
         h = constrain(state[0].astype(dtype), "batch", None)
         terms = _join(cell, gates, product(h, weights.hh, ((1,), (0,)))) + bias
-        # Rounded before use, so that the gradient is that of what was computed.
+        # Rounded before use, so that the gradient fits what was computed.
         terms = constrain(terms.astype(dtype), "batch", None, "hidden")
         after = _advance(cell, terms, state, marks)
         after = tuple(constrain(s, "batch", "hidden") for s in after)
@@ -339,7 +339,7 @@ _gates.defvjp(_gates_forward, _gates_backward, by_need=True)
 def cudnn_refusal(cell: CellName, *, packed: bool) -> str | None:
     """Why cuDNN's LSTM cannot serve here, or None if it can."""
     if cell != "lstm":
-        return f"has cell 'lstm' alone, and this is {cell!r}"
+        return f"runs cell='lstm' only, and this is {cell!r}"
     if packed:
         return "can't begin afresh between the segments of packed rows: pass mask, not segment_ids"
     if in_forward_mode():
@@ -375,7 +375,7 @@ def cudnn_lstm(
         x_BTI.astype(jnp.float32),
         *(jnp.stack(s) for s in zip(*states, strict=True)),
         jnp.concatenate(matrices + biases).astype(jnp.float32),
-        # A row of padding alone has a length of one, and its result is thrown away.
+        # A row with nothing but padding has a length of one, and its result is thrown away.
         jnp.maximum(lengths, 1).astype(jnp.int32),
         input_size=in_size,
         hidden_size=directions[0].bias.shape[-1],

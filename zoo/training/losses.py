@@ -275,9 +275,10 @@ def balanced_next_token(
     """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
     And `z_coefficient` times the routers' z-loss, the squared logarithm of the partition function
-    of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the mean `moe.load_balance`
-    per token, 1 for an even load, of the positions that count: prompts have a weight of 0 in all
-    of it, as in `next_token`. Where routers have a `LoadBias`, the step moves it.
+    of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the load of
+    `zoo.transformer.moe.balance` per token, 1 for an even load, of the positions that count:
+    prompts have a weight of 0 in all of it, as in `next_token`. Where routers have a `LoadBias`,
+    the step moves it.
     """
 
     @OF_TOKENS

@@ -220,7 +220,7 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """Apply the layer to the residual stream; also the `Balance` of its experts.
 
-        `weights_BT` are those of positions in the balance; padding counts nothing.
+        `weights_BT` weight the positions in the balance; padding never counts.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         normed_BTE = _enter(self.attention_norm, x_BTE)

@@ -1,4 +1,4 @@
-"""The hyperparameters of a transformer, and the numbers that follow from them alone."""
+"""The hyperparameters of a transformer, and the numbers that follow from them."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class AttentionConfig:
     head_dim: int | None = None
     """Size of a head; d_model / num_heads if not given."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values alone (Qwen 2)."""
+    """Biases on queries, keys and values only (Qwen 2)."""
     qk_norm: Literal["none", "per_head", "across_heads"] = "none"
     """RMSNorm of queries and keys: over each head (Henry et al. 2020), or all together (OLMo 2)."""
     window: int | None = None
@@ -100,7 +100,7 @@ class PositionsConfig:
     theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     scaling: RopeScaling = RopeScaling()
-    """How the rotary wavelengths are stretched, except those of local_theta."""
+    """How the rotary wavelengths are stretched, except in layers with local_theta."""
     local_theta: float | None = None
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
 
@@ -282,9 +282,9 @@ class Config:
 def num_flops_per_token(config: Config, seq_len: int) -> float:
     """Floating-point operations of training per token: forward and backward, no recomputation.
 
-    Six per weight in a product (of experts, those of a token), and twelve per layer, head feature
-    and visible key for attention, halved where it is causal (Chowdhery et al. 2022,
-    appendix B, counts the whole square).
+    Six per weight in a product (of experts, the ones a token goes to), and for attention twelve per
+    layer, head feature and visible key, halved where it is causal (Chowdhery et al. 2022, appendix
+    B, counts the whole square).
     """
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
     attention_weights = config.d_model * size * (2 * heads + 2 * kv_heads)

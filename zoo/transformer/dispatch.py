@@ -5,9 +5,9 @@ splits the batch too have other tokens and other experts: they exchange one or t
 
 - "all_reduce": each device gathers the tokens of all, computes its experts for all of them, and
   the results are added up and split again.
-- "all_to_all": each token goes to the devices of its experts alone, once for each, and back. No
-  token is dropped, however uneven the load: tokens go in rounds, of which the rows of one fit into
-  the buffer even if all of them are for one device.
+- "all_to_all": each token goes only to the devices of its experts, once for each, and back. No
+  token is dropped, however uneven the load: tokens go in rounds, and the rows of a round fit into
+  the buffer even if all of them go to one device.
 
 With t devices and c choices of a token the first moves t / c of the bytes of the second.
 
@@ -46,7 +46,7 @@ class Routed(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """The mesh axes that experts lie on: the ones that split the tokens too, and the others."""
+    """The mesh axes that experts lie on, and which of them split the tokens too."""
 
     axes: tuple[str, ...]
     exchanged: tuple[str, ...]
@@ -180,7 +180,7 @@ def _by_all_to_all(
     def one(_: None, routed: Routed) -> tuple[None, Array]:
         return None, _one_round(experts, routed, matrices, split, parts, others)
 
-    # Kept of a round are its inputs alone, or all rounds together would keep all rows.
+    # Only a round's inputs are kept, or all rounds together would keep all rows.
     one = jax.checkpoint(one, prevent_cse=False) if rounds > 1 else one
     x, weights, chosen = routed
     each = Routed(in_rounds(x, 0), in_rounds(weights, 0), in_rounds(chosen, nobody))
@@ -200,7 +200,7 @@ def _one_round(
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
     here = jax.lax.axis_index(split.others) if split.others else 0
-    # Where several devices have the same tokens, each sends what is for experts of its number.
+    # Where several devices have the same tokens, each sends the rows for experts of its number.
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
     order_R = jnp.argsort(expert_R)
@@ -229,7 +229,7 @@ def _one_round(
 
 
 def _share(parts: int) -> str:
-    """The name by which a plan knows that of a device's rows one in `parts` is for its experts.
+    """The name that tells a plan that one in `parts` of a device's rows goes to its experts.
 
     That is with an even load. The kernel leaves out the tiles of the others.
     """
@@ -268,7 +268,7 @@ def _exchange(x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int) ->
 def _exchange_forward(
     x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int
 ) -> tuple[Array, tuple[Array, Array]]:
-    # The rows for their number alone.
+    # The rows only for their number.
     return _exchange(x_RE, sizes_SD, axes, room), (sizes_SD, x_RE[:, :0])
 
 

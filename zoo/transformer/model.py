@@ -66,13 +66,13 @@ class Transformer(CastsAtUse):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees those up to itself alone: a decoder."""
+        """Whether a token sees only itself and the tokens before it: a decoder."""
         return self.config.causal
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], **options: Unpack[SequenceOptions]
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits, float32[batch, seq, vocab]; the options are those of `hidden_and_balance`.
+        """The logits, float32[batch, seq, vocab]; it takes the options of `hidden_and_balance`.
 
         Raises:
             ValueError: a sequence longer than a table of learned positions.
@@ -98,8 +98,8 @@ class Transformer(CastsAtUse):
         """`hidden`, and each row's `Balance` as the layers' mean; None without experts.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding), `positions` restart
-        in each of them, `mask` is False at padding, and a `key` turns dropout on. `weights` are
-        those of positions in the balance, 1 if not given; padding counts nothing.
+        in each of them, `mask` is False at padding, and a `key` turns dropout on. `weights`
+        weight the positions in the balance, 1 if not given; padding never counts.
         """
         config = self.config
         if positions is None:

@@ -52,7 +52,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Balance]:
         """The weighted sum of each token's experts, and each row's `Balance`.
 
-        `weights_BT` are those of positions in the balance, 0 at padding.
+        `weights_BT` weight the positions in the balance, 0 at padding.
         """
         logits_BTX = matmul(x_BTE, self.router, dtype=jnp.float32)
         bias_X = None if self.bias is None else self.bias.value
@@ -103,7 +103,7 @@ def route(
 ) -> Route:
     """The experts of the highest scores, by a softmax or a sigmoid.
 
-    A bias is added for the choice alone, not to the scores (DeepSeek-V3, 2024, equation 16).
+    A bias is added for the choice only, not to the scores (DeepSeek-V3, 2024, equation 16).
     """
     softmax = scores == "softmax"
     scores_BTX = jax.nn.softmax(logits_BTX) if softmax else jax.nn.sigmoid(logits_BTX)
@@ -125,35 +125,25 @@ def balance(
     route: Route,
     weights_BT: Float[Array, "#batch seq"],
 ) -> Balance:
-    """The weighted sums over each row's tokens that a loss may take."""
+    """The weighted sums over each row's tokens that a loss may take.
+
+    The load of a row is `weight · experts · Σ f·p`, with f the share of its choices that an expert
+    gets and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; per row as in
+    DeepSeek-V3, 2024), both weighted: `weight` where it is even. As a sum over rows it does not
+    depend on how a batch is cut.
+    """
+    num_experts, choices = logits_BTX.shape[-1], route.chosen.shape[-1]
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTX, axis=-1))
     z_B = (z_BT * weights_BT).sum(1)
+    weights_BT1 = weights_BT[:, :, None]
+    taken_BTX = jax.nn.one_hot(route.chosen, num_experts).sum(2)
     error_B = jnp.zeros_like(z_B)
     if bias_X is not None:
-        num_experts, choices = logits_BTX.shape[-1], route.chosen.shape[-1]
-        taken_BTX = jax.nn.one_hot(route.chosen, num_experts).sum(2) - choices / num_experts
-        above_BX = (taken_BTX * weights_BT[:, :, None]).sum(1)
+        above_BX = ((taken_BTX - choices / num_experts) * weights_BT1).sum(1)
         error_B = (above_BX * (bias_X - jax.lax.stop_gradient(bias_X))[None]).sum(-1)
-    return Balance(load_balance(route.probabilities, route.chosen, weights_BT), z_B, error_B)
-
-
-def load_balance(
-    probabilities_BTX: Float[Array, "batch seq experts"],
-    chosen_BTC: Int[Array, "batch seq choices"],
-    weights_BT: Float[Array, "#batch seq"],
-) -> Float[Array, "batch"]:
-    """The load-balancing loss of each row, times the weight of its tokens: float32[batch].
-
-    For each row, `weight · experts · Σ f·p`, with f the share of its choices that an expert gets
-    and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; per row as
-    in DeepSeek-V3, 2024), both weighted: `weight` where it is even. A sum over rows, so that it
-    does not depend on how a batch is cut.
-    """
-    num_experts, choices = probabilities_BTX.shape[-1], chosen_BTC.shape[-1]
-    weights_BT1 = weights_BT[:, :, None]
-    weight_B1 = jnp.broadcast_to(weights_BT1.sum(1), (probabilities_BTX.shape[0], 1))
+    weight_B1 = jnp.broadcast_to(weights_BT1.sum(1), (len(logits_BTX), 1))
     share = 1 / jnp.where(weight_B1 > 0, weight_B1, 1.0)
-    taken_BTX = jax.nn.one_hot(chosen_BTC, num_experts).sum(2)
     taken_BX = (taken_BTX * weights_BT1).sum(1) * share / choices
-    likely_BX = (probabilities_BTX * weights_BT1).sum(1) * share
-    return num_experts * (taken_BX * likely_BX).sum(-1) * weight_B1[:, 0]
+    likely_BX = (route.probabilities * weights_BT1).sum(1) * share
+    load_B = num_experts * (taken_BX * likely_BX).sum(-1) * weight_B1[:, 0]
+    return Balance(load_B, z_B, error_B)

@@ -68,10 +68,10 @@ class Ensemble(CastsInputs):
 
 
 def member_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss of an ensemble, as `zoo.make_train_step` takes it, from that of a member.
+    """The loss of an ensemble, as `zoo.make_train_step` takes it, from a member's loss.
 
-    Its value is the members' mean, and its gradient that of their sum: each member is trained as
-    it would be alone, with `per_member(optimizer)` and without clipping by the norm of all.
+    Its value is the mean over members, and its gradient the gradient of their sum: each member is
+    trained as it would be alone, with `per_member(optimizer)` and no clipping by the norm of all.
     """
 
     @functools.wraps(loss_fn)

@@ -59,8 +59,8 @@ class Adapted(Operand):
     """A matrix with its adapter; stacked matrices have stacked ones.
 
     `down` takes the matrix's input axes to the rank, and `up` the rank to its output axes. A
-    product with it is x·W + scale · (x·down)·up; the sum of both matrices is made for DoRA alone,
-    whose lengths are of its columns. The matrix may be another operand: a quantised one, or one
+    product with it is x·W + scale · (x·down)·up; only DoRA makes the sum of both matrices, for
+    the lengths of its columns. The matrix may be another operand: a quantised one, or one
     that has an adapter already.
     """
 
@@ -78,7 +78,7 @@ class Adapted(Operand):
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
     named_by: str = eqx.field(static=True)
     frozen: bool = eqx.field(static=True, default=False)
-    """Whether adapters stand on the model that this one belongs to: it is not trained then."""
+    """Whether newer adapters were put on the model: this one is not trained then."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ def _adapted(
     inputs, outputs = matrix_axes(names)
     stacked = weight.shape[: inputs[0]]
     rows, columns = ([weight.shape[axis] for axis in axes] for axes in (inputs, outputs))
-    # The axes of stacked layers or members are named from outside; that of experts is not.
+    # The axes of stacked layers or members are named from outside; the axis of experts is not.
     experts = [name for name in names[: inputs[0]] if name is not None]
     into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
     magnitude = seed = None
@@ -241,7 +241,7 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
     adapt: they are frozen, and have no dropout.
 
     Raises:
-        ValueError: a target that matches no matrix, or with dropout one that has none: an
+        ValueError: a target that matches no matrix, or with dropout one that cannot have it: an
             embedding, a head, experts, a recurrence.
     """
     chosen, outline = targets(model, config), _outline(model)
@@ -255,8 +255,8 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
         named = named_alone(outline, path, leaf)
         if config.dropout and not (takes_operands(outline, path) and is_hidden_matrix(named.names)):
             raise ValueError(
-                f"dropout={config.dropout}: {name} has none, as it is no hidden layer's plain "
-                "product: leave dropout at 0, or choose other targets"
+                f"dropout={config.dropout}: {name} cannot have it, as it is no plain product of a "
+                "hidden layer: leave dropout at 0, or choose other targets"
             )
         # By its name: a matrix's draw does not depend on which others are adapted.
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -328,7 +328,7 @@ def merge(model: Model) -> Model:
 
 
 def base(model: Model) -> Model:
-    """The model that the trained adapters stand on, as it was before they were put there."""
+    """The model under the trained adapters, as it was before they were added."""
     return jax.tree.map(
         lambda x: x.weight if is_adapted(x) and not x.frozen else x, model, is_leaf=is_adapted
     )
@@ -338,7 +338,7 @@ def config_of(model: PyTree) -> Config:
     """The configuration of a model's trained adapters, whose targets are their paths.
 
     Raises:
-        ValueError: a model that has none.
+        ValueError: a model without trained adapters.
     """
     found = {path: x for path, x in _adapters(model).items() if not x.frozen}
     if not found:
@@ -355,9 +355,9 @@ def config_of(model: PyTree) -> Config:
 
 
 def trainable(model: PyTree) -> PyTree:
-    """A tree of booleans, for `make_train_step`: the adapters alone are trained.
+    """A tree of booleans, for `make_train_step`: only the adapters are trained.
 
-    Where adapters stand on adapters, only the newest train.
+    Where there are adapters on adapters, only the newest are trained.
     """
 
     def mark(node: Any) -> Any:
