@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1340,
+    "common": 1330,
     "sharding": 1360,
     "nn": 2840,
     "transformer": 1210,
@@ -80,13 +80,13 @@ CEILINGS = {
     "decoding": 1260,
     "publishing": 1930,
     "hf": 3110,
-    "runs": 4520,
+    "runs": 4450,
     "tasks": 1590,
     "alignment": 845,
     "planning": 2900,
     "evaluation": 1120,
     "__main__": 140,
-    "__init__": 160,
+    "__init__": 115,
 }
 
 

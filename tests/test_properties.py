@@ -486,7 +486,7 @@ def of_a_step(names: list[str], world: Hostile) -> Any:
 
 
 def of_a_run(names: list[str], world: Hostile) -> Any:
-    world.put("run/run.json", {"id": "1", "files": names})
+    world.put("run/run.json", {"id": "1"})
     for name in names:
         world.put(f"run/{name}")
     RemoteCopies(world.folder, Store("memory://store/run"), Record(), keep=1).fetch()

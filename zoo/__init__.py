@@ -3,7 +3,9 @@
 Each name is imported at its first use: `from zoo import transformer` loads JAX and Equinox alone.
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.common import plugins, startup
@@ -78,61 +80,15 @@ if TYPE_CHECKING:
     from zoo.wrappers import lora as lora
     from zoo.wrappers.classifier import Classifier as Classifier
 
-_NAMES = {  # where each name is from: the module itself, or one that has it
-    "bert": "zoo.bert",
-    "hf": "zoo.hf",
-    "mlp": "zoo.mlp",
-    "rnn": "zoo.rnn",
-    "sharding": "zoo.sharding",
-    "transformer": "zoo.transformer",
-    "distillation": "zoo.alignment.distillation",
-    "preferences": "zoo.alignment.preferences",
-    "PairPlan": "zoo.alignment.pairs",
-    "may_differ": "zoo.common.configuration",
-    "tabular": "zoo.data.tabular",
-    "text": "zoo.data.text",
-    "tokenizer": "zoo.data.tokenizer",
-    "ArrayPlan": "zoo.data.plans",
-    "Plan": "zoo.data.plans",
-    "BucketPlan": "zoo.data.token_plans",
-    "LabelledPlan": "zoo.data.token_plans",
-    "PackedPlan": "zoo.data.token_plans",
-    "Tokenizer": "zoo.data.tokenizer",
-    "beam_search": "zoo.decoding.beam_search",
-    "Sampling": "zoo.decoding.drawing",
-    "generate": "zoo.decoding.sampling",
-    "stream": "zoo.decoding.sampling",
-    "forward_mode": "zoo.nn.products",
-    "load_adapters": "zoo.publishing.models",
-    "save_adapters": "zoo.publishing.models",
-    "register": "zoo.publishing.families",
-    "load": "zoo.publishing.models",
-    "save": "zoo.publishing.models",
-    "published": "zoo.publishing.shelf",
-    "callbacks": "zoo.runs.callbacks",
-    "types": "zoo.runs.types",
-    "evaluator": "zoo.runs.evaluation",
-    "fit": "zoo.runs.loop",
-    "Run": "zoo.runs.run",
-    "Layout": "zoo.sharding",
-    "make_mesh": "zoo.sharding",
-    "classification": "zoo.tasks.classification",
-    "finetuning": "zoo.tasks.finetuning",
-    "language": "zoo.tasks.language",
-    "losses": "zoo.training.losses",
-    "optimizers": "zoo.training.optimizers",
-    "RecompilationError": "zoo.training.compiled",
-    "Training": "zoo.training.description",
-    "LossWarning": "zoo.training.first_step",
-    "PrecisionWarning": "zoo.training.mixed_products",
-    "TrainState": "zoo.training.state",
-    "init_state": "zoo.training.state",
-    "make_eval_step": "zoo.training.step",
-    "make_train_step": "zoo.training.step",
-    "ensemble": "zoo.wrappers.ensemble",
-    "lora": "zoo.wrappers.lora",
-    "Classifier": "zoo.wrappers.classifier",
-}
+
+def _homes() -> dict[str, str]:
+    """Name -> the module that has it, by the imports above, which only type checkers run."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {x.asname: str(node.module) for node in imports for x in node.names if x.asname}
+
+
+_NAMES = _homes()
 
 startup.quieten_libtpu()  # before any module starts JAX
 
@@ -142,9 +98,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("zoo.publishing.formats").version()
     if name not in _NAMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
-    module = importlib.import_module(_NAMES[name])
-    value = globals()[name] = getattr(module, name, module)
-    return value
+    found = vars(importlib.import_module(_NAMES[name])).get(name)
+    if found is None:  # it is a module itself
+        found = importlib.import_module(f"{_NAMES[name]}.{name}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

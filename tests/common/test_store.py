@@ -101,5 +101,5 @@ def test_progress_counts_all_bytes(store: Store, tmp_path: Path, monkeypatch):
     (tmp_path / "b").write_bytes(b"12345")
     store.put(tmp_path, sizes(tmp_path, ["a", "b"]), title="up")
     store.get(tmp_path / "there", {"a": WHOLE, "b": {}}, title="down")
-    found = [(x._title, x._total, x._done) for x in shown]
+    found = [(x.description, x.total, x.completed) for one in shown for x in one._progress.tasks]
     assert found == [("up", 8, 8), ("down", 3, 8)]

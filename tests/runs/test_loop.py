@@ -29,7 +29,7 @@ from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
 from zoo.training.compiled import CompiledStep
-from zoo.training.state import Pretrained
+from zoo.training.state import Blueprint, Pretrained
 
 VOCAB, SEPARATOR, POISON = 16, 0, 15
 
@@ -345,7 +345,7 @@ def test_ids_beyond_the_vocabulary_are_refused_before_compute(tmp_path, of_array
     tokens[17, 2] = VOCAB
     plan = zoo.ArrayPlan({"tokens": tokens}, 4, 0) if of_arrays else make_plan()
     rnn = zoo.rnn.Config(vocab_size=VOCAB if of_arrays else VOCAB - 1, hidden_size=8)
-    monkeypatch.setattr(zoo.Training, "init", lambda *_, **__: pytest.fail("a state was made"))
+    monkeypatch.setattr(Blueprint, "state", lambda _: pytest.fail("a state was made"))
     place = rf"tokens\[17, 2\] is {VOCAB}" if of_arrays else f"the data has vocab_size={VOCAB}"
     with pytest.raises(ValueError, match=rf"{place}, and the model .*vocab_size={rnn.vocab_size}"):
         fit(config(tmp_path), plan, make_model=lambda key: zoo.rnn.RNN(rnn, key=key))

@@ -2,17 +2,16 @@
 
 import contextlib
 import fcntl
-import math
 import os
 import re
 import shutil
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 Location: TypeAlias = Any  # a Path, or a upath.UPath: see `zoo.common.addresses`
 
@@ -237,40 +236,29 @@ def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
 
 
 class Transfer:
-    """One line of what is transferred, how much of it, how fast; from any number of threads.
+    """A bar of what is transferred, how much of it, how fast, of any number of threads.
 
-    Nothing is shown without a title, or of a transfer of less than a second. On a terminal the line
-    is renewed; elsewhere there is one every 15 s, and one at the end.
+    Nothing is shown without a title.
     """
 
     def __init__(self, title: str, total: int):
-        self._title, self._total, self._done = title, total, 0
-        self._began = time.monotonic()
-        self._is_live = sys.stderr.isatty()
-        self._next = self._began + (1.0 if title else math.inf)
-        self._shown = False
-        self._lock = threading.Lock()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=Console(stderr=True),
+            disable=not title,
+        )
+        self._task = self._progress.add_task(title, total=total)
 
     def __enter__(self) -> "Transfer":
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._show(time.monotonic(), end="\n")
+        self._progress.stop()
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that are done."""
-        with self._lock:
-            self._done += num_bytes
-            if (now := time.monotonic()) >= self._next:
-                self._next = now + (0.2 if self._is_live else 15.0)
-                self._show(now, end="" if self._is_live else "\n")
-                self._shown = True
-
-    def _show(self, now: float, end: str) -> None:
-        seconds = now - self._began
-        line = (
-            f"{self._title}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB in "
-            f"{seconds:.0f} s ({self._done / 1e6 / seconds:,.0f} MB/s)"
-        )
-        print(f"\r{line}" if self._is_live else line, end=end, file=sys.stderr, flush=True)
+        self._progress.update(self._task, advance=num_bytes)

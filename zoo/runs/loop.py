@@ -31,7 +31,7 @@ from zoo.runs.callbacks.evaluations import (
     save_somehow,
 )
 from zoo.runs.callbacks.hooks import Hooks, with_flags
-from zoo.runs.checkpoint import DamagedExtras, read_meta
+from zoo.runs.checkpoint import read_meta
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import kept_records
 from zoo.runs.processes import RunError, Stopped
@@ -250,25 +250,20 @@ def _restore_or_init(loop: Hooks, origin: dict[str, Any]) -> tuple[TrainState, i
     vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
     if vocab_size is not None:
         check_ids(training.data, vocab_size)
-    while True:
-        restored = run.restore(training.saved(skeleton))
-        if restored is None:
-            state = blueprint.state()
-            loop.begin(state, 0, {})
-            return state, 0
-        state, step, meta = restored
-        if meta[DATA] != origin[DATA]:
-            raise RunError(
-                f"the data of {run.address} has changed since step {step}: the same batches can't "
-                "be made again. Put the files back, or start anew with another --run-dir."
-            )
-        if training.base:
-            state = eqx.combine(state, blueprint.frozen())
-        try:
-            loop.begin(state, step, meta)
-            break
-        except DamagedExtras:
-            del state, restored  # makes room for the step before
+    restored = run.restore(training.saved(skeleton))
+    if restored is None:
+        state = blueprint.state()
+        loop.begin(state, 0, {})
+        return state, 0
+    state, step, meta = restored
+    if meta[DATA] != origin[DATA]:
+        raise RunError(
+            f"the data of {run.address} has changed since step {step}: the same batches can't "
+            "be made again. Put the files back, or start anew with another --run-dir."
+        )
+    if training.base:
+        state = eqx.combine(state, blueprint.frozen())
+    loop.begin(state, step, meta)
     run.say(f"resumed {run.address} at step {step}")
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:

@@ -206,8 +206,3 @@ def profile(folder: Path, *, say: Callable[[str], None] = print) -> Iterator[Non
         jax.profiler.stop_trace()
         trace = max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), default=folder)
         say(f"profile: open {trace} at https://ui.perfetto.dev, or: xprof --logdir {folder}")
-
-
-def step_annotation(step: int) -> jax.profiler.StepTraceAnnotation:
-    """A context for one training step, which the profiler's views show as a step."""
-    return jax.profiler.StepTraceAnnotation("train", step_num=step)

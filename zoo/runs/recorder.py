@@ -80,7 +80,7 @@ class Recorder:
             folder = self._run.folder / "profile"
             self._trace.enter_context(monitor.profile(folder, say=self.bar.print))
         self._run.check_address()
-        with monitor.step_annotation(k):
+        with jax.profiler.StepTraceAnnotation("train", step_num=k):
             yield
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:

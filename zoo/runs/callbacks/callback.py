@@ -94,8 +94,8 @@ class Callback:
     Assign both, or fill `values`, at will. A checkpoint of step k holds them as they are after
     `on_step` k and all lines of metrics.jsonl up to then, and before the evaluation of step k,
     which a run that resumes there repeats. So a resumed run makes the calls that an unbroken one
-    makes from there on. State of a callback that is not there any more is kept if it is `values`
-    alone, and refused if it has arrays, which would be lost.
+    makes from there on. State of a callback that is not there any more is dropped if it is `values`
+    alone, and refused if it has arrays.
     """
 
     name: str = ""

@@ -102,13 +102,12 @@ class Average(Callback):
 class EarlyStopping(Callback):
     """End the run once a metric has not improved in `patience` evaluations, one after another.
 
-    An evaluation improves on the best one so far if it is better by more than
-    `minimum_improvement`; nan never is. `mode` "max" is for metrics such as accuracies. A resumed
-    run stays ended, unless it is given more patience.
+    An evaluation that is nan never improves. `mode` "max" is for metrics such as accuracies. A
+    resumed run stays ended, unless it is given more patience.
 
     Raises:
-        ValueError: no patience, a negative improvement, another mode; during the run, a metric
-            that the evaluations do not have.
+        ValueError: no patience, another mode; during the run, a metric that the evaluations do
+            not have.
     """
 
     name = "early-stopping"
@@ -117,23 +116,17 @@ class EarlyStopping(Callback):
         self,
         metric: str = "eval_loss",
         patience: int = 3,
-        minimum_improvement: float = 0.0,
         mode: Mode = "min",
     ):
         check_value("mode", mode, Mode)
         require(patience >= 1, f"patience={patience}: must be at least 1")
-        require(
-            minimum_improvement >= 0,
-            f"minimum_improvement={minimum_improvement}: must not be negative",
-        )
         self.metric, self.patience, self.mode = metric, patience, mode
-        self.minimum_improvement = minimum_improvement
         self.values = {"best": None, "step": 0, "since": 0}
 
     def on_evaluation(self, loop: Loop, step: int, state: TrainState, values: Numbers) -> None:
         """Count the evaluations since the best one."""
         value, best = _metric(self, self.metric, values), self.values["best"]
-        if _is_better(value, best, self.mode, self.minimum_improvement):
+        if _is_better(value, best, self.mode):
             self.values = {"best": value, "step": step, "since": 0}
             return
         self.values["since"] += 1
@@ -232,50 +225,38 @@ def _metric(callback: Callback, metric: str, values: Mapping[str, float]) -> flo
     return float(values[metric])
 
 
-def _is_better(value: float, best: float | None, mode: Mode, by: float = 0.0) -> bool:
+def _is_better(value: float, best: float | None, mode: Mode) -> bool:
     if math.isnan(value) or best is None:
         return not math.isnan(value)
-    return best - value > by if mode == "min" else value - best > by
+    return value < best if mode == "min" else value > best
 
 
 class Evaluations(Callback):
     """Several evaluations by name: `{"name": evaluate}` adds `name/eval_loss` to the lines.
 
     An `evaluate` is as that of a `Training`: a plan, the result of `zoo.evaluator`, or a function.
-    They run with the run's own evaluation: at the end, and before it every `every` steps (None:
-    each time).
-
-    Raises:
-        ValueError: at the start, an `every` that is no multiple of `--eval-every`.
+    They run with the run's own evaluation.
     """
 
     name = "evaluations"
 
-    def __init__(self, evaluations: Mapping[str, Evaluate | Plan], *, every: int | None = None):
-        self._given, self._every = dict(evaluations), every
+    def __init__(self, evaluations: Mapping[str, Evaluate | Plan]):
+        self._given = dict(evaluations)
         self._evaluations: dict[str, Evaluate] = {}
 
     def on_start(self, loop: Loop, state: TrainState) -> None:
-        """Check the cadence, and make the evaluations."""
+        """Make the evaluations."""
         for name, given in self._given.items():
             evaluate = evaluation.as_evaluate(loop.run, loop.training.loss_fn, given)
             self._evaluations[name] = evaluation.named(evaluate)
-        between = loop.run.config.eval_every
-        self._every = self._every or between
-        require(
-            self._every > 0 and self._every % between == 0,
-            f"the callback {self.name!r}: every={self._every} must be a multiple of "
-            f"eval_every={between}",
-        )
 
     def on_evaluation(self, loop: Loop, step: int, state: TrainState, values: Numbers) -> Numbers:
         """The metrics of all of them."""
-        found: dict[str, float] = {}
-        if loop.whole or step % (self._every or 1) == 0:
-            for name, evaluate in self._evaluations.items():
-                for metric, value in evaluate(state.model, loop.whole).items():
-                    found[f"{name}/{metric}"] = value
-        return found
+        return {
+            f"{name}/{metric}": value
+            for name, evaluate in self._evaluations.items()
+            for metric, value in evaluate(state.model, loop.whole).items()
+        }
 
 
 class Samples(Callback):

@@ -43,7 +43,6 @@ class Hooks(Loop):
     def __init__(self, run: Run[Config], training: Training, callbacks: Sequence[Callback]):
         super().__init__(run, training)
         named: dict[str, Callback] = {}
-        self._kept: dict[str, dict] = {}  # values of callbacks that are not there any more
         self._started: list[Callback] = []
         self._last: tuple[int, TrainState | None] = (0, None)
         for callback in callbacks:
@@ -60,7 +59,6 @@ class Hooks(Loop):
                 )
             named[callback.name] = callback
         self._named, self.callbacks = named, tuple(named.values())
-        self._given = {name: callback.arrays for name, callback in named.items()}
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after this step, by what is known so far."""
@@ -164,9 +162,7 @@ class Hooks(Loop):
                     f"the callback {name!r}: `values` has to be JSON, and is not: {error}"
                 ) from error
             values[name] = copy.deepcopy(callback.values)
-        meta: dict[str, Any] = {}
-        if values or self._kept:
-            meta["callbacks"] = {**self._kept, **values}
+        meta: dict[str, Any] = {"callbacks": values} if values else {}
         if self.stopped:
             meta["stopped"] = {"callback": self.stopped_by, "reason": self.stopped}
         return Snapshot({"callbacks": arrays} if arrays else {}, meta)
@@ -180,9 +176,7 @@ class Hooks(Loop):
             RunError: it has arrays of a callback that is not there.
             CheckpointError: it has others of one that is, or damaged ones.
         """
-        self._kept = {}
-        for name, callback in self._named.items():
-            callback.arrays = self._given[name]
+        for callback in self.callbacks:
             initial = self._call(callback, "initial_arrays", state)
             callback.arrays = jax.tree.map(self._placed, initial)
             _check_arrays(callback)
@@ -197,41 +191,30 @@ class Hooks(Loop):
                     f"{of_checkpoint} has arrays of the callback {name!r}, which would be lost: "
                     "give it to zoo.fit again, or start anew with another --run-dir"
                 )
-            self._kept[name] = found[name]
-            self.say(f"the callback {name!r} is not there any more; its state is kept as it is")
-        # All arrays first: where some are damaged, it begins again at the step before.
-        arrays = {
-            name: self._restored(name, callback.arrays)
-            for name, callback in self._named.items()
-            if name in found
-        }
+            self.say(f"the callback {name!r} is not there any more; its state is dropped")
         for name, callback in self._named.items():
             if name in found:
-                callback.values, callback.arrays = found[name], arrays[name]
+                callback.values = found[name]
+                callback.arrays = self._restored(name, callback)
             elif callback.values or callback.arrays is not None:
                 self.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
-        self._given.clear()
-        self._restore_stop(step, meta.get("stopped"))
-
-    def _restored(self, name: str, arrays: PyTree) -> PyTree:
-        """The arrays of a callback, in place of its initial ones."""
-        checkpointer = self.run.checkpointer
-        like = {"callbacks": {name: jax.tree.map(_struct, arrays)}}
-        self._named[name].arrays = arrays = None  # the room of the initial ones
-        names = [each for each in checkpointer.extras if _belongs(each, name)]
-        return checkpointer.restore_extras(like, names)["callbacks"][name]
-
-    def _restore_stop(self, step: int, stopped: dict[str, str] | None) -> None:
-        if stopped is None:
+        if (stopped := meta.get("stopped")) is None:
             return
-        name, reason = stopped["callback"], stopped["reason"]
-        if name in self._named:
-            self.stopped, self.stopped_by = reason, name
+        if stopped["callback"] in self._named:
+            self.stopped, self.stopped_by = stopped["reason"], stopped["callback"]
         else:
             self.say(
-                f"the callback {name!r}, which ended the run at step {step}, is not there any "
-                "more: it continues"
+                f"the callback {stopped['callback']!r}, which ended the run at step {step}, is not "
+                "there any more: it continues"
             )
+
+    def _restored(self, name: str, callback: Callback) -> PyTree:
+        """The arrays of a callback, in place of its initial ones."""
+        checkpointer = self.run.checkpointer
+        like = {"callbacks": {name: jax.tree.map(_struct, callback.arrays)}}
+        callback.arrays = None  # the room of the initial ones
+        names = [each for each in checkpointer.extras if _belongs(each, name)]
+        return checkpointer.restore_extras(like, names)["callbacks"][name]
 
     def _placed(self, x: Any) -> Any:
         mesh = self.run.mesh

@@ -2,9 +2,8 @@
 
 Objects have the names of the files. A list of checksums goes last into its folder, and is removed
 first: a checkpoint without it is incomplete. That of a checkpoint has the SHA-256 of large files
-too, by which what is fetched is compared. `run.json` has the id of the run, and the names of the
-files that may be there; the record in the working folder, `.remote.json`, has that id, and which
-files were copied.
+too, by which what is fetched is compared. `run.json` has the id of the run; the record
+in the working folder, `.remote.json`, has that id, and which files were copied.
 """
 
 import contextlib
@@ -16,10 +15,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.common import checksums, files
-from zoo.common.store import Store, places
+from zoo.common.store import Store
 from zoo.runs.checkpoint import seal, set_aside
 
 _log = logging.getLogger(__name__)
@@ -64,11 +62,8 @@ class RemoteCopies:
     def __init__(self, folder: Path, store: Store, record: Record, *, keep: int):
         self._folder, self._store, self._record, self._keep = folder, store, record, keep
         index = store.read(INDEX)
-        content: dict[str, Any] = json.loads(index) if index else {"id": "", "files": []}
-        self.id: str = content["id"]
+        self.id: str = json.loads(index)["id"] if index else ""
         """The id of the run at the address; empty if no run is there."""
-        places(folder, content["files"], f"{store.address}/{INDEX}")
-        self._listed = set(content["files"])
         self.complete, self._begun = stored_steps(store)
         self._fetched: set[int] = set()
         self._damaged: set[int] = set()
@@ -82,7 +77,7 @@ class RemoteCopies:
         """Give the run its id, if it has none."""
         if not self.id:
             self.id = uuid.uuid4().hex
-            self._write_index()
+            self._store.write(INDEX, json.dumps({"id": self.id}).encode())
         self._record.id = self.id
 
     def copy_files(self, check: Callable[[], object]) -> None:
@@ -93,26 +88,21 @@ class RemoteCopies:
             found = self._signatures()
             metrics = found.pop(METRICS, None)
             changed = [x for x, at in found.items() if at != self._record.copied.get(x)]
-            gone = sorted((self._listed | self._record.copied.keys()) - found.keys())
+            gone = sorted(self._record.copied.keys() - found.keys())
             gone = [x for x in gone if metrics is None or x != METRICS]
             if not changed and not gone:
                 break
             check()
-            self._list({*changed})
             folders = [x for x in changed if not x.endswith(checksums.NAME)]
             vanished = self._store.put(self._folder, folders)
             vanished += self._store.put(self._folder, [x for x in changed if x not in folders])
             self._store.remove(gone)
             for name in gone:
                 self._record.copied.pop(name, None)
-            if gone:
-                self._listed -= {*gone}
-                self._write_index()
             self._record.copied |= {x: found[x] for x in changed if x not in vanished}
             self._record.write(self._folder)
         if METRICS in seen and seen[METRICS] != self._record.copied.get(METRICS):
             check()
-            self._list({METRICS})
             self._store.write(METRICS, lines)
             self._record.copied[METRICS] = seen[METRICS]
             self._record.write(self._folder)
@@ -143,7 +133,8 @@ class RemoteCopies:
 
     def fetch(self, names: list[str] | None = None, *, only_missing: bool = False) -> None:
         """Copy the files that are at the address, or these of them, into the folder."""
-        names = sorted(self._listed) if names is None else names
+        if names is None:
+            names = [x for x in self._store.names() if x != INDEX and not _is_elsewhere(x)]
         if only_missing:
             names = [x for x in names if not (self._folder / x).exists()]
         absent = self._store.get(self._folder, names)
@@ -203,15 +194,6 @@ class RemoteCopies:
             self._store.remove(f"{STEPS}/{step}/{name}" for name in names)
             self._begun = self._begun - {step}
 
-    def _list(self, names: set[str]) -> None:
-        if not names <= self._listed:
-            self._listed |= names
-            self._write_index()
-
-    def _write_index(self) -> None:
-        content = {"id": self.id, "files": sorted(self._listed)}
-        self._store.write(INDEX, json.dumps(content, indent=1).encode())
-
     def _signatures(self) -> dict[str, Signature]:
         """Name -> size, time and number of each file that is copied."""
         found = {}
@@ -234,6 +216,12 @@ def stored_steps(store: Store) -> tuple[set[int], set[int]]:
     begun = {int(found[1]) for name in names if (found := re.match(r"(\d+)/", name))}
     complete = {step for step in begun if f"{step}/{checksums.NAME}" in names}
     return complete, begun - complete
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether an object is none of the run's files that are copied."""
+    first, *_ = parts = name.split("/")
+    return first in _ELSEWHERE or any(map(_is_passing, parts))
 
 
 def _is_passing(name: str) -> bool:
