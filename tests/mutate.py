@@ -32,10 +32,8 @@ ROOT = Path(__file__).parents[1]
 
 # Each module's files of tests; those behind a bar run only for survivors of the ones before it.
 TESTS = {
-    "data/mixtures/plan": "test_mixtures | test_mixed_text",
-    "data/mixtures/schedule": "test_mixtures",
-    "data/mixtures/spec": "test_mixtures",
-    "data/mixtures/text": "test_mixed_text | test_mixtures",
+    "data/mixtures": "test_mixtures",
+    "data/mixed_text": "test_mixed_text",
     "data/packing": "test_data | test_completions | test_prepared_plans",
     "data/permutation": "test_permutation",
     "data/prepared/format": "test_parts | test_prepare",

@@ -20,8 +20,7 @@ from zoo.alignment.pairs import PairPlan
 from zoo.common import checksums
 from zoo.data import loader, packing, plans, token_plans
 from zoo.data.corpus import Corpus
-from zoo.data.mixtures.plan import MixturePlan
-from zoo.data.mixtures.schedule import Stage
+from zoo.data.mixtures import MixturePlan, Stage
 from zoo.sharding import batch_sharding, make_mesh
 
 VOCAB, SEPARATOR = 50, 49

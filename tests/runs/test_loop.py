@@ -18,8 +18,7 @@ import zoo
 import zoo.runs.loop
 from zoo import losses, sharding
 from zoo.data.corpus import Corpus
-from zoo.data.mixtures.plan import MixturePlan
-from zoo.data.mixtures.schedule import Stage
+from zoo.data.mixtures import MixturePlan, Stage
 from zoo.planning import planner
 from zoo.runs import recorder
 from zoo.runs.callbacks.hooks import Hooks

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from zoo.common import checksums
 from zoo.data.prepared import format, hashes
 from zoo.data.prepared.format import RECORD, SOURCES, TOKENS, WEIGHTS, Manifest, Shard
 
@@ -136,7 +135,7 @@ class Corpus:
         other.frame, other.num_positions = frame, int(other._positions[-1])
         return other
 
-    def first(self, documents: int | None = None, tokens: int | None = None) -> "Corpus":
+    def first(self, documents: int | None = None, tokens: float | None = None) -> "Corpus":
         """So many of its first documents, or those of the first tokens; one document at least.
 
         They come in the order of the shards and, within a shard, of their hashes. The bytes of
@@ -157,7 +156,7 @@ class Corpus:
         part.fingerprint = f"{self.fingerprint}{part.limit}"
         return part
 
-    def _documents_of(self, tokens: int) -> int:
+    def _documents_of(self, tokens: float) -> int:
         """How many of the first documents have at most so many tokens; reads one shard at most."""
         ends = self._positions - self._documents * (self.frame - 1)
         shard = int(np.searchsorted(ends, tokens, side="right")) - 1
@@ -288,54 +287,6 @@ class Corpus:
         if self._ends is not None:
             return int(self._ends[shard][number - 1]) if number else 0
         return int(self._records(shard, number - 1, number)["end"][0]) if number else 0
-
-
-class JoinedCorpus:
-    """The documents of several corpora, one corpus after the other."""
-
-    def __init__(self, corpora: Sequence[Corpus]):
-        self.corpora = corpora
-        self.begins = [0, *itertools.accumulate(map(len, corpora))]
-        self.vocab_size, self.framed = corpora[0].vocab_size, corpora[0].framed
-        self.num_tokens = sum(corpus.num_tokens for corpus in corpora)
-        self.num_positions = sum(corpus.num_positions for corpus in corpora)
-        self.num_counted = sum(corpus.num_counted for corpus in corpora)
-        self.num_bytes = sum(corpus.num_bytes for corpus in corpora)
-
-    def with_frame(self, frame: int) -> "JoinedCorpus":
-        """The same: each of them has its own."""
-        return self
-
-    def __len__(self) -> int:
-        return self.begins[-1]
-
-    def __getitem__(self, i: int) -> Integer[np.ndarray, "length"]:
-        corpus, i = self._locate(i)
-        return corpus[i]
-
-    def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
-        """Ids [start, stop) of document i, or those of them that it has."""
-        corpus, i = self._locate(i)
-        return corpus.ids(i, start, stop)
-
-    def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
-        """Which tokens of document i count; None: all."""
-        corpus, i = self._locate(i)
-        return corpus.counted(i)
-
-    def name(self, i: int) -> str:
-        """The name of document i."""
-        corpus, i = self._locate(i)
-        return corpus.name(i)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of it."""
-        return checksums.of_values([corpus.fingerprint for corpus in self.corpora])
-
-    def _locate(self, i: int) -> tuple[Corpus, int]:
-        source = bisect.bisect_right(self.begins, i) - 1
-        return self.corpora[source], i - self.begins[source]
 
 
 def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Corpus, Corpus]:

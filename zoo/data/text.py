@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from zoo.data.documents import (
     compressed_size,
     standard_library,
 )
-from zoo.data.mixtures.spec import is_mixture
 from zoo.data.prepared.opening import (
     Prepared,
     Sample,
@@ -38,6 +38,8 @@ from zoo.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
+
+SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,11 @@ def open_text(
     prepared = open_prepared(folder, config.cache)
     check_named(prepared, config, default)
     return prepared
+
+
+def is_mixture(files: str) -> bool:
+    """Whether `data.files` names a mixture: sources by name, or a table in a .toml file."""
+    return files.endswith(".toml") or re.match(rf"\s*{SOURCE_NAME}=", files) is not None
 
 
 def _check_one_source(config: Source) -> None:

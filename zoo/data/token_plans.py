@@ -1,6 +1,5 @@
 """Plans over tokens: documents packed into rows, or padded to the length of a bucket."""
 
-import abc
 import bisect
 import functools
 import hashlib
@@ -20,9 +19,8 @@ from jaxtyping import Int32, Integer
 
 from zoo.common import checksums
 from zoo.common.files import local_path, made_once
-from zoo.data.corpus import Corpus, JoinedCorpus, Piece
+from zoo.data.corpus import Corpus, Piece
 from zoo.data.packing import (
-    Held,
     RowIndex,
     Rows,
     Whole,
@@ -81,7 +79,7 @@ class TokenPlan(SeededPlan):
 
     def __init__(
         self,
-        corpus: Corpus | JoinedCorpus,
+        corpus: Corpus,
         separator_id: Ends,
         batch_size: int,
         seed: int,
@@ -102,7 +100,6 @@ class TokenPlan(SeededPlan):
 
     def _cut(self, longest: int, too_long: str, room: str, left_out: list[str]) -> Iterator[Rows]:
         """The documents as rows (document, start, stop), slice by slice."""
-        assert isinstance(self.corpus, Corpus)
         first = int(self.begin_id is not None)
         return cut_documents(self.corpus, longest, too_long, first, room, left_out)
 
@@ -116,9 +113,9 @@ class TokenPlan(SeededPlan):
         yield from (self.batch_size, self.seed, self.shuffle, self.buckets, self.num_rows)
         yield from (self.begin_id, self.end_id, self.padding_waste, self.corpus.fingerprint)
 
-    @abc.abstractmethod
     def row_pieces(self, epoch: int, row: int) -> list[Piece]:
         """The pieces in a row of an epoch, from left to right; none in a row of padding."""
+        raise NotImplementedError(f"{type(self).__name__} has no documents of its own")
 
     def _pieces(self, k: int, row: int) -> list[Piece]:
         epoch, batch = divmod(k, self.batches_per_epoch)
@@ -137,8 +134,12 @@ class TokenPlan(SeededPlan):
         shape = (len(rows), self.bucket(k))
         batch = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_BATCH.items()}
         for i, row in enumerate(rows):
-            self.fill_row({name: array[i] for name, array in batch.items()}, self._pieces(k, row))
+            self._fill({name: array[i] for name, array in batch.items()}, k, row)
         return batch
+
+    def _fill(self, arrays: HostBatch, k: int, row: int) -> None:
+        """Write a row of batch k into arrays that have zeros everywhere."""
+        self.fill_row(arrays, self._pieces(k, row))
 
     def fill_row(self, row: HostBatch, pieces: Sequence[Piece]) -> None:
         """Write the pieces into a row of `TOKEN_BATCH` that has zeros everywhere."""
@@ -220,7 +221,6 @@ class PackedPlan(TokenPlan):
         place = int(self._place(self.num_rows, epoch, "rows", row))
         if self._whole is not None:
             return self._whole.pieces(self._arranged(epoch), place)
-        assert isinstance(self.corpus, Corpus)
         total, begin = self.corpus.num_positions, place * self.seq_len
         length = min(self.seq_len, total - begin)
         if self.shuffle:
@@ -335,10 +335,8 @@ class LabelledPlan(BucketPlan):
 
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
-    or 0 for the rows that fill up a bucket's last batch. Those are the first rows of the epoch's
-    order, each with its label: the bucket's, then those of smaller buckets, and none of the batch's
-    own as long as there are others. A loss does not count them, and statistics of a batch, as a
-    batch norm's, are of different rows. All parts of a document that was split have its label.
+    or 0 for the rows that fill up a bucket's last batch, which are others of its rows once more.
+    All parts of a document that was split have its label.
     """
 
     unit = "examples"
@@ -350,14 +348,6 @@ class LabelledPlan(BucketPlan):
             raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
-        self._fill = {bucket: self._others(bucket, batch) for bucket, batch in self._last.items()}
-
-    def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
-        """Rows that may stand in the places of a batch, in the order of the choice."""
-        counts = self._rows.counts
-        fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
-        first = list(itertools.islice(fitting, 2 * self.batch_size))
-        return sorted(first, key=lambda row: row in batch)
 
     def _content(self) -> Iterator[Any]:
         yield from super()._content()
@@ -378,9 +368,8 @@ class LabelledPlan(BucketPlan):
             return pieces
         batch, place = divmod(row, self.batch_size)
         bucket, _ = self._batch(epoch, batch)
-        others = self._fill[bucket]
-        number = self._last[bucket][:place].count(None)
-        return [self._row(epoch, *others[number % len(others)])]
+        held = [one for one in self._last[bucket] if one is not None]
+        return [self._row(epoch, *held[place % len(held)])]
 
     def _build(self, k: int, rows: range) -> HostBatch:
         batch = super()._build(k, rows)

@@ -13,9 +13,8 @@ from jaxtyping import PyTree
 
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
-from zoo.data.mixtures.plan import MixturePlan
-from zoo.data.mixtures.spec import is_mixture
-from zoo.data.mixtures.text import MixedText, read_mixture
+from zoo.data.mixed_text import MixedText, read_mixture
+from zoo.data.mixtures import MixturePlan
 from zoo.data.special_tokens import begin_id, end_id
 from zoo.data.tokenizer import Tokenizer
 from zoo.decoding import sampling
@@ -100,7 +99,7 @@ def read_text(
         source = config.data
     else:
         default = dataclasses.replace(text.Config(), tokenizer=source.tokenizer)
-    if is_mixture(source.files):
+    if text.is_mixture(source.files):
         require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
         require(
             config.epochs is None,

@@ -1,16 +1,14 @@
-"""A run on a mixture: metrics of each source, and changes of weights that are recorded."""
+"""A run on a mixture: metrics of each source, and changes of weights, which are recorded."""
 
-import bisect
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import Array, PyTree
 
 from zoo.common import files
-from zoo.data.mixtures.plan import MixturePlan
-from zoo.data.mixtures.text import MixedText, stages_as_json
+from zoo.data.mixed_text import MixedText
+from zoo.data.mixtures import MixturePlan
 from zoo.runs import evaluation, processes
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.config import Config
@@ -38,12 +36,11 @@ class Epochs(Callback):
         self, loop: Loop, step: int, state: TrainState, metrics: Mapping[str, Array]
     ) -> dict[str, float]:
         """The sources' epochs and tokens after a step."""
-        epochs = self._plan.epochs(step)
-        tokens = {
-            f"{name}/tokens": epochs[name] * plan.corpus.num_tokens
-            for name, plan in self._plan.plans.items()
-        }
-        return {**{f"{name}/epoch": value for name, value in epochs.items()}, **tokens}
+        found = {}
+        for name, epochs in self._plan.epochs(step).items():
+            found[f"{name}/epoch"] = epochs
+            found[f"{name}/tokens"] = epochs * self._plan.plans[name].corpus.num_tokens
+        return found
 
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, data: MixedText) -> Evaluate:
@@ -57,13 +54,13 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, data: MixedText) -> Evalu
     means = {name: first.of(plan) for name, plan in plans.items()}
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-        found = {name: mean(model, whole)["loss"] for name, mean in means.items()}
-        total = sum(data.targets.values())
-        result = {"loss": sum(found[name] * n for name, n in data.targets.items()) / total}
-        for name, loss in found.items():
+        result, total, targets = dict[str, float](), 0.0, 0
+        for name, mean in means.items():
+            loss, count = mean(model, whole)["loss"], plans[name].corpus.num_positions
+            total, targets = total + loss * count, targets + count
             result[f"{name}/eval_loss"] = loss
             result[f"{name}/bits_per_byte"] = data.sources[name].bits_per_byte(loss)
-        return result
+        return {"loss": total / targets, **result}
 
     return evaluate
 
@@ -72,51 +69,54 @@ def record(run: Run[Config], data: MixedText) -> None:
     """Write down the run's stages; say and keep a change of steps that are to come.
 
     Raises:
-        RunError: a change of steps that are behind the run.
+        RunError: a change of steps that are behind the run, or a record that is damaged or missing.
     """
     assert isinstance(data.train, MixturePlan)
     if run.is_main:
-        path = run.folder / RECORD
-        new = {"sources": list(data.sources), "stages": stages_as_json(data.train.schedule.stages)}
-        old = _read_record(path)
-        good = run.checkpointer.good_steps()
-        step = good[-1] if good else 0
-        changes: list[Any] = []
-        if step and old is None:
-            raise RunError(
-                f"{path} is missing, and the run has {step} steps behind it: put it back, as it "
-                "has the weights of those steps; or give the --data that they had"
-            )
-        if old is not None and step:
-            changes = old["changes"]
-            first = first_difference(old, new)
-            if first is not None and first < step:
+        path, changes = run.folder / RECORD, list[Any]()
+        stages = [stage._asdict() for stage in data.train.schedule.stages]
+        new: dict[str, Any] = json.loads(json.dumps({"sources": [*data.sources], "stages": stages}))
+        if step := max(run.checkpointer.good_steps(), default=0):
+            try:
+                old = json.loads(path.read_text())
+            except (FileNotFoundError, ValueError) as error:
                 raise RunError(
-                    f"{run.folder} has {step} steps behind it, and the weights of data.files="
-                    f"{getattr(run.config, 'data').files!r} differ from step {first} on "  # noqa: B009
-                    f"(they were {_at(old, first)}, are {_at(new, first)}): change them from step "
-                    f"{step} on only, by a stage, or take another --run-dir. Stages that were "
-                    "resolved from other --steps or other text are in its " + RECORD
-                )
+                    f"{path} is missing or damaged ({error}), and the run has {step} steps behind "
+                    "it: put it back, as it has the weights of those steps"
+                ) from error
+            changes, first = old["changes"], first_difference(old, new)
             if first is not None:
-                run.say(
-                    f"the weights of the sources change from step {first} on: they were "
-                    f"{_at(old, first)}, are {_at(new, first)}; batches before stay the same"
-                )
+                both = f"they were {_weights(old, first)}, are {_weights(new, first)}"
+                if first < step:
+                    raise RunError(
+                        f"{run.folder} has {step} steps behind it, and the weights of data.files="
+                        f"{getattr(run.config, 'data').files!r} differ from step {first} on "  # noqa: B009
+                        f"({both}): change them from step {step} on only, by a stage, or take "
+                        f"another --run-dir. Stages that follow from other --steps or other text "
+                        f"are in its {RECORD}"
+                    )
+                run.say(f"the weights of the sources change from step {first} on: {both}")
                 changes = [*changes, {"step": step, "from": first, "stages_before": old["stages"]}]
-        new["changes"] = changes
-        text = json.dumps(new, indent=2) + "\n"
-        files.replace(path, text)
+        files.replace(path, json.dumps({**new, "changes": changes}, indent=2) + "\n")
     processes.barrier("mixture")
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); put it back from a copy") from error
+def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:
+    """The first step at which the weights of two records differ; None: at no step."""
+    if old["sources"] != new["sources"]:
+        return 0
+    starts = {stage["start"] for record in (old, new) for stage in record["stages"]}
+    return next((x for x in sorted(starts) if _stage(old, x) != _stage(new, x)), None)
+
+
+def _stage(record: Mapping[str, Any], step: int) -> dict[str, Any]:
+    return [stage for stage in record["stages"] if stage["start"] <= step][-1]
+
+
+def _weights(record: Mapping[str, Any], step: int) -> dict[str, float]:
+    shares = _stage(record, step)["shares"]
+    pairs = zip(record["sources"], shares, strict=True)
+    return {name: round(share / sum(shares), 4) for name, share in pairs}
 
 
 def describe(plan: MixturePlan, steps: int) -> str:
@@ -131,23 +131,3 @@ def describe(plan: MixturePlan, steps: int) -> str:
     ]
     epochs = ", ".join(f"{name} {value:.2f}" for name, value in plan.epochs(steps).items())
     return "\n".join([*lines, f"epochs of each source in {steps} steps: {epochs}"])
-
-
-def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:
-    """The first step at which two records differ; None: they do not."""
-    if old["sources"] != new["sources"]:
-        return 0
-    a, b = old["stages"], new["stages"]
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            return min(one["start"], other["start"])
-    rest = (a if len(a) > len(b) else b)[min(len(a), len(b)) :]
-    return rest[0]["start"] if rest else None
-
-
-def _at(found: Mapping[str, Any], step: int) -> dict[str, float]:
-    """The weights of a step."""
-    starts = [stage["start"] for stage in found["stages"]]
-    shares = found["stages"][bisect.bisect_right(starts, step) - 1]["shares"]
-    pairs = zip(found["sources"], shares, strict=True)
-    return {name: round(share / sum(shares), 4) for name, share in pairs}

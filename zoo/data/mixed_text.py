@@ -1,22 +1,30 @@
-"""Text of several sources: one tokenizer, a plan of both parts of each, and their mixture."""
+"""Text of several sources: as it is written, with one tokenizer, and the mixture of their plans.
+
+In the flag, `code=src/**/*.py:0.7,help=docs/*.txt:0.3`: each source begins with a name and `=`; a
+comma before anything else belongs to the source's files; its weight follows its last colon. A glob
+of one's own whose name begins so can be written `./a=b.txt`. Or else a table in a .toml file.
+"""
 
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import logging
+import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from zoo.common import checksums, configuration
+from zoo.common.configuration import check_positive, check_value, from_json, require
+from zoo.common.files import local_path
 from zoo.data import text
-from zoo.data.documents import Document
-from zoo.data.mixtures.plan import MixturePlan
-from zoo.data.mixtures.schedule import Stage, rounded
-from zoo.data.mixtures.spec import Mixture, SourceSpec, parse
+from zoo.data.mixtures import MixturePlan, Stage, rounded, shares_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import TOKENIZER
 from zoo.data.prepared.opening import (
@@ -33,13 +41,143 @@ from zoo.data.tokenizer import BPETokenizer, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+_RESERVED = "average"  # a prefix of metrics
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A source: its files, as of `data.files`, and how much of it is read."""
+
+    name: str
+    files: str
+    weight: float | None = None
+    max_epochs: float | None = None
+    limit_documents: int | None = None
+    limit_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        prefix = f"data: sources.{self.name}."
+        configuration.check(self, prefix)
+        is_name = re.fullmatch(text.SOURCE_NAME, self.name) and self.name != _RESERVED
+        require(bool(is_name), f"data: the source {self.name!r} cannot be named so; rename it")
+        require(bool(self.files), f"{prefix}files='': the source has no files")
+        check_positive(self, prefix, "max_epochs", "limit_documents", "limit_tokens")
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Weights from a step on, or in the last steps of the run."""
+
+    weights: dict[str, Any]
+    start: int | None = None
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources, and stages with weights of their own; without weights, a temperature."""
+
+    sources: tuple[SourceSpec, ...]
+    stages: tuple[StageSpec, ...] = ()
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "data: ")
+        check_positive(self, "data: ", "temperature")
+        names = [source.name for source in self.sources]
+        require(bool(names), "data: a mixture needs a source")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        require(not twice, f"data: the source {twice[:1]} is there twice; name each once")
+        weights = {s.name: s.weight for s in self.sources if s.weight is not None}
+        require(
+            [*weights] in ([], names),
+            f"data: {[*weights]} have a weight and other sources none: give all of them one, or "
+            "none for a temperature",
+        )
+        require(
+            self.temperature is None or not weights,
+            f"data: temperature={self.temperature} takes the place of the sources' weights; leave "
+            "out either",
+        )
+        if weights:
+            self._fractions("weights", weights)
+        for i, stage in enumerate(self.stages):
+            require(
+                (stage.start is None) != (stage.last is None),
+                f"data: stages[{i}] needs either `start` or `last`, a number of steps",
+            )
+            self._fractions(f"stages[{i}].weights", stage.weights)
+
+    def resolve(self, steps: int, num_tokens: Sequence[int]) -> tuple[Stage, ...]:
+        """The stages of a run of so many steps; the sources have `num_tokens` to train on."""
+        weights = {s.name: s.weight for s in self.sources if s.weight is not None}
+        if weights:
+            shares = shares_of(self._fractions("weights", weights))
+        else:
+            top, power = max(num_tokens), 1 / (self.temperature or 1)
+            shares = rounded([(n / top) ** power for n in num_tokens])  # n ** power may overflow
+        stages = [Stage(0, shares)]
+        for i, stage in enumerate(self.stages):
+            start = steps - (stage.last or 0) if stage.start is None else stage.start
+            before, what = stages[-1].start, f"data: stages[{i}] begins at step {start}"
+            require(start > 0, f"{what}: it must be after step 0 of --steps {steps}")
+            require(start > before, f"{what}, and the one before at {before}: put them in order")
+            stages.append(Stage(start, shares_of(self._fractions(f"stages[{i}]", stage.weights))))
+        return tuple(stages)
+
+    def _fractions(self, where: str, weights: Mapping[str, Any]) -> list[Fraction]:
+        """The weights of the sources, in their order; one that is left out has none."""
+        names = [source.name for source in self.sources]
+        unknown = [name for name in weights if name not in names]
+        require(not unknown, f"data: {where} has no source {unknown[:1]}; known are {names}")
+        for name, weight in weights.items():
+            check_value(f"data: {where}.{name}", weight, float)
+            require(weight >= 0, f"data: {where}.{name}={weight}: must not be negative")
+        require(any(weights.values()), f"data: {where} are all zero; one must not be")
+        # A float's shortest digits are those that were written.
+        return [Fraction(str(weights.get(name, 0))) for name in names]
+
+
+def parse(files: str) -> Mixture:
+    """The mixture that `data.files` names.
+
+    Raises:
+        ValueError: a key, a name or a value that it can't have.
+    """
+    if not files.endswith(".toml"):
+        items = re.split(rf",(?=\s*{text.SOURCE_NAME}=)", files)
+        return Mixture(tuple(_source(*item.split("=", 1)) for item in items))
+    path = local_path(files, "data.files")
+    try:
+        table = tomllib.loads(path.read_text())
+        table["sources"] = tuple(
+            from_json(SourceSpec, {"name": name, **source}, f"sources.{name}.")
+            for name, source in table.get("sources", {}).items()
+        )
+        table["stages"] = tuple(
+            from_json(StageSpec, stage, f"stages[{i}].")
+            for i, stage in enumerate(table.get("stages", []))
+        )
+        return from_json(Mixture, table)
+    except (ValueError, TypeError, AttributeError) as error:  # also what is no TOML
+        raise ValueError(f"{path} is no table of a mixture: {error}") from error
+
+
+def _source(name: str, value: str) -> SourceSpec:
+    files, _, written = value.rpartition(":")
+    try:
+        weight = float(written)
+    except ValueError:
+        return SourceSpec(name.strip(), value.strip())
+    return SourceSpec(name.strip(), files.strip(), weight)
+
 
 @dataclass(frozen=True)
 class MixedText(text.Text):
     """The text of all sources, and the texts of each.
 
     The held-out plan has all held-out rows of all sources: its bits per byte are those of all
-    held-out text, whatever the weights are.
+    held-out text, whatever the weights are. Documents are those of the sources alone.
     """
 
     sources: Mapping[str, text.Text] = dataclasses.field(default_factory=dict)
@@ -47,10 +185,8 @@ class MixedText(text.Text):
     @property
     def fingerprint(self) -> str:
         """A hash of all sources' names and tokens; the weights are apart from it."""
-        digest = hashlib.sha256()
-        for name, source in self.sources.items():
-            digest.update(f"{name} {source.fingerprint} ".encode())
-        return digest.hexdigest()
+        sources = self.sources.items()
+        return checksums.of_values(x for name, one in sources for x in (name, one.fingerprint))
 
     @functools.cached_property
     def compressors(self) -> dict[str, float]:
@@ -62,32 +198,6 @@ class MixedText(text.Text):
             / sum(sizes)
             for method in found[0]
         }
-
-    @property
-    def targets(self) -> dict[str, int]:
-        """Tokens to predict in the held-out part of each source."""
-        return {
-            name: source.held_out.corpus.num_tokens
-            + len(source.held_out.corpus) * (source.held_out.frame - 1)
-            for name, source in self.sources.items()
-        }
-
-
-class _Documents(Sequence[Document]):
-    """The documents of several sequences, which are read when they are used."""
-
-    def __init__(self, parts: Sequence[Sequence[Document]]):
-        self._parts = parts
-
-    @functools.cached_property
-    def _all(self) -> list[Document]:
-        return list(itertools.chain(*self._parts))
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, i):
-        return self._all[i]
 
 
 def read_mixture(
@@ -146,16 +256,15 @@ def read_mixture(
     plan = MixturePlan(train, stages)
     check_epochs(mixture, plan, steps)
     by_rows = Stage(0, rounded([one.num_rows for one in held_out.values()]))
-    documents = _Documents([one.held_out_documents for one in texts.values()])
-    return MixedText(tokenizer, plan, MixturePlan(held_out, [by_rows]), documents, sources=texts)
+    return MixedText(tokenizer, plan, MixturePlan(held_out, [by_rows]), (), sources=texts)
 
 
 def find_leaks(sources: Mapping[str, Prepared]) -> dict[str, set[bytes]]:
-    """The hashes of documents that sources train on and others hold out, of sources that do.
+    """The hashes of documents that a source trains on and another one holds out, by source.
 
     All sources hold out by the hash of the text, so that such documents exist only where they
     hold out other shares, where a source has so few that one had to change parts, and among
-    functions. Only hashes between the sources' limits are compared, a slice after the other.
+    functions. Only hashes between the sources' limits are compared, one slice after the other.
     """
     bounds = [source.bounds for source in sources.values()]
     begin, end = min(first for first, _ in bounds), max(last for _, last in bounds)
@@ -183,7 +292,7 @@ def check_epochs(mixture: Mixture, plan: MixturePlan, steps: int) -> None:
         if most is not None and asked > most:
             raise ValueError(
                 f"data: the source {source.name!r} would be read {asked:.2f} times in --steps "
-                f"{steps}, and its max_epochs={most}: give it a lower weight or more text, take "
+                f"{steps}, and its max_epochs={most:g}: give it a lower weight or more text, take "
                 "fewer steps, or raise max_epochs"
             )
 
@@ -226,7 +335,7 @@ def _of_source(name: str) -> Iterator[None]:
 def _check_leaks(
     name: str, leaks: Set[bytes], prepared: Mapping[str, Prepared], source: Prepared
 ) -> None:
-    """Refuse a prepared source with documents that others hold out, or one with none beside."""
+    """Refuse a prepared source with documents that others hold out, or a source of those alone."""
     if name in prepared:
         raise ValueError(
             f"data: the source {name!r} trains on {len(leaks)} documents or more that other "
@@ -249,22 +358,14 @@ def _make_tokenizer(
 ) -> None:
     if prepared:
         next(iter(prepared.values())).tokenizer.save(folder)
-    elif config.tokenizer == "bpe":
-        BPETokenizer.train(_sample(config, mixture), config.vocab_size).save(folder)
-    else:
+    elif config.tokenizer != "bpe":
         get_tokenizer(config.tokenizer).save(folder)
-
-
-def _sample(config: text.Config, mixture: Mixture) -> Iterator[str]:
-    """Texts of each source by its weight at the begin; of one that has fewer, all of them."""
-    given = [source.weight for source in mixture.sources]
-    weights = [1.0 if weight is None else float(weight) for weight in given]
-    for source, weight in zip(mixture.sources, weights, strict=True):
-        splits = plan_splits(source.files, shard_bytes=2**28)
-        size = int(SAMPLE_BYTES * weight / sum(weights))
-        yield from training_texts(splits, config.field, config.held_out, size)
-
-
-def stages_as_json(stages: Sequence[Stage]) -> list[dict]:
-    """Stages as a run writes them down."""
-    return [{"start": stage.start, "shares": list(stage.shares)} for stage in stages]
+    else:
+        # Texts of each source by its weight at the begin; of one that has fewer, all of them.
+        weights = [1.0 if source.weight is None else source.weight for source in mixture.sources]
+        texts: list[Iterator[str]] = []
+        for source, weight in zip(mixture.sources, weights, strict=True):
+            splits = plan_splits(source.files, shard_bytes=2**28)
+            size = int(SAMPLE_BYTES * weight / sum(weights))
+            texts.append(training_texts(splits, config.field, config.held_out, size))
+        BPETokenizer.train(itertools.chain(*texts), config.vocab_size).save(folder)
