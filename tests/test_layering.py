@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1330,
+    "common": 1360,
     "sharding": 1360,
     "nn": 2840,
     "transformer": 1210,
@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1260,
     "publishing": 1930,
     "hf": 3110,
-    "runs": 4450,
+    "runs": 4720,
     "tasks": 1590,
     "alignment": 845,
     "planning": 2900,

@@ -178,3 +178,38 @@ def test_report_says_that_devices_are_missing(monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", broken)
     main.report()
     assert "none: no driver" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["zoo", "report"], ["recipes.mlp", "--help"]])
+def test_ctrl_c_within_an_import_ends_a_command(command, tmp_path):
+    """As where an import swallows a KeyboardInterrupt, which extensions of C++ do."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "equinox":
+            sys.meta_path.remove(self)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Finder())
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
+
+
+def test_ctrl_c_within_an_import_is_left_to_other_programs():
+    code = "import signal, zoo; print(signal.getsignal(signal.SIGINT))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "default_int_handler" in done.stdout

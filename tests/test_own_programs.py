@@ -1,6 +1,8 @@
 """Programs of one's own: all flags of a run work there, and a resume names what has changed."""
 
 import dataclasses
+import functools
+import re
 
 import equinox as eqx
 import jax
@@ -380,3 +382,69 @@ def test_a_step_refuses_the_state_of_another_optimizer(made, stepped, message):
     assert not state.model.weight.is_deleted()
     state, _ = zoo.make_train_step(loss, made, precision="fp32")(state, plan().batch(0))
     assert int(state.step) == 1
+
+
+def adamw(rate=1e-2, **options):
+    return optax.chain(optax.clip(1.0), optax.adamw(rate, **options))
+
+
+def scaled(factor, model, batch, key):
+    total, *rest = loss(model, batch, key)
+    return total * factor, *rest
+
+
+FACTOR = 1.0
+
+
+def by_global(model, batch, key):
+    total, *rest = loss(model, batch, key)
+    return total * FACTOR, *rest
+
+
+def test_another_optimizer_or_loss_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
+    def resumed(steps, **options):
+        capsys.readouterr()
+        fit(config(tmp_path, steps=steps), **{"optimizer": adamw(), "loss_fn": by_global} | options)
+        return capsys.readouterr().out
+
+    assert "goes on" not in resumed(2) + resumed(3)
+    output = resumed(4, optimizer=adamw(b1=0.8))
+    assert re.search(
+        r"the optimizer has changed since step 3.*:\n  optimizer\..*b1: was 0\.9, is 0\.8\n", output
+    )
+    resumed(5)
+    assert re.search(r"step_size: was -0\.01, is -0\.02", resumed(6, optimizer=adamw(0.02)))
+    resumed(7)
+    with monkeypatch.context() as context:
+        context.setitem(globals(), "FACTOR", 2.0)
+        assert re.search(r"the loss_fn .*\n  loss_fn\.FACTOR: was 1\.0, is 2\.0\n", resumed(8))
+    resumed(9)
+    output = resumed(10, loss_fn=functools.partial(scaled, 1.0))
+    assert "loss_fn: was by_global, source " in output
+    output = resumed(11, loss_fn=functools.partial(scaled, 3.0))
+    assert "loss_fn.0: was 1.0, is 3.0" in output
+
+
+def test_values_that_cannot_be_told_are_said_to_be_unknown(tmp_path, capsys):
+    class Opaque:
+        __slots__ = ()
+
+    opaque = Opaque()
+
+    def with_opaque(model, batch, key):
+        assert opaque
+        return loss(model, batch, key)
+
+    for steps in (2, 4):
+        fit(config(tmp_path, steps=steps), loss_fn=with_opaque)
+    output = capsys.readouterr().out
+    assert re.search(r"whether loss_fn\.opaque \(unknown: a .*Opaque\) has changed .* told", output)
+
+
+def test_a_schedule_over_more_steps_is_no_other_optimizer(tmp_path, capsys):
+    for steps in (2, 4):
+        rate = optax.cosine_decay_schedule(1e-2, steps)
+        fit(config(tmp_path, steps=steps), optimizer=optax.adam(rate), schedule=rate)
+    output = capsys.readouterr().out
+    assert "--steps was 2 and is 4" in output
+    assert "has changed" not in output

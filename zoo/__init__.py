@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.common import plugins, startup
 
+startup.leave_at_once()
 plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.folder:HUGGING_FACE")
 plugins.register("zoo.row_plans", preferences="zoo.alignment.pairs:PairPlan")
 plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")

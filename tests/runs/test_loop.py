@@ -1,9 +1,11 @@
 import errno
+import itertools
 import json
 import math
 import os
 import signal
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -509,6 +511,73 @@ def fit_judged(config):
         mean = zoo.evaluator(run, losses.next_token, HELD_OUT)
         evaluate = lambda model, whole: {"eval_loss": mean(model, whole)["loss"]}
         return zoo.fit(run, training(evaluate=evaluate))
+
+
+def count_batches(monkeypatch):
+    """The batches that were evaluated, one entry each."""
+    seen, call = [], CompiledStep.__call__
+
+    def counted(step, state, batch):
+        if isinstance(state, Bigram):
+            seen.append(batch)
+        return call(step, state, batch)
+
+    monkeypatch.setattr(CompiledStep, "__call__", counted)
+    return seen
+
+
+def test_finished_runs_evaluate_nothing_again_unless_it_has_changed(tmp_path, monkeypatch):
+    run, whole = config(tmp_path, steps=4), HELD_OUT.batches_per_epoch
+    seen = count_batches(monkeypatch)
+    _, result = fit_judged(run)
+    assert len(seen) == whole > 2
+    assert fit_judged(run).metrics == result
+    assert len(seen) == whole
+
+    # Fewer batches of them, other ones of as many, one other number of the model, another loss.
+    bounded, other = config(tmp_path, steps=4, final_eval_batches=2), make_plan(110)
+    assert fit_judged(bounded).metrics != result
+    assert len(seen) == whole + 2
+    model = Bigram(jax.random.key(7))
+    changed = eqx.tree_at(lambda x: x.head, model, replace_fn=lambda x: x.at[0, 0].add(1e-3))
+    half = lambda *given: (losses.next_token(*given)[0] / 2, *losses.next_token(*given)[1:])
+    cases = [(model, HELD_OUT), (model, other), (changed, HELD_OUT), (model, HELD_OUT, half)]
+    for count in (2, 0):  # the second time all are known
+        values = set()
+        for model, plan, *loss_fn in cases:
+            seen.clear()
+            with zoo.Run(bounded) as opened:
+                evaluate = zoo.evaluator(opened, *loss_fn or [losses.next_token], plan)
+                values.add(evaluate(model, True)["loss"])
+            assert len(seen) == count
+        assert len(values) == len(cases)
+
+
+def test_damaged_records_of_evaluations_are_made_again(tmp_path, monkeypatch):
+    run = config(tmp_path, steps=4)
+    _, result = fit_judged(run)
+    record = run.run_dir / zoo.runs.evaluation.RECORD
+    record.write_text(record.read_text()[:-9])
+    seen = count_batches(monkeypatch)
+    assert fit_judged(run).metrics == result
+    assert len(seen) == HELD_OUT.batches_per_epoch
+    assert fit_judged(run).metrics == result
+    assert len(seen) == HELD_OUT.batches_per_epoch
+
+
+@pytest.mark.parametrize(("eval_every", "limit"), [(2, None), (1000, None), (2, 9)])
+def test_time_of_long_evaluations_is_said_beforehand(
+    eval_every, limit, tmp_path, monkeypatch, capsys
+):
+    """By a clock on which three batches, from the second to the fifth, take 15 seconds."""
+    ticks = itertools.count(step=15.0)
+    monkeypatch.setattr(zoo.runs.evaluation.time, "monotonic", lambda: next(ticks))
+    count = limit or HELD_OUT.batches_per_epoch
+    assert 10 < HELD_OUT.batches_per_epoch < 100
+    options = {"eval_every": eval_every, "eval_batches": 4, "final_eval_batches": limit}
+    fit_judged(config(tmp_path, steps=4, **options))
+    shown = f"evaluating {count} batches takes about {timedelta(seconds=5 * count)}; "
+    assert capsys.readouterr().out.count(shown + "--final-eval-batches bounds it") == 1
 
 
 def interrupt_at(monkeypatch, interrupt, evaluation):

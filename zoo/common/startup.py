@@ -1,11 +1,35 @@
-"""What a program does before JAX starts: libtpu, the memory of a CPU."""
+"""What a program does before JAX starts: Ctrl-C while it imports, libtpu, the memory of a CPU."""
 
 import contextlib
 import ctypes
 import glob
 import os
+import signal
+import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+
+
+def _leave(number: int, frame: object) -> None:
+    os.write(2, b"\nstopped\n")
+    os._exit(128 + number)
+
+
+def leave_at_once() -> None:
+    """From here on Ctrl-C ends a program of ours at once, until `as_usual`.
+
+    A KeyboardInterrupt in the midst of an import may be swallowed there, and the program goes on.
+    Other programs that import the zoo keep their own handling.
+    """
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    if module and module[0].partition(".")[0] in ("zoo", "recipes"):
+        signal.signal(signal.SIGINT, _leave)
+
+
+def as_usual() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def may_have_tpus() -> bool:

@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from zoo.common import startup
 from zoo.publishing import PublishError
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.config import Config
@@ -118,6 +119,7 @@ def cli_errors(left: str = "stopped") -> Iterator[None]:
     ZOO_TRACEBACK=1 shows where it came from. Ctrl-C is answered by the message `left`, and a reader
     of the output that has left, as `head` does, by silence.
     """
+    startup.as_usual()
     try:
         try:
             yield

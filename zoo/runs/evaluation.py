@@ -2,28 +2,45 @@
 
 import contextlib
 import copy
+import hashlib
+import json
+import time
 from collections import deque
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
+from zoo.common import files
+from zoo.data import plans
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes
+from zoo.runs import identity
 from zoo.runs.config import Config
-from zoo.runs.run import Run
+from zoo.runs.processes import from_first
+from zoo.runs.run import Run, versions
+from zoo.sharding.axes import is_parameter
 from zoo.training.description import Evaluate
 from zoo.training.loss_values import STEP_NAMES, LossFunction, only_scalars
 from zoo.training.step import make_eval_step
 
+RECORD = "evaluations.json"  # of the run folder: whole evaluations by a checksum of each
+_LONG = 10.0  # seconds; an evaluation that takes longer is announced
+
 
 class Evaluator:
-    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it."""
+    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it.
+
+    Whole evaluations are kept in the run's folder: one of the same model, data and loss function is
+    not computed again.
+    """
 
     def __init__(self, run: Run[Config], loss_fn: LossFunction, plan: Plan):
-        self._run, self._plan = run, plan
+        self._run, self._plan, self._loss_fn = run, plan, loss_fn
         self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
 
     def of(self, plan: Plan) -> "Evaluator":
@@ -34,6 +51,21 @@ class Evaluator:
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """The mean loss and the loss function's other means, by their names there."""
+        if not whole:
+            return self._means(model, whole)
+        run, key = self._run, self._checksum(model)
+        path, known = run.folder / RECORD, {}
+        if run.is_main:
+            with contextlib.suppress(OSError, ValueError):
+                known = json.loads(path.read_text())
+        if found := from_first({key: known[key]} if key in known else {}):
+            return found[key]
+        means = self._means(model, whole)
+        if run.is_main:
+            files.replace(path, json.dumps({**known, key: means}, indent=1) + "\n")
+        return means
+
+    def _means(self, model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, Any] = {}
         for _, sums in self.results(model, whole):
             for name, value in jax.device_get(sums).items():
@@ -63,10 +95,7 @@ class Evaluator:
         """
         self.compile(model)
         run, plan = self._run, self._plan
-        most = run.config.final_eval_batches if whole else run.config.eval_batches
-        stop = plan.batches_per_epoch
-        if bounded and most is not None:
-            stop = min(stop, most)
+        stop = self._num_batches(whole) if bounded else plan.batches_per_epoch
         under_way: deque[tuple[int, dict[str, Array]]] = deque()
         accepted = self._step.accepted(model)
         with contextlib.closing(batches(plan, run.mesh, stop=stop, accepted=accepted)) as stream:
@@ -75,13 +104,43 @@ class Evaluator:
                 under_way.append((k, self._step(model, batch)[1]))
                 if len(under_way) > 1:
                     yield under_way.popleft()
+                if k == 1:  # the first one has been waited for
+                    began = time.monotonic()
+                if whole and k == 4:
+                    self._announce(stop, (time.monotonic() - began) / 3, bounded)
             yield from under_way
+
+    def _num_batches(self, whole: bool) -> int:
+        config, count = self._run.config, self._plan.batches_per_epoch
+        most = config.final_eval_batches if whole else config.eval_batches
+        return count if most is None else min(count, most)
+
+    def _announce(self, count: int, seconds: float, bounded: bool) -> None:
+        if count * seconds >= _LONG:
+            bound = "; --final-eval-batches bounds it" if bounded else ""
+            shown = timedelta(seconds=round(count * seconds))
+            self._run.say(f"evaluating {count:,} batches takes about {shown}{bound}")
+
+    def _checksum(self, model: PyTree) -> str:
+        """Of all that a whole evaluation depends on: the same on all processes."""
+        loss = identity.described(identity.LOSS, self._loss_fn)
+        told = [self._num_batches(True), plans.fingerprint(self._plan), loss, versions()]
+        digest = hashlib.sha256(json.dumps([*told, str(self._run.precision)]).encode())
+        for leaf in filter(is_parameter, jax.tree.leaves(model)):
+            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
+                if shard.replica_id == 0:
+                    digest.update(f"{shard.index} ".encode())
+                    digest.update(np.asarray(shard.data).ravel().view(np.uint8).data)
+        mine = np.frombuffer(digest.digest(), np.uint8)
+        return hashlib.sha256(multihost_utils.process_allgather(mine).tobytes()).hexdigest()
 
 
 def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
     """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it.
 
-    The means have their names in the loss function; `zoo.fit` puts `eval_` before them.
+    The means have their names in the loss function; `zoo.fit` puts `eval_` before them. Whole
+    evaluations are kept in the run's folder: the same one is not computed again.
     """
     return Evaluator(run, only_scalars(loss_fn), plan)
 

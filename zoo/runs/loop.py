@@ -15,12 +15,11 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common.configuration import require
-from zoo.data import plans
 from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
-from zoo.runs import evaluation, monitor
+from zoo.runs import evaluation, identity, monitor
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import (
     Average,
@@ -31,7 +30,6 @@ from zoo.runs.callbacks.evaluations import (
     save_somehow,
 )
 from zoo.runs.callbacks.hooks import Hooks, with_flags
-from zoo.runs.checkpoint import read_meta
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import kept_records
 from zoo.runs.processes import RunError, Stopped
@@ -40,8 +38,6 @@ from zoo.runs.run import Run, versions
 from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training
 from zoo.training.state import TrainState
-
-DATA, BASE = "fingerprint", "base"  # in the meta of a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +86,14 @@ def fit(
         f"epochs={config.epochs}: how many steps they are, run.steps_of(plan) says; call it before "
         "the optimizer's schedule is made",
     )
-    _check_base(run, training)
+    identity.check_base(run, training)
     check_plan(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     loop = Hooks(run, training, with_flags(config, callbacks, save))
     if config.plan:
         run.planner.show(run, training)
     check_memory(training.data)
-    # What a checkpoint says of the training that it is of.
-    origin = {BASE: training.base, DATA: training.fingerprint or plans.fingerprint(training.data)}
+    origin = identity.of_training(training)
     state, start = _restore_or_init(loop, origin)
     # The names of axes are for evaluations: a step has its own.
     with loop.running(start, state), sharding.use(sharding.Layout(axes=training.axes)):
@@ -123,19 +118,6 @@ def fit(
             reason = run.planner.explain(run, training, str(error), step_fn.programs)
             raise RunError(reason) from error
         return _trained(loop, state, result)
-
-
-def _check_base(run: Run[Config], training: Training) -> None:
-    """Refuse another base than that of the run's checkpoints, before it is loaded."""
-    meta = read_meta(run.folder / "checkpoints")
-    if meta is None or (begun := meta.get(BASE, "")) == training.base:
-        return
-    texts = [f"checksum {x[:12]}" if x else "no checksum" for x in (training.base, begun)]
-    raise RunError(
-        f"{training.pretrained.flag if training.base else '--model'} is not the base this run "
-        f"began with: its weights have {texts[0]}, and that of the checkpoints of {run.address} "
-        f"{texts[1]}. Put that model back, or start anew with another --run-dir."
-    )
 
 
 def _trained(loop: Hooks, state: TrainState, metrics: dict[str, float]) -> Trained:
@@ -256,11 +238,7 @@ def _restore_or_init(loop: Hooks, origin: dict[str, Any]) -> tuple[TrainState, i
         loop.begin(state, 0, {})
         return state, 0
     state, step, meta = restored
-    if meta[DATA] != origin[DATA]:
-        raise RunError(
-            f"the data of {run.address} has changed since step {step}: the same batches can't "
-            "be made again. Put the files back, or start anew with another --run-dir."
-        )
+    identity.check(run, step, meta, origin)
     if training.base:
         state = eqx.combine(state, blueprint.frozen())
     loop.begin(state, step, meta)
