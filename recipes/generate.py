@@ -61,7 +61,7 @@ class Config:
     max_new_tokens: int = 256
     """Tokens to add at most."""
     sampling: Annotated[zoo.Sampling, tyro.conf.OmitArgPrefixes] = zoo.Sampling()
-    """The first five are by default those of the model's generation_config.json."""
+    """The first five default to the model's generation_config.json."""
     draft: str | None = None
     """A smaller model with the same tokenizer, whose proposals this one judges: the same
     distribution, with fewer steps."""

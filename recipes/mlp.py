@@ -21,7 +21,7 @@ from zoo.runs.config import Config as RunConfig
 
 @dataclass(frozen=True)
 class Model(mlp.Config):
-    """Hyperparameters of an MLP whose sizes are those of the data."""
+    """Hyperparameters of an MLP, whose sizes come from the data."""
 
     # They may differ, as 0 does from the size: a run compares the fingerprint of the data.
     in_size: int = may_differ(0)
@@ -30,7 +30,7 @@ class Model(mlp.Config):
     """Classes; 0 takes them from the data."""
 
     def __post_init__(self) -> None:
-        self.sized(self.in_size or 1, self.out_size or 1)  # its checks are those of all else
+        self.sized(self.in_size or 1, self.out_size or 1)  # checks all other fields
 
     def sized(self, in_size: int, out_size: int) -> mlp.Config:
         """The same model for rows of so many features, and so many classes."""
