@@ -51,7 +51,7 @@ TESTS = {
     "data/token_plans": "test_data | test_prepared_plans",
     "data/tokenizer": "test_tokenizer",
     "decoding/beam_search": "test_beam_search",
-    "decoding/attention": "decoding/test_attention | test_generate | test_beam_search",
+    "decoding/attention": "test_attention_cache | test_generate | test_beam_search",
     "decoding/sampling": "test_generate",
     "decoding/speculative": "test_speculative",
     "nn/attention/chunked": "test_attention",

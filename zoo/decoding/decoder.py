@@ -1,10 +1,11 @@
 """Decoders, as `zoo.generate`, `zoo.stream` and `zoo.beam_search` take them, of any family.
 
 A family is decoded by its adapter in `DECODERS`, which calls the parts of a model, a subclass's
-parts too, in place of its forward pass. A subclass that overrides a
-method which this bypasses is refused, unless it is a decoder itself.
+parts too, in place of its forward pass. A subclass that overrides a method which the adapter
+bypasses is refused, unless it is a decoder itself.
 """
 
+import inspect
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -111,30 +112,18 @@ def decoder_of(model: Any) -> Decoder:
     """
     cls = type(model)
     missing = [name for name in METHODS if not hasattr(cls, name)]
-    if 0 < len(missing) < len(METHODS):
+    if not missing:
+        return model
+    if len(missing) < len(METHODS):
         raise ValueError(f"{cls.__name__} has no {missing[0]}; a decoder has {', '.join(METHODS)}")
     for family, adapter in DECODERS.items():
         if issubclass(cls, family):
-            _check_overrides(cls, family, adapter)
-            return adapter(model) if missing else model
-    if missing:
-        raise ValueError(f"a {cls.__name__} is no decoder: it has no next token")
-    return model
-
-
-def _check_overrides(cls: type, family: type, adapter: Any) -> None:
-    """Refuse a subclass of a family whose own forward pass decoding would bypass."""
-    mro = cls.__mro__
-
-    def owner(name: str) -> int:
-        return next((place for place, x in enumerate(mro) if name in vars(x)), len(mro))
-
-    passes = max(owner("prefill"), owner("decode"))
-    for name in adapter.bypassed:
-        if (place := owner(name)) < min(mro.index(family), passes):
-            decoder = mro[passes] if passes < len(mro) else adapter
-            raise ValueError(
-                f"{mro[place].__name__} overrides {name}, and decoding would not call it: prefill "
-                f"and decode, of {decoder.__name__}, call the parts of the model themselves. "
-                f"Override those parts, or define {', '.join(METHODS)} as well"
-            )
+            for name in adapter.bypassed:
+                if inspect.getattr_static(cls, name) is not inspect.getattr_static(family, name):
+                    raise ValueError(
+                        f"{cls.__name__} overrides {name}, and decoding would not call it: "
+                        f"{adapter.__name__} calls the parts of the model itself. Override those "
+                        f"parts, or define {', '.join(METHODS)} as well"
+                    )
+            return adapter(model)
+    raise ValueError(f"a {cls.__name__} is no decoder: it has no next token")
