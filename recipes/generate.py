@@ -142,7 +142,12 @@ def main(config: Config) -> None:
     mesh = zoo.make_mesh(config.mesh) if config.mesh else None
     draft_folder = None if config.draft is None else find(config.draft)
     if draft_folder is not None:
-        generation.check_draft(tokenizer, load_tokenizer(nearest(draft_folder, FILE_NAME)))
+        other = load_tokenizer(nearest(draft_folder, FILE_NAME))
+        configuration.require(
+            generation.have_same_tokens(tokenizer, other),
+            f"draft={config.draft!r}: its tokenizer, of {other.vocab_size} ids, has other tokens "
+            f"than the model's, of {tokenizer.vocab_size}; give a draft with the same one",
+        )
     model = zoo.load(folder, mesh=mesh, quantize=config.quantize)
     check_finite(model, folder)
     draft = None if draft_folder is None else zoo.load(draft_folder, mesh=mesh)

@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from zoo.training import optimizers as optimizers
     from zoo.training.compiled import RecompilationError as RecompilationError
     from zoo.training.description import Training as Training
-    from zoo.training.first_step import LossWarning as LossWarning
-    from zoo.training.mixed_products import PrecisionWarning as PrecisionWarning
+    from zoo.training.loss_checks import LossWarning as LossWarning
+    from zoo.training.loss_checks import PrecisionWarning as PrecisionWarning
     from zoo.training.state import TrainState as TrainState
     from zoo.training.state import init_state as init_state
     from zoo.training.step import make_eval_step as make_eval_step

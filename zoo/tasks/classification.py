@@ -3,10 +3,11 @@
 Legend of suffixes: M members of an ensemble (one, of a model alone), N examples, C classes.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from zoo.data import tabular, text
 from zoo.data.plans import Plan
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
@@ -42,27 +44,6 @@ class Predictions(NamedTuple):
         return self.probabilities_MNC.mean(0)
 
 
-@runtime_checkable
-class Labelled(Protocol):
-    """Labelled rows to train on and held out: a `tabular.Table`, or a `text.Text` of them."""
-
-    @property
-    def train(self) -> Plan:
-        """The rows to train on."""
-
-    @property
-    def held_out(self) -> Plan:
-        """The rows to evaluate on."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the labels 0, 1, …"""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all of it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Classification(Training):
     """The training of a classifier."""
@@ -75,7 +56,7 @@ class Classification(Training):
 def training(
     run: Run[Config],
     optimizer: optimizers.Config,
-    data: Labelled,
+    data: tabular.Table | text.Text,
     make_model: Callable[..., PyTree],
     *,
     num_members: int = 1,
@@ -117,35 +98,23 @@ def train(
     save: Save | None = None,
 ) -> None:
     """`fit` a classifier, or an ensemble of more than one, and save it: by `save` if given."""
-    save = save or saver(tokenizer)
-    model, metrics = fit(run, training, save=save)
-    save(run.folder / "model", model, metrics)
-    run.say(f"the model is in {run.address}/model")
-
-
-def fit(run: Run[Config], training: Classification, *, save: Save) -> tuple[PyTree, dict[str, Any]]:
-    """Train a classifier, or an ensemble of more than one; judge it.
-
-    The run's folder gets `best/`, by `save`, if the flags ask for it. Returns the model to be saved
-    and its metrics.
-    """
+    save = save or functools.partial(_save, tokenizer)
     trained = loop.fit(run, training, save=save)
     # The last evaluation, of the average if there is one, was of all that is held out.
-    result = trained.model_metrics
     run.say(training.evaluate.report)
     run.say(
         "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
         f"in {run.address}"
     )
-    metrics = {**result, "steps": int(trained.state.step), "classes": list(training.classes)}
-    return trained.model, metrics
+    more = {"steps": int(trained.state.step), "classes": list(training.classes)}
+    save(run.folder / "model", trained.model, {**trained.model_metrics, **more})
+    run.say(f"the model is in {run.address}/model")
 
 
-def saver(tokenizer: Tokenizer | None = None) -> Save:
-    """A function that saves a classifier, with its metrics."""
-    return lambda folder, model, metrics: save_model(
-        folder, model, tokenizer=tokenizer, metrics=metrics
-    )
+def _save(
+    tokenizer: Tokenizer | None, folder: Path, model: PyTree, metrics: dict[str, Any]
+) -> None:
+    save_model(folder, model, tokenizer=tokenizer, metrics=metrics)
 
 
 class Judge:
@@ -309,12 +278,9 @@ def plot_calibration(path: Path, predictions: Predictions) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="perfectly calibrated")
     members = predictions.probabilities_MNC
-    curves = {"model": members[0]}
+    curves = {"first member" if len(members) > 1 else "model": members[0]}
     if len(members) > 1:
-        curves = {
-            f"ensemble of {len(members)}": predictions.mean_NC,
-            "first member": members[0],
-        }
+        curves = {f"ensemble of {len(members)}": predictions.mean_NC, **curves}
     width = 1 / NUM_BINS
     for index, (name, probabilities_NC) in enumerate(curves.items()):
         bins = calibration_bins(probabilities_NC, predictions.labels_N)

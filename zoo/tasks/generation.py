@@ -72,9 +72,9 @@ def make_stops(
             raise ValueError(
                 "stop='': give the name of a token, or a text of one character or more"
             )
-        special = _special_id(tokenizer, stop)
-        if special is not None:
-            ids.append(special)
+        parsed = reading(tokenizer, "parse").encode(stop).tolist()
+        if len(parsed) == 1 and parsed[0] in getattr(tokenizer, "special_ids", ()):
+            ids += parsed
             continue
         texts.append(stop)
         if re.fullmatch(r"<\S+>", stop):
@@ -94,26 +94,11 @@ def check_stop_tokens(tokenizer: Tokenizer, stops: Stops) -> None:
             )
 
 
-def check_draft(tokenizer: Tokenizer, other: Tokenizer) -> None:
-    """Raise a ValueError where a draft's tokenizer gives other ids than the model's."""
-    if not have_same_tokens(tokenizer, other):
-        raise ValueError(
-            f"the draft's tokenizer, of {other.vocab_size} ids, has other tokens than the model's, "
-            f"of {tokenizer.vocab_size}: give a draft that was trained with the same one"
-        )
-
-
 def have_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers have the same vocabulary."""
     vocabularies = [getattr(t, "tokenizer", None) for t in (tokenizer, other)]
     known = [None if v is None else v.get_vocab(with_added_tokens=True) for v in vocabularies]
     return known[0] == known[1] and tokenizer.vocab_size == other.vocab_size
-
-
-def _special_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the special token of that name; None without one."""
-    ids = reading(tokenizer, "parse").encode(name).tolist()
-    return ids[0] if len(ids) == 1 and ids[0] in getattr(tokenizer, "special_ids", ()) else None
 
 
 class Continuation:

@@ -22,7 +22,7 @@ from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
 from zoo.runs.callbacks.callback import Callback
-from zoo.runs.callbacks.evaluations import Samples, Save
+from zoo.runs.callbacks.evaluations import Samples
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.run import Run
 from zoo.tasks import mixtures
@@ -46,8 +46,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sample_tokens(self.sample_tokens)
-        check_sample_every(self.sample_every)
+        check_samples(self)
 
     @property
     def batch_size(self) -> int:
@@ -60,17 +59,14 @@ class Config(RunConfig):
         return self.data.row_lengths
 
 
-def check_sample_tokens(count: int) -> None:
-    """Raise a ValueError for a negative number."""
-    require(count >= 0, f"sample_tokens={count}: must not be negative; 0 is no sample")
-
-
-def check_sample_every(steps: int | None, *, label: str | None = None) -> None:
-    """Raise a ValueError for a number below 1, and for samples of a classifier."""
-    require(steps is None or steps >= 1, f"sample_every={steps}: must be at least 1")
+def check_samples(config: Any, *, label: str | None = None) -> None:
+    """Raise a ValueError for a configuration's samples out of range, or those of a classifier."""
+    tokens, every = config.sample_tokens, config.sample_every
+    require(tokens >= 0, f"sample_tokens={tokens}: must not be negative; 0 is no sample")
+    require(every is None or every >= 1, f"sample_every={every}: must be at least 1")
     require(
-        steps is None or label is None,
-        f"sample_every={steps}: a classifier (label={label!r}) writes no text; leave it out",
+        every is None or label is None,
+        f"sample_every={every}: a classifier (label={label!r}) writes no text; leave it out",
     )
 
 
@@ -93,7 +89,7 @@ def read_text(
     Given a `source`, that is read in the place of the configuration's.
     """
     config = run.config
-    check_sample_every(config.sample_every, label=label)
+    check_samples(config, label=label)
     default = type(config).data
     if source is None:
         source = config.data
@@ -149,21 +145,18 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
 
 def evaluator(run: Run[RunConfig], data: text.Text) -> Evaluate:
     """From a language model to its held-out loss, perplexity and bits per byte."""
-    if isinstance(data, MixedText):
-        mean_loss: Evaluate = mixtures.evaluator(run, losses.next_token, data)
-    else:
-        mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
+    mean_loss: Evaluate = (
+        mixtures.evaluator(run, losses.next_token, data)
+        if isinstance(data, MixedText)
+        else evaluation.evaluator(run, losses.next_token, data.held_out)
+    )
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         means = mean_loss(model, whole)
         loss = means.pop("loss")
-        of_sources = means if isinstance(data, MixedText) else {}
-        return {
-            "eval_loss": loss,
-            "perplexity": float(np.exp(loss)),
-            "bits_per_byte": data.bits_per_byte(loss),
-            **of_sources,
-        }
+        bits = data.bits_per_byte(loss)
+        found = {"eval_loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
+        return {**found, **means}  # of each source of a mixture
 
     return evaluate
 
@@ -198,7 +191,7 @@ def train(
 
     `published` is from the model in training to the one that is for use. Returns its metrics.
     """
-    config, save = run.config, saver(data)
+    config = run.config
     check(training, data, sample_tokens=config.sample_tokens, published=published)
     sample_of = lambda model: sample(  # noqa: E731
         published(model), data.tokenizer, num_tokens=config.sample_tokens, seed=config.seed
@@ -210,25 +203,19 @@ def train(
         more.append(mixtures.Epochs(data.train))
         loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
         training = dataclasses.replace(training, loss_fn=loss_fn)
-    keep = lambda folder, model, metrics: save(folder, published(model), metrics)  # noqa: E731
-    trained = loop.fit(run, training, more, save=keep)
-    model, result = trained.model, trained.model_metrics
-    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
-    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
-    save(run.folder / "model", published(model), {**result, "steps": int(trained.state.step)})
-    run.say(f"the model is in {run.address}/model; a sample of it:\n")
-    run.say(sample_of(model))
-    return result
-
-
-def saver(data: text.Text) -> Save:
-    """A function that saves a language model of this text, with its metrics."""
 
     def save(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:
         metrics = {**metrics, "compressors": data.compressors}
-        save_model(folder, model, tokenizer=data.tokenizer, metrics=metrics)
+        save_model(folder, published(model), tokenizer=data.tokenizer, metrics=metrics)
 
-    return save
+    trained = loop.fit(run, training, more, save=save)
+    model, result = trained.model, trained.model_metrics
+    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in data.compressors.items())
+    run.say(f"held-out bits per byte: this model {result['bits_per_byte']:.3f}, {rivals}")
+    save(run.folder / "model", model, {**result, "steps": int(trained.state.step)})
+    run.say(f"the model is in {run.address}/model; a sample of it:\n")
+    run.say(sample_of(model))
+    return result
 
 
 def check(

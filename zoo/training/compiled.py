@@ -48,7 +48,7 @@ class CompiledStep:
         donate: bool = False,
         checks: Any = None,
     ):
-        """`checks` are `zoo.training.first_step.Checks`, if any."""
+        """`checks` are `zoo.training.loss_checks.Checks`, if any."""
         self._function = function
         self._layout = layout = sharding.layout_of(mesh)
         self._in_use = functools.partial(sharding.use, layout)
@@ -116,8 +116,6 @@ class CompiledStep:
         while len(self._under_way) >= IN_FLIGHT:
             metrics = self._under_way.popleft()
             jax.block_until_ready(jax.tree.leaves(metrics)[:1])  # all are ready at once
-            if self._checks is not None:
-                self._checks.clipping(metrics)
         outputs = self._compiled[signature](leaves)
         self._under_way.append(outputs[1])
         return outputs
@@ -170,34 +168,38 @@ class CompiledStep:
         return jtu.tree_map_with_path(place, batch)
 
     def _difference(self, signature: tuple) -> str:
-        def describe(entry: Any) -> str:
-            if not isinstance(entry, tuple):
-                return repr(entry)
-            shape, dtype, placed = entry
+        """What is unlike the nearest of what was compiled, in words."""
+
+        def describe(x: Any) -> str:
+            if not isinstance(x, tuple):
+                return repr(x)
+            shape, dtype, placed = x
             return f"{dtype}{list(shape)} sharded as {placed}"
 
-        def changes(compiled: tuple) -> list[tuple[int, Any, Any]]:
-            pairs = zip(compiled[1:], signature[1:], strict=True)
-            return [(i, old, new) for i, (old, new) in enumerate(pairs) if old != new]
+        def entries(signature: tuple) -> dict[str, str]:
+            structure, *leaves = signature
+            paths = jtu.tree_leaves_with_path(jax.tree.unflatten(structure, range(len(leaves))))
+            return {
+                ("state", "batch")[path[0].idx] + jtu.keystr(path[1:]): describe(x)
+                for (path, _), x in zip(paths, leaves, strict=True)
+            }
 
-        same_structure = [c for c in self._compiled if c[0] == signature[0]]
-        compiled_for = f"compiled for {len(self._compiled)} bucket(s)"
-        paths = _argument_paths(signature[0])
-        if not same_structure:
-            [[old, *_], *_] = self._compiled
-            was, now = set(_argument_paths(old)), set(paths)
-            if was == now:  # what differs is no array
-                return f"{compiled_for}, all of another structure: was {old}, is {signature[0]}"
-            return (
-                f"{compiled_for}, all of another structure: "
-                f"unlike the first, with {sorted(now - was)} and without {sorted(was - now)}"
+        now, changes = entries(signature), list[list[str]]()
+        for compiled in self._compiled:
+            was = entries(compiled)
+            changes.append(
+                [
+                    f"  {name}: was {was.get(name, 'absent')}, is {now.get(name, 'absent')}"
+                    for name in {**was, **now}
+                    if was.get(name) != now.get(name)
+                ]
             )
-        nearest = min(map(changes, same_structure), key=len)
-        lines = [
-            f"  {paths[i]}: was {describe(old)}, is {describe(new)}" for i, old, new in nearest
-        ]
+        lines = min(changes, key=len)
+        if not lines:  # what differs is no array
+            [first, *_] = self._compiled
+            lines = [f"  the structure: was {first[0]}, is {signature[0]}"]
         return "\n".join(
-            [f"{compiled_for}; the nearest differs in"]
+            [f"compiled for {len(self._compiled)} bucket(s); the nearest differs in"]
             + lines[:8]
             + [f"  … and {len(lines) - 8} more"] * (len(lines) > 8)
             + ["Pad to a bucket, or announce the shape first: step.compile(state, batch)"]
@@ -255,17 +257,9 @@ class Program:
 
 
 def _signature(leaves: list[Any], structure: Any) -> tuple:
+    """Equal for arguments that one program takes."""
     described = (
         (x.shape, x.dtype, sharding.canonical(x.sharding)) if isinstance(x, jax.Array) else x
         for x in leaves
     )
     return (structure, *described)
-
-
-def _argument_paths(structure: Any) -> list[str]:
-    """The name of each leaf of a step's arguments, such as batch['tokens']."""
-    names = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [
-        ("state", "batch")[path[0].idx] + jtu.keystr(path[1:])
-        for path, _ in jtu.tree_leaves_with_path(names)
-    ]

@@ -13,10 +13,8 @@ from jaxtyping import Array, PyTree
 
 from zoo.data.checks import Accepted, Ids
 from zoo.nn.parameters import dropping_out
-from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision, scheme_of
+from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
 from zoo.nn.stateful import is_state, states, with_states
-from zoo.sharding.axes import keystr
-from zoo.training.mixed_products import watch
 
 # Of a model with States it returns the new ones as a fourth value.
 LossFunction = Callable[[Any, Any, Any], tuple[Any, ...]]
@@ -57,18 +55,6 @@ def call_loss(
     given = in_precision(with_states(model, states(model)), precision)
     with dropping_out(key), given as model:
         return loss_fn(model, batch, key)
-
-
-def watch_precision(loss_fn: LossFunction, precision: Precision | str) -> Callable[..., None]:
-    """A function of model, batch and key that says once what of a loss has another precision.
-
-    It refuses a scheme, such as "int8", for a model without a matrix to multiply so.
-    """
-    if precision == "fp32":
-        return lambda **arguments: None
-    scheme = scheme_of(precision)
-    check = None if scheme is None else scheme.check_loss
-    return watch(lambda **arguments: call_loss(loss_fn, precision, **arguments)[:2], check)
 
 
 def loss_values(
@@ -201,12 +187,9 @@ def _new_states(name: str, fourth: list[Any], old: list[eqx.nn.State]) -> list[e
             f"loss_fn {name} returned a fourth value {_described(fourth[0])}: return the new State"
             + (f", a list of {len(old)} in the model's order" if len(old) > 1 else "")
         )
-    was, now = _arrays(old), _arrays(new)
-    if was != now:
-        paths = [path for path in {**was, **now} if was.get(path) != now.get(path)]
+    if text := difference(_arrays(new), _arrays(old)):
         raise ValueError(
-            f"loss_fn {name} returned another State: {paths[0]} was {was.get(paths[0])}, is "
-            f"{now.get(paths[0])}; keep its structure, shapes and dtypes"
+            f"loss_fn {name} returned another State: {text}; keep its structure, shapes and dtypes"
         )
     return new
 
@@ -217,9 +200,7 @@ def _arrays(given: list[eqx.nn.State]) -> dict[str, str]:
     for state in given:
         values, names = state.tree_flatten()
         for name, value in zip(names, values, strict=True):
-            for path, x in jax.tree_util.tree_leaves_with_path(value):
-                key = ".".join(filter(None, (str(name), keystr(path))))
-                found[key] = f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+            found |= {f"{name}.{path}".rstrip("."): x for path, x in described(value).items()}
     return found
 
 

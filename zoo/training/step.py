@@ -3,12 +3,12 @@
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
 loss, the summed weight, and further sums that are reported divided by the weight, or by their own
 where they are pairs of a sum and a weight. So the gradient is the same whatever the microbatches,
-the padding and the mesh. Of a model with an `eqx.nn.State`
-it returns the new State as a fourth value.
+the padding and the mesh. Of a model with an `eqx.nn.State` it returns the new State as a fourth
+value.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,19 +20,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from zoo import sharding
+from zoo.common.configuration import require
 from zoo.nn.precision import Precision, check_precision, exact_products
 from zoo.nn.products import platform
 from zoo.nn.stateful import moved, states, with_states
 from zoo.sharding.axes import check_model
 from zoo.training.compiled import CompiledStep, Metrics
-from zoo.training.first_step import Checks
+from zoo.training.loss_checks import Checks
 from zoo.training.loss_values import (
     EVAL_NAMES,
     STEP_NAMES,
     LossFunction,
     check_loss,
     loss_values,
-    watch_precision,
 )
 from zoo.training.state import (
     Trainable,
@@ -80,8 +80,7 @@ def make_train_step(
 
     A batch of numpy arrays is checked before it is used: for nan and infinity, integers that int32
     does not hold, and ids that the model does not have (see `zoo.losses.accepts`; `zoo.data.loader`
-    does so in its own threads). A LossWarning says that a loss of one's own is no sum over rows,
-    and a line of the log that the first gradient was clipped.
+    does so in its own threads). A LossWarning says that a loss of one's own is no sum over rows.
 
     In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
     `zoo.quantization.int8_training`.
@@ -102,24 +101,29 @@ def make_train_step(
         ShardingError: at the first call, a pattern of a layout's `axes` that names nothing.
     """
     layout = sharding.layout_of(mesh)
-    settings = _Settings(
-        loss_fn, optimizer, layout.mesh, precision, accumulate, clip_norm, trainable
+    check_precision(precision, layout.mesh)
+    check_loss(loss_fn)
+    check_optimizer(optimizer)
+    require(accumulate >= 1, f"accumulate={accumulate}: must be at least 1")
+    require(
+        clip_norm is None or clip_norm > 0,
+        f"clip_norm={clip_norm}: must be positive, or None for no clipping",
     )
-    watch = watch_precision(loss_fn, precision)
+    maths = _Maths(loss_fn, optimizer, layout.mesh, precision, accumulate, clip_norm, trainable)
+    checks = Checks(loss_fn, precision)
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
         check_model(state.model, layout)
-        outputs = _train_step(settings, batch, state)
-        watch(model=state.model, batch=batch, key=state.key)
+        outputs = maths.step(batch, state)
+        checks.dtypes(state.model, batch, state.key)
         return outputs
 
-    checks = Checks(loss_fn, precision, clip_norm)
     return CompiledStep(train_step, mesh=layout, accumulate=accumulate, donate=True, checks=checks)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The arguments of `make_train_step`, checked."""
+class _Maths:
+    """A step, given the arguments of `make_train_step`."""
 
     loss_fn: LossFunction
     optimizer: optax.GradientTransformation
@@ -129,146 +133,124 @@ class _Settings:
     clip_norm: float | None
     trainable: Trainable | None
 
-    def __post_init__(self) -> None:
-        check_precision(self.precision, self.mesh)
-        check_loss(self.loss_fn)
-        check_optimizer(self.optimizer)
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: must be at least 1")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(
-                f"clip_norm={self.clip_norm}: must be positive, or None for no clipping"
-            )
-
-
-def _train_step(
-    settings: _Settings, batch: PyTree, state: TrainState
-) -> tuple[TrainState, Metrics]:
-    """The new state and the metrics: gradient, clipping, update, and nothing if not finite."""
-    mesh, is_fp16 = settings.mesh, settings.precision == "fp16"
-    chosen = trained_leaves(state.model, settings.trainable)
-    check_opt_state(settings.optimizer, eqx.filter(state.model, chosen), state.opt_state)
-    biases = eqx.filter(state.model, balanced_leaves(state.model, settings.trainable))
-    params, static = eqx.partition(state.model, chosen)
-    key = jax.random.fold_in(state.key, state.step)
-    old_states = states(state.model)
-    scale = state.loss_scale.scale if is_fp16 else jnp.float32(1)
-    grads, sums, new_states = _accumulated_gradient(
-        settings, eqx.combine(params, biases), static, old_states, batch, key, scale
-    )
-    grads, errors = eqx.partition(grads, chosen)
-    grads = jax.tree.map(lambda g: g / scale, grads)
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
-    trained = (params, state.opt_state)
-    changes, param_norm, (params, opt_state) = _updated(settings, grads, grad_norm, finite, trained)
-    skipped = state.skipped + (~changes).astype(jnp.int32)
-    loss_scale = state.loss_scale.update(finite) if is_fp16 else state.loss_scale
-    # Few and small: unlike the optimizer's state they are not worth a branch.
-    kept_states = jax.tree.map(partial(jnp.where, changes), new_states, old_states)
-    biases = jax.tree.map(partial(jnp.where, changes), moved(biases, errors), biases)
-    model = with_states(eqx.combine(params, biases, static), kept_states)
-    state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
-    metrics = _means(sums) | {"grad_norm": grad_norm, "param_norm": param_norm, "skipped": skipped}
-    metrics |= {"loss_scale": scale} if is_fp16 else {}
-    if mesh is not None:
-        # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
-        state = eqx.filter_shard(state, state_shardings(state, mesh))
-        metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
-    return state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
-
-
-def _gradient(
-    settings: _Settings,
-    params: PyTree,
-    static: PyTree,
-    old_states: States,
-    batch: PyTree,
-    key: Array,
-    scale: Array,
-) -> tuple[PyTree, Array, dict[str, Any], States]:
-    """The gradient of the mean loss times `scale`, the weight of that mean, sums and States."""
-
-    def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
-        model = with_states(eqx.combine(params, static), old_states)
-        sums, new_states = loss_values(
-            settings.loss_fn, settings.precision, STEP_NAMES, model, batch, key
+    def step(self, batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The new state and the metrics: gradient, clipping, update, and nothing if not finite."""
+        mesh, is_fp16 = self.mesh, self.precision == "fp16"
+        chosen = trained_leaves(state.model, self.trainable)
+        check_opt_state(self.optimizer, eqx.filter(state.model, chosen), state.opt_state)
+        biases = eqx.filter(state.model, balanced_leaves(state.model, self.trainable))
+        params, static = eqx.partition(state.model, chosen)
+        key = jax.random.fold_in(state.key, state.step)
+        old_states = states(state.model)
+        scale = state.loss_scale.scale if is_fp16 else jnp.float32(1)
+        grads, sums, new_states = self._gradient(
+            eqx.combine(params, biases), static, old_states, batch, key, scale
         )
-        # The mean's gradient is of the order of one, whatever the batch: no overflow in fp16.
+        grads, errors = eqx.partition(grads, chosen)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
+        trained = (params, state.opt_state)
+        changes, param_norm, (params, opt_state) = self._updated(grads, norm, finite, trained)
+        skipped = state.skipped + (~changes).astype(jnp.int32)
+        loss_scale = state.loss_scale.update(finite) if is_fp16 else state.loss_scale
+        # Few and small: unlike the optimizer's state they are not worth a branch.
+        kept_states = jax.tree.map(partial(jnp.where, changes), new_states, old_states)
+        biases = jax.tree.map(partial(jnp.where, changes), moved(biases, errors), biases)
+        model = with_states(eqx.combine(params, biases, static), kept_states)
+        state = TrainState(model, opt_state, state.step + 1, state.key, loss_scale, skipped)
+        metrics = _means(sums) | {"grad_norm": norm, "param_norm": param_norm, "skipped": skipped}
+        metrics |= {"loss_scale": scale} if is_fp16 else {}
+        if mesh is not None:
+            # Pinned, or XLA chooses, and the next call meets a state placed otherwise.
+            state = eqx.filter_shard(state, state_shardings(state, mesh))
+            metrics = eqx.filter_shard(metrics, sharding.replicated(mesh))
+        return state, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+
+    def _gradient(
+        self,
+        params: PyTree,
+        static: PyTree,
+        old_states: States,
+        batch: PyTree,
+        key: Array,
+        scale: Array,
+    ) -> tuple[PyTree, dict[str, Any], States]:
+        """The gradient of the mean loss times `scale`, the sums, and the new States.
+
+        A microbatch has the States that the one before it returned.
+        """
+
+        def one(old_states: States, index: Array, microbatch: PyTree) -> tuple:
+            microbatch_key = jax.random.fold_in(key, index)
+
+            def scaled_loss(params: PyTree) -> tuple[Array, tuple]:
+                model = with_states(eqx.combine(params, static), old_states)
+                given = (STEP_NAMES, model, microbatch, microbatch_key)
+                sums, new_states = loss_values(self.loss_fn, self.precision, *given)
+                # The mean's gradient is of the order of one, whatever the batch: it does not
+                # overflow in fp16.
+                share = _nonzero(sums["tokens"])
+                return sums["loss"] / share * scale, (share, sums, new_states)
+
+            with exact_products(self.precision):
+                grads, rest = eqx.filter_grad(scaled_loss, has_aux=True)(params)
+            if self.mesh is not None:  # reduced to the devices that keep them, not to all
+                grads = eqx.filter_shard(grads, sharding.shardings(params, self.mesh))
+            return grads, *rest
+
+        if self.accumulate == 1:
+            grads, _, sums, new_states = one(old_states, jnp.int32(0), batch)
+            return grads, sums, new_states
+
+        def add(carry: tuple[PyTree, States], inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
+            so_far, old_states = carry
+            grads, share, sums, new_states = one(old_states, *inputs)
+            weighted = jax.tree.map(lambda g: g * share, grads)
+            return (jax.tree.map(jnp.add, so_far, (weighted, sums)), new_states), None
+
+        # Rows m, m + accumulate, …: cutting out whole blocks would move rows between the devices.
+        microbatches = jax.tree.map(
+            lambda x: x.reshape(-1, self.accumulate, *x.shape[1:]).swapaxes(0, 1), batch
+        )
+        inputs = (jnp.arange(self.accumulate), microbatches)
+        grads, _, sums, _ = jax.eval_shape(one, old_states, *jax.tree.map(lambda x: x[0], inputs))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+        ((grads, sums), new_states), _ = jax.lax.scan(add, (zeros, old_states), inputs)
         share = _nonzero(sums["tokens"])
-        return sums["loss"] / share * scale, (share, sums, new_states)
+        return jax.tree.map(lambda g: g / share, grads), sums, new_states
 
-    with exact_products(settings.precision):
-        grads, (share, sums, new_states) = eqx.filter_grad(scaled_loss, has_aux=True)(params)
-    if settings.mesh is not None:  # reduced to the devices that keep them, not to all
-        placed = sharding.shardings(params, settings.mesh)
-        grads = eqx.filter_shard(grads, placed)
-    return grads, share, sums, new_states
+    def _updated(
+        self, grads: PyTree, grad_norm: Array, finite: Array, trained: tuple[PyTree, PyTree]
+    ) -> tuple[Array, Array, tuple[PyTree, PyTree]]:
+        """Whether there is an update, the new parameters' norm, and both trees; else the old."""
 
+        def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+            clipped = grads
+            if self.clip_norm is not None:
+                factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-12))
+                clipped = jax.tree.map(lambda g: g * factor, grads)
+            with standard_promotion():
+                return self.optimizer.update(clipped, opt_state, params)
 
-def _accumulated_gradient(
-    settings: _Settings,
-    params: PyTree,
-    static: PyTree,
-    old_states: States,
-    batch: PyTree,
-    key: Array,
-    scale: Array,
-) -> tuple[PyTree, dict[str, Any], States]:
-    """The gradient of the mean loss times `scale`, the sums, and the States after the microbatches.
+        updates, _ = optimize(*trained)
+        param_norm = optax.tree.norm(eqx.apply_updates(trained[0], updates))
+        changes = finite & jnp.isfinite(param_norm)
+        arrays, static = eqx.partition(trained, eqx.is_array)
 
-    A microbatch has the States that the one before it returned.
-    """
+        def update(arrays: PyTree) -> PyTree:
+            params, opt_state = eqx.combine(arrays, static)
+            # The new optimizer state is computed here, in place: from above it would be a copy.
+            new = eqx.apply_updates(params, updates), optimize(params, opt_state)[1]
+            return eqx.filter(new, eqx.is_array)
 
-    def one(old_states: States, index: Array, microbatch: PyTree) -> tuple:
-        microbatch_key = jax.random.fold_in(key, index)
-        return _gradient(settings, params, static, old_states, microbatch, microbatch_key, scale)
-
-    if settings.accumulate == 1:
-        grads, _, sums, new_states = one(old_states, jnp.int32(0), batch)
-        return grads, sums, new_states
-
-    def add(carry: tuple[PyTree, States], inputs: tuple[Array, PyTree]) -> tuple[PyTree, None]:
-        so_far, old_states = carry
-        grads, share, sums, new_states = one(old_states, *inputs)
-        weighted = jax.tree.map(lambda g: g * share, grads)
-        return (jax.tree.map(jnp.add, so_far, (weighted, sums)), new_states), None
-
-    microbatches = jax.tree.map(lambda x: _microbatches(x, settings.accumulate), batch)
-    inputs = (jnp.arange(settings.accumulate), microbatches)
-    grads, _, sums, _ = jax.eval_shape(one, old_states, *jax.tree.map(lambda x: x[0], inputs))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-    ((grads, sums), new_states), _ = jax.lax.scan(add, (zeros, old_states), inputs)
-    share = _nonzero(sums["tokens"])
-    return jax.tree.map(lambda g: g / share, grads), sums, new_states
-
-
-def _updated(
-    settings: _Settings,
-    grads: PyTree,
-    grad_norm: Array,
-    finite: Array,
-    trained: tuple[PyTree, PyTree],
-) -> tuple[Array, Array, tuple[PyTree, PyTree]]:
-    """Whether there is an update, the new parameters' norm, and both trees; the old ones if not."""
-
-    def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        clipped = grads
-        if settings.clip_norm is not None:
-            factor = jnp.minimum(1.0, settings.clip_norm / jnp.maximum(grad_norm, 1e-12))
-            clipped = jax.tree.map(lambda g: g * factor, grads)
-        with standard_promotion():
-            return settings.optimizer.update(clipped, opt_state, params)
-
-    updates, _ = optimize(*trained)
-    param_norm = optax.tree.norm(eqx.apply_updates(trained[0], updates))
-
-    def update(trained: PyTree) -> PyTree:
-        # The new optimizer state is computed here, in place: from above it would be a copy.
-        return eqx.apply_updates(trained[0], updates), optimize(*trained)[1]
-
-    changes = finite & jnp.isfinite(param_norm)
-    return changes, param_norm, _update_if(changes, update, trained)
+        if platform() == "cpu":
+            # A branch updates in place: for a select XLA for CPU copies the optimizer's state
+            # first. On a GPU a branch makes the host wait for its condition.
+            new = jax.lax.cond(changes, update, lambda arrays: arrays, arrays)
+        else:
+            new = jax.tree.map(partial(jnp.where, changes), update(arrays), arrays)
+        return changes, param_norm, eqx.combine(new, static)
 
 
 def _means(sums: Mapping[str, Any]) -> dict[str, Array]:
@@ -298,39 +280,17 @@ def make_eval_step(
     """
     check_precision(precision, sharding.layout_of(mesh).mesh)
     check_loss(loss_fn)
-    watch = watch_precision(loss_fn, precision)
+    checks = Checks(loss_fn, precision)
 
     def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
         if isinstance(model, TrainState):
             raise TypeError("an evaluation step takes a model, not a state: step(state.model, …)")
         sums, _ = loss_values(loss_fn, precision, EVAL_NAMES, model, batch, None)
-        watch(model=model, batch=batch, key=None)
+        checks.dtypes(model, batch, None)
         return None, sums
 
-    checks = Checks(loss_fn, precision)
     return CompiledStep(eval_step, mesh=mesh, checks=checks)
 
 
 def _nonzero(weight: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.where(weight > 0, weight, 1.0)
-
-
-def _microbatches(x: Array, count: int) -> Array:
-    # Rows m, m + count, …: cutting out whole blocks would move rows between the devices.
-    return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _update_if(condition: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> PyTree:
-    """`update(old)` if the condition holds, else `old`."""
-    arrays, static = eqx.partition(old, eqx.is_array)
-
-    def updated(arrays: PyTree) -> PyTree:
-        return eqx.filter(update(eqx.combine(arrays, static)), eqx.is_array)
-
-    if platform() == "cpu":
-        # A branch updates in place: for a select XLA for CPU copies the optimizer's state first.
-        # On a GPU a branch makes the host wait for its condition.
-        new = jax.lax.cond(condition, updated, lambda arrays: arrays, arrays)
-    else:
-        new = jax.tree.map(partial(jnp.where, condition), updated(arrays), arrays)
-    return eqx.combine(new, static)

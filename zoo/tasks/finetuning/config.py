@@ -118,8 +118,7 @@ class Config(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         location(self.model, "model")
-        language.check_sample_tokens(self.sample_tokens)
-        language.check_sample_every(self.sample_every, label=self.label)
+        language.check_samples(self, label=self.label)
         require(
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",

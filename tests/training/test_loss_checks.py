@@ -1,4 +1,4 @@
-"""zoo.training.mixed_products: a step says where it computes in another dtype than asked."""
+"""zoo.training.loss_checks: a step says where it computes in another dtype than asked."""
 
 import inspect
 import warnings
@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 import zoo
 from zoo import ensemble, losses
-from zoo.training import mixed_products
-from zoo.training.loss_values import watch_precision
+from zoo.training import loss_checks
+from zoo.training.loss_checks import Checks
 
 KEY = jax.random.key(0)
 
@@ -38,7 +38,7 @@ def said_of(function: Any, name: Any = "bf16") -> list[str]:
 
     given = {"model": {"w": jnp.ones((4, 4))}, "key": KEY}
     given["batch"] = {"x": jnp.ones((2, 4)), "weights": jnp.ones((2, 4))}
-    watch = watch_precision(loss, name)
+    watch = Checks(loss, name).dtypes
     found = said(lambda: watch(**given))
     assert not said(lambda: watch(**given))  # once
     return [str(x.message) for x in found]
@@ -139,7 +139,7 @@ def test_sums_in_low_precision_are_named(name: str):
         return *(sums if name == "total" else sums[::-1]), {}
 
     batch = {"x": jnp.ones(4), "weights": jnp.ones(4)}
-    (warning,) = said(lambda: watch_precision(loss, "bf16")(model=None, batch=batch, key=None))
+    (warning,) = said(lambda: Checks(loss, "bf16").dtypes(model=None, batch=batch, key=None))
     assert f"the loss's {name} is a sum in bfloat16: sum in float32" in str(warning.message)
     assert warning.filename == __file__
 
@@ -147,8 +147,8 @@ def test_sums_in_low_precision_are_named(name: str):
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The products that were looked at."""
-    seen, look = [], mixed_products._mixed
-    monkeypatch.setattr(mixed_products, "_mixed", lambda *x: seen.append(x) or look(*x))
+    seen, look = [], loss_checks._mixed
+    monkeypatch.setattr(loss_checks, "_mixed", lambda *x: seen.append(x) or look(*x))
     return seen
 
 
@@ -167,7 +167,7 @@ EXPERTS = Family(
 @pytest.mark.parametrize("family", [*FAMILIES, EXPERTS], ids=lambda family: family.name)
 def test_the_families_have_no_mixed_product(family: Family, name: Any, products: list[Any]):
     def look(make: Any, loss: Any, batch: Any) -> None:
-        trace = lambda key: watch_precision(loss, name)(model=make(key), batch=batch, key=key)
+        trace = lambda key: Checks(loss, name).dtypes(model=make(key), batch=batch, key=key)
         assert not said(lambda: jax.eval_shape(trace, KEY))
         assert products
         products.clear()
