@@ -132,8 +132,8 @@ class Checks:
             for path, x in jtu.tree_leaves_with_path(arrays)
         ]
         self._looked = True
-        for text, *place in dict.fromkeys(_findings(jaxpr, inputs)):
-            warnings.warn_explicit(text, PrecisionWarning, *place)
+        for text, file, line in dict.fromkeys(_findings(jaxpr, inputs)):
+            warnings.warn_explicit(text, PrecisionWarning, file, line)
 
 
 def compared(

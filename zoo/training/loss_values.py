@@ -1,8 +1,6 @@
 """A loss function called in a step's precision, and its values, checked."""
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from zoo.data.checks import Accepted, Ids
 from zoo.nn.parameters import dropping_out
 from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
 from zoo.nn.stateful import is_state, states, with_states
+from zoo.training.state import described, difference
 
 # Of a model with States it returns the new ones as a fourth value.
 LossFunction = Callable[[Any, Any, Any], tuple[Any, ...]]
@@ -25,22 +24,6 @@ STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
 STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
 STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
 SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
-
-
-def check_loss(loss_fn: Any) -> None:
-    """Raise a TypeError for something other than a function of a model, a batch and a key."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r}: give a function (model, batch, key) -> {SUMS}")
-    with contextlib.suppress(ValueError):  # it has no signature
-        signature = inspect.signature(loss_fn)
-        try:
-            signature.bind("model", "batch", "key")
-        except TypeError as error:
-            taken = ", ".join(signature.parameters)
-            raise TypeError(
-                f"loss_fn {_name(loss_fn)}({taken}): {error}; a step calls it as "
-                "loss_fn(model, batch, key), where an evaluation's key is None"
-            ) from None
 
 
 def call_loss(
@@ -136,31 +119,21 @@ def accepted_by(loss_fn: Any, model: PyTree) -> Accepted:
     stated: dict[str, Any] = {}
     for each in reversed(unwrapped(loss_fn)):
         stated |= getattr(each, "accepts", {})
+    # A number is the model's or one of a model that it holds, or in a `config`.
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: hasattr(x, "config"))
+    holders = [x for node in nodes if hasattr(node, "config") for x in (node, node.config)]
     found: dict[str, Ids | None] = {}
     for name, values in stated.items():
         source = f"the loss accepts {values}"
         if isinstance(values, str | tuple):
-            sizes = _sizes(model, (values,) if isinstance(values, str) else values)
-            if not sizes:
+            fields = (values,) if isinstance(values, str) else values
+            sizes = [(x, getattr(holder, x, None)) for x in fields for holder in holders]
+            field, size = next(((x, n) for x, n in sizes if isinstance(n, int)), ("", 0))
+            if not field:
                 continue
-            (field, size), *_ = sizes.items()
             values, source = range(size), f"the model's {field} is {size}"
         found[name] = None if values is None else Ids(values, source, name in KEPT)
     return found
-
-
-def _sizes(model: PyTree, names: tuple[str, ...]) -> dict[str, int]:
-    """The integers that a model, or one that it holds, has by these names, or its `config` has."""
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: hasattr(x, "config"))
-    found = {
-        name: getattr(holder, name)
-        for node in nodes
-        if hasattr(node, "config")
-        for name in names
-        for holder in (node.config, node)
-        if isinstance(getattr(holder, name, None), int)
-    }
-    return {name: found[name] for name in names if name in found}
 
 
 def _name(loss_fn: Any) -> str:

@@ -45,14 +45,14 @@ class Config:
     def __post_init__(self) -> None:
         configuration.check(self, "optimizer.")
         for name in ("learning_rate", "warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+            value = getattr(self, name)
+            require(value >= 0, f"optimizer.{name}={value}: must not be negative")
         for name in ("decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1]")
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"optimizer.{name}={value}: must be in [0, 1]")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name}={value}: must be in [0, 1)")
         require(
             self.base_width is None or self.base_width > 0,
             f"optimizer.base_width={self.base_width}: must be positive",
@@ -159,22 +159,16 @@ def _make_rule(
 def matrices(parameters: PyTree) -> Any:
     """A tree of booleans: whether a parameter is a matrix by its logical axes, not a vector.
 
-    Raises:
+    Raises, as the two functions below:
         ShardingError: a logical axis that neither the table nor the rules in use know.
     """
-    return map_parameters(
-        lambda path, names, leaf: is_matrix(names, field=keystr(path)), parameters
-    )
+    return map_parameters(lambda path, names, _: is_matrix(names, field=keystr(path)), parameters)
 
 
 def hidden_matrices(parameters: PyTree) -> Any:
-    """A tree of booleans: whether a matrix is between the model's inputs and outputs.
-
-    Raises:
-        ShardingError: a logical axis that neither the table nor the rules in use know.
-    """
+    """A tree of booleans: whether a matrix is between the model's inputs and outputs."""
     return map_parameters(
-        lambda path, names, leaf: is_hidden_matrix(names, field=keystr(path)), parameters
+        lambda path, names, _: is_hidden_matrix(names, field=keystr(path)), parameters
     )
 
 
@@ -182,12 +176,9 @@ def muon_dimensions(parameters: PyTree) -> Any:
     """The axes that Muon orthogonalises: of the hidden matrices, each of a stack by itself.
 
     None for vectors, and for matrices with the model's inputs or outputs for an axis.
-
-    Raises:
-        ShardingError: a logical axis that neither the table nor the rules in use know.
     """
 
-    def dimensions(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Any:
+    def dimensions(path: tuple, names: tuple[str | None, ...], _: Any) -> Any:
         if not is_hidden_matrix(names, field=keystr(path)):
             return None
         return optax.contrib.MuonDimensionNumbers(*matrix_axes(names))

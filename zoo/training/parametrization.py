@@ -64,8 +64,7 @@ def factors(model: PyTree, base_width: int, *, orthogonal: bool = False) -> Any:
             an output head that is the embedding without a norm before it.
         ShardingError: a logical axis that neither the table nor the rules in use know.
     """
-    ratio = width(model) / base_width
-    _check(model, base_width)
+    ratio = _width(model, base_width) / base_width
     gains = jax.tree.leaves(_tied_norm(model))
 
     def of_parameter(path: tuple, names: tuple[str | None, ...], leaf: Any) -> Factors:
@@ -74,23 +73,6 @@ def factors(model: PyTree, base_width: int, *, orthogonal: bool = False) -> Any:
         return _factors(names, ratio, orthogonal, keystr(path))
 
     return map_parameters(of_parameter, model)
-
-
-def width(model: PyTree) -> int:
-    """The width of a model.
-
-    Raises:
-        ValueError: a model that has none, or several.
-    """
-    sizes = _sizes(model)
-    name = next((name for name in WIDTHS if name in sizes), None)
-    if name is None or len(sizes[name]) > 1:
-        found = "no axis of that name" if name is None else f"{name!r} of {sorted(sizes[name])}"
-        raise ValueError(
-            "optimizer.parametrization='mup' takes the width from the logical axis 'hidden', or "
-            f"else 'embed', of one size, and the {type(model).__name__} has {found}"
-        )
-    return min(sizes[name])
 
 
 def initialise(model: PyTree, base_width: int) -> PyTree:
@@ -155,11 +137,23 @@ def _tied_norm(model: PyTree) -> Any:
     return norm
 
 
-def _check(model: PyTree, base_width: int) -> None:
-    """Refuse what has no counterpart at the base width, and what scales with the width itself."""
-    size = width(model)
-    for name, counts in _sizes(model).items():
-        for count in counts if name in ("heads", "kv_heads") else ():
+def _width(model: PyTree, base_width: int) -> int:
+    """The width of a model, which has a counterpart at the base width.
+
+    Raises:
+        ValueError: a model that has none, or several, or no such counterpart.
+    """
+    sizes = _sizes(model)
+    name = next((name for name in WIDTHS if name in sizes), None)
+    if name is None or len(sizes[name]) > 1:
+        found = "no axis of that name" if name is None else f"{name!r} of {sorted(sizes[name])}"
+        raise ValueError(
+            "optimizer.parametrization='mup' takes the width from the logical axis 'hidden', or "
+            f"else 'embed', of one size, and the {type(model).__name__} has {found}"
+        )
+    size = min(sizes[name])
+    for name in ("heads", "kv_heads"):
+        for count in sizes.get(name, ()):
             if count * base_width % size:
                 raise ValueError(
                     f"{count} {name} at a width of {size} are {count * base_width / size:g} at "
@@ -172,6 +166,7 @@ def _check(model: PyTree, base_width: int) -> None:
             "residual.scale_embedding=True multiplies by the root of the width, which "
             "optimizer.parametrization='mup' has no rule for: choose False"
         )
+    return size
 
 
 def _sizes(model: PyTree) -> dict[str, set[int]]:

@@ -31,7 +31,6 @@ from zoo.training.loss_values import (
     EVAL_NAMES,
     STEP_NAMES,
     LossFunction,
-    check_loss,
     loss_values,
 )
 from zoo.training.state import (
@@ -63,27 +62,23 @@ def make_train_step(
     Computes in `precision` over fp32 master weights; cuts a batch of B rows into `accumulate`
     microbatches of B/accumulate; clips the gradient to the global norm `clip_norm`. A step whose
     loss, gradient or new parameters are not finite leaves parameters and optimizer state as they
-    were, and counts as skipped.
-    Given `trainable`, a function from a model to a tree of booleans like it, the rest is frozen:
-    it has no gradient, and stays as it is bit for bit. `mesh` is `init_state`'s.
+    were, and counts as skipped. Given `trainable`, a function from a model to a tree of booleans
+    like it, the rest is frozen: it has no gradient, and stays as it is bit for bit. `mesh` is
+    `init_state`'s. In "int8" it computes in bf16, and multiplies the matrices of blocks in int8.
 
     For a model that is not the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
     loss names by `zoo.losses.keeps_dtype`. A PrecisionWarning, once per step, names the lines of
-    the loss and the model that compute a product of two dtypes in fp32.
+    the loss and the model that compute a product of two dtypes in fp32, and a LossWarning says that
+    a loss of one's own is no sum over rows.
 
     An `eqx.nn.State` anywhere in the model is not trained, and keeps its own dtypes: the loss gets
     it (`model, state = pair` where `make_model` returned the pair of `eqx.nn.make_with_state`), and
     returns the new one as a fourth value, or a list of several in the model's order. Microbatches
-    pass it on in their order, and a skipped step leaves it as it was. Batch and spectral norms of
-    Equinox have their statistics in fp32.
+    pass it on in their order, and a skipped step leaves it as it was.
 
     A batch of numpy arrays is checked before it is used: for nan and infinity, integers that int32
-    does not hold, and ids that the model does not have (see `zoo.losses.accepts`; `zoo.data.loader`
-    does so in its own threads). A LossWarning says that a loss of one's own is no sum over rows.
-
-    In "int8" it computes in bf16, and multiplies the matrices of blocks in int8; see
-    `zoo.quantization.int8_training`.
+    does not hold, and ids that the model does not have (see `zoo.losses.accepts`).
 
     Metrics are float32 scalars on the device: `loss` (per unit of weight), `tokens` (the summed
     weight), `grad_norm` (before clipping), `param_norm` (of the trained parameters after the
@@ -91,18 +86,17 @@ def make_train_step(
     the loss's own divided by the weight.
 
     Raises:
-        TypeError: `loss_fn` is not a function, or `optimizer` is not an optax transformation; at
-            the first call, a loss function that returns something else, or no new State.
+        TypeError: `optimizer` is not an optax transformation; at the first call, a loss function
+            that returns something else, or no new State.
         ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision that the
             devices lack; at a call, rows that do not divide; at the first call, the state of
             another optimizer, a metric whose name is taken or that is no number, a total that is no
-            sum, a State of other shapes or dtypes, a batch without an
-            entry that the loss names, or "int8" for a model that multiplies nothing in it.
+            sum, a State of other shapes or dtypes, a batch without an entry that the loss names, or
+            "int8" for a model that multiplies nothing in it.
         ShardingError: at the first call, a pattern of a layout's `axes` that names nothing.
     """
     layout = sharding.layout_of(mesh)
     check_precision(precision, layout.mesh)
-    check_loss(loss_fn)
     check_optimizer(optimizer)
     require(accumulate >= 1, f"accumulate={accumulate}: must be at least 1")
     require(
@@ -279,7 +273,6 @@ def make_eval_step(
     is ignored. Errors and warnings are `make_train_step`'s.
     """
     check_precision(precision, sharding.layout_of(mesh).mesh)
-    check_loss(loss_fn)
     checks = Checks(loss_fn, precision)
 
     def eval_step(batch: PyTree, model: PyTree) -> tuple[None, Metrics]:
