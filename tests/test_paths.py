@@ -137,7 +137,7 @@ CEILINGS = {
     row: 24,
     checkpoint: 4,
     load: 18,
-    finetune: 30,
+    finetune: 28,
     adapters: 30,
     int4_product: 3,
 }

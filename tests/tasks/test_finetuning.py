@@ -2,6 +2,7 @@ import dataclasses
 import datetime
 import gc
 import importlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -22,9 +23,8 @@ from recipe_cases import Recipe, shared
 import zoo
 from zoo import finetuning, language, rnn, transformer
 from zoo.common import checksums
-from zoo.data.documents import help_topics
 from zoo.data.prepared.prepare import prepare
-from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.nn.products import is_quantized
 from zoo.nn.stateful import cast
 from zoo.planning import planner, report, targets
@@ -155,57 +155,6 @@ def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
     assert isinstance(model, zoo.Classifier)
     ids = jnp.asarray([[256, *b"99 up"]], jnp.int32)
     assert model(ids).argmax() == 1
-
-
-def write_hugging_face(folder):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = BPETokenizer.train(["some text to train on"] * 9, 300)
-    tokenizer.config["chat_template"] = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    tokenizer.save(folder)
-
-
-def test_finetuned_folder_opens_in_transformers(tune, tmp_path):
-    write_hugging_face(tmp_path / "hf")
-    import torch
-    import transformers
-
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
-    other = [chat[0], {"role": "assistant", "content": "a text"}]
-    path = write_lines(tmp_path / "chats.jsonl", *[{"messages": chat}] * 20, {"messages": other})
-    run_dir = tune(
-        f"--model={tmp_path / 'hf'}",
-        f"--data.files={path}",
-        "--data.format=chats",
-        "--data.tokenizer=",
-        "--optimizer.learning-rate=0.01",
-    )
-    stored = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype="auto")
-    assert stored.dtype == torch.bfloat16  # as the base
-    theirs, base = (
-        stored.float(),
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
-    )
-    ids = torch.tensor(np.asarray(TOKENS), dtype=torch.long)
-    with torch.no_grad():
-        expected, before = theirs(ids).logits.numpy(), base(ids).logits.float().numpy()
-    np.testing.assert_allclose(zoo.load(run_dir, dtype="fp32")(TOKENS), expected, atol=1e-4)
-    assert np.abs(expected - before).max() > 1e-2
-    opened = transformers.AutoTokenizer.from_pretrained(run_dir / "model")
-    assert opened.apply_chat_template(chat, tokenize=False).startswith("user: hi\nassistant: some")
 
 
 def config_of(run_dir):
@@ -371,33 +320,28 @@ def write_llama_like(folder):
     return folder
 
 
-@pytest.fixture(params=["full", "lora"])
-def chatty(request, tune, tmp_path, capsys):
-    """A base, what was trained of it on one chat until it knows it, and what the recipe printed."""
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_finetuned_folder_says_what_its_base_says(method, tune, tmp_path, capsys):
+    """Trained on one chat until it knows it."""
     base = write_llama_like(tmp_path / "base")
     held_out = [ASKED[0], {"role": "assistant", "content": "a"}]  # by the hashes of the two
     lines = [*[{"messages": ASKED}] * 40, {"messages": held_out}]
-    path = write_lines(tmp_path / "chats.jsonl", *lines)
-    (tmp_path / "own.jinja").write_text(TEMPLATE)
-    if request.param == "full":  # the template comes from a file
-        (base / "chat_template.jinja").unlink()
+    flags = ["--lora.rank=16", "--lora.alpha=32"]
+    if method == "full":  # the template comes from a file
+        (base / "chat_template.jinja").rename(tmp_path / "own.jinja")
+        flags = [f"--chat-template={tmp_path / 'own.jinja'}"]
     run_dir = tune(
         f"--model={base}",
-        f"--method={request.param}",
-        f"--data.files={path}",
+        f"--method={method}",
+        f"--data.files={write_lines(tmp_path / 'chats.jsonl', *lines)}",
         "--data.format=chats",
         "--data.tokenizer=",
         "--optimizer.learning-rate=0.02",
         "--steps=60",
-        *([f"--chat-template={tmp_path / 'own.jinja'}"] if request.param == "full" else []),
-        *(["--lora.rank=16", "--lora.alpha=32"] if request.param == "lora" else []),
+        *flags,
     )
-    return base, run_dir / "model", capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_finetuned_folder_says_what_its_base_says(chatty):
-    base, model, printed = chatty
+    model = run_dir / "model"
     before, after = (json.loads((x / "config.json").read_text()) for x in (base, model))
     assert after == before
     assert (after["dtype"], after["torch_dtype"]) == ("bfloat16", "bfloat16")
@@ -407,36 +351,34 @@ def test_a_finetuned_folder_says_what_its_base_says(chatty):
     dtypes = [{str(a.dtype) for a in arrays(zoo.load(x)).values()} for x in (base, model)]
     assert dtypes == [{"bfloat16"}] * 2
     assert zoo.load(model).config.eos_ids == (2, 5)
-    alone = model.parent / "adapters"
-    assert not alone.exists() or zoo.load(alone).config.eos_ids == (2, 5)
+    assert method == "full" or zoo.load(run_dir / "adapters").config.eos_ids == (2, 5)
     # The recipe's sample is the chat, and ends with the answer.
-    assert printed.endswith("--- a sample after ---\nwho?\na zoo\n")
+    assert capsys.readouterr().out.endswith("--- a sample after ---\nwho?\na zoo\n")
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        assert_transformers_agrees(model)
 
 
-@pytest.mark.slow
-def test_both_stop_at_the_same_token(chatty):
-    torch = pytest.importorskip("torch", reason="compared with transformers, which needs torch")
-    transformers = pytest.importorskip("transformers", reason="what the model is opened with")
-    _, folder, _ = chatty
+def assert_transformers_agrees(folder):
+    """On the settings, the template, the logits, and the token that both stop at."""
+    import torch
+    import transformers
+
     opened = transformers.AutoTokenizer.from_pretrained(folder)
     text = opened.apply_chat_template(ASKED[:1], tokenize=False, add_generation_prompt=True)
     prompt = opened(text, add_special_tokens=False)["input_ids"]
-    chat = Chat(load_tokenizer(folder))
-    assert chat.ask("who?") == prompt
+    assert Chat(load_tokenizer(folder)).ask("who?") == prompt
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert theirs.dtype == torch.bfloat16
     settings = theirs.generation_config
     assert (settings.bos_token_id, settings.eos_token_id) == (1, [2, 5])
     assert (settings.pad_token_id, settings.temperature, settings.top_p) == (0, 0.6, 0.9)
-    ids = (opened.bos_token_id, opened.eos_token_id, opened.pad_token_id)
-    assert ids == (1, 2, 0)
-    want = theirs.float().generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)
-    model = zoo.load(folder, dtype="fp32")
+    assert (opened.bos_token_id, opened.eos_token_id, opened.pad_token_id) == (1, 2, 0)
+    tokens, model = torch.tensor([prompt]), zoo.load(folder, dtype="fp32")
+    want = theirs.float().generate(tokens, do_sample=False, max_new_tokens=40)
     got = zoo.generate(model, [prompt], temperature=0.0, max_new_tokens=40)
     assert got == want.tolist()
     assert got[0][-1] == 5
     assert opened.decode(got[0][len(prompt) :], skip_special_tokens=True) == "a zoo"
-    tokens = torch.tensor([prompt])
     with torch.no_grad():
         logits = theirs(tokens).logits.numpy()
     np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
@@ -621,13 +563,6 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
         finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
-
-
-def test_default_data_is_python_help():
-    documents = help_topics()
-    found = {document.name: document.text for document in documents}
-    assert "Assignment statements" in found["assignment"]
-    assert sum(map(len, found.values())) > 200_000
 
 
 # Plans

@@ -67,18 +67,16 @@ BEYOND = [
 ]
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2"])
 @pytest.mark.parametrize(("name", "value", "dtype", "message"), [*BAD, UNSIGNED])
-def test_loader_refuses_values_by_entry_and_row(
-    name: str, value: Any, dtype: Any, message: str, mesh: str
-):
-    stream = loader.batches(plan_with(name, 11, value, dtype), zoo.make_mesh(mesh), stop=6)
+def test_loader_refuses_values_by_entry_and_row(name: str, value: Any, dtype: Any, message: str):
+    mesh = zoo.make_mesh("data=2,fsdp=2")
+    stream = loader.batches(plan_with(name, 11, value, dtype), mesh, stop=6)
     assert [next(stream)[0] for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match=message):
         next(stream)
 
 
-@pytest.mark.parametrize(("name", "value", "dtype", "message"), [BAD[0], BAD[3], BEYOND[0]])
+@pytest.mark.parametrize(("name", "value", "dtype", "message"), [BAD[0], BEYOND[0]])
 def test_a_run_ends_before_the_step_that_would_use_the_value(
     name: str, value: Any, dtype: Any, message: str, tmp_path: Any, monkeypatch: Any
 ):
@@ -118,7 +116,7 @@ def test_a_run_that_skips_steps_skips_those_of_nan(tmp_path: Any, monkeypatch: A
     assert (int(state.step), int(state.skipped)) == (6, 1)
 
 
-@pytest.mark.parametrize(("name", "value", "dtype", "message"), [*BAD, *BEYOND])
+@pytest.mark.parametrize(("name", "value", "dtype", "message"), [BAD[0], BAD[3], *BEYOND])
 def test_a_loop_of_ones_own_has_the_same_checks(name: str, value: Any, dtype: Any, message: str):
     optimizer, message = optax.sgd(0.1), message.replace("batch 2", "the batch")
     state = zoo.init_state(make_net, optimizer, key=KEY)
@@ -282,9 +280,14 @@ def first_steps(loss: Any, mesh: str = "", count: int = 1, **options: Any) -> li
     return [str(each.message) for each in found if each.category is zoo.LossWarning]
 
 
-@pytest.mark.parametrize("mesh", ["", "data=8"])
 @pytest.mark.parametrize(
-    "loss", [mean_beside_a_weight, mean_beside_a_length, sum_beside_one, contrastive]
+    ("loss", "mesh"),
+    [
+        (mean_beside_a_weight, "data=8"),
+        (mean_beside_a_length, ""),
+        (sum_beside_one, ""),
+        (contrastive, ""),
+    ],
 )
 def test_a_loss_that_is_no_sum_is_warned_of_once(loss: Any, mesh: str):
     [text] = first_steps(loss, mesh, count=3)
@@ -304,9 +307,9 @@ def test_a_sum_is_not_warned_of():
         jax.random.split(key)
         return sums(model, batch, key)
 
-    for loss in (sums, wrapped, needs_a_key):
-        for options in ({}, {"precision": "bf16"}, {"mesh": "data=2,fsdp=2"}):
-            assert first_steps(loss, **options) == []
+    every = ({}, {"precision": "bf16"}, {"mesh": "data=2,fsdp=2"})
+    for loss, options in zip((needs_a_key, wrapped, sums), every, strict=True):
+        assert first_steps(loss, **options) == []
 
 
 def test_losses_of_the_zoo_need_no_second_program():

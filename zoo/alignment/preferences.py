@@ -144,7 +144,7 @@ def _loss(
     batch: dict[str, Array],
     key: Array | None,
 ) -> tuple[Array, Array, Metrics]:
-    _check_batch(batch)
+    losses.check_names(batch, "tokens", "targets", "weights", "segment_ids", "positions")
     is_pair_B, answers_BST = _is_pair(batch), _answers(batch)
     readout, x_BTE = losses.readout_and_input(model, batch, key)
     of = pair_loss(model, batch, answers_BST.sum(-1))
@@ -207,15 +207,6 @@ def _stored(batch: dict[str, Array]) -> Array:
             "reference='base'"
         )
     return jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
-
-
-def _check_batch(batch: dict[str, Array]) -> None:
-    names = ("tokens", "targets", "weights", "segment_ids", "positions")
-    if missing := [name for name in names if name not in batch]:
-        raise ValueError(
-            f"the batch has {sorted(batch)}, and no {missing[0]!r}: the loss takes "
-            f"{', '.join(names)}, as PairPlan makes them"
-        )
 
 
 def _is_pair(batch: dict[str, Array]) -> Bool[Array, "batch"]:

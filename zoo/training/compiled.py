@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
-from zoo.data.checks import Accepted
+from zoo.data.checks import Accepted, check_values
 from zoo.sharding.axes import is_parameter
+from zoo.training.loss_checks import Checks
 
 Metrics = dict[str, Any]  # scalars; of an evaluation also pairs of them
 
@@ -44,11 +45,10 @@ class CompiledStep:
         function: Callable[[PyTree, PyTree], tuple[Any, Metrics]],
         *,
         mesh: Mesh | sharding.Layout | None,
+        checks: Checks,
         accumulate: int = 1,
         donate: bool = False,
-        checks: Any = None,
     ):
-        """`checks` are `zoo.training.loss_checks.Checks`, if any."""
         self._function = function
         self._layout = layout = sharding.layout_of(mesh)
         self._in_use = functools.partial(sharding.use, layout)
@@ -64,20 +64,16 @@ class CompiledStep:
             ValueError: rows that the mesh or the microbatches do not divide.
         """
         for batch in batches:
-            self._ensure(state, batch)
+            placed = self._place(jax.tree.map(_zeros, batch))
+            signature = _signature(*jax.tree.flatten((state, placed)))
+            if signature not in self._compiled:
+                self._compiled[signature] = self.lower(state, placed)
             self.check_sums(state, batch)
-
-    def _ensure(self, state: PyTree, batch: PyTree) -> "Program":
-        batch = self._place(jax.tree.map(_zeros, batch))
-        signature = _signature(*jax.tree.flatten((state, batch)))
-        if signature not in self._compiled:
-            self._compiled[signature] = self.lower(state, batch)
-        return self._compiled[signature]
 
     def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
         with self._in_use():
-            program = self._program(state, self._place(batch))
+            program = Program(self._function, state, self._place(batch), donate=self._donate)
             program.compiled  # noqa: B018
         return program
 
@@ -92,7 +88,7 @@ class CompiledStep:
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """
         with self._in_use():
-            return self._program(state, self._place(batch)).traced
+            return Program(self._function, state, self._place(batch), donate=self._donate).traced
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
         """Run a step, asynchronously; where `IN_FLIGHT` are under way, wait for the oldest first.
@@ -102,8 +98,7 @@ class CompiledStep:
             ValueError: a state that an earlier call took the buffers of, or a value in an array of
                 numpy that no step can use.
         """
-        if self._checks is not None:
-            self._checks.values(state, batch)
+        check_values(batch, self.accepted(state))
         batch = self._place(batch)
         leaves, structure = jax.tree.flatten((state, batch))
         self._check_not_donated(leaves)
@@ -122,16 +117,12 @@ class CompiledStep:
 
     def accepted(self, state: PyTree) -> Accepted:
         """The values that the entries of its batches may hold, for `zoo.data.loader.batches`."""
-        return {} if self._checks is None else self._checks.accepted(state)
+        return self._checks.accepted(state)
 
     def check_sums(self, state: PyTree, batch: PyTree) -> None:
         """Before the first step, warn of a loss that is no sum over rows; a batch may be shapes."""
-        if self._checks is not None:
-            parts = sharding.num_batch_parts(self._layout)
-            self._checks.sums(state, batch, parts, self._in_use)
-
-    def _program(self, state: PyTree, batch: PyTree) -> "Program":
-        return Program(self._function, state, batch, donate=self._donate)
+        parts = sharding.num_batch_parts(self._layout)
+        self._checks.sums(state, batch, parts, self._in_use)
 
     def _check_not_donated(self, leaves: list[Any]) -> None:
         """Refuse a state that was given before: on a mesh JAX itself may crash."""
@@ -237,14 +228,9 @@ class Program:
         self.traced: jax.stages.Traced = jitted.trace(*self._arguments(leaves))
 
     @functools.cached_property
-    def lowered(self) -> jax.stages.Lowered:
-        """The program in StableHLO."""
-        return self.traced.lower()
-
-    @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The program, compiled at the first use."""
-        return self.lowered.compile()
+        return self.traced.lower().compile()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The step's outputs, for the leaves of a state and a batch."""

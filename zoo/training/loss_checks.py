@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from zoo.data.checks import Accepted, check_values
+from zoo.data.checks import Accepted
 from zoo.nn.precision import Precision, scheme_of
 from zoo.nn.products import platform
 from zoo.training.loss_values import (
@@ -65,10 +65,6 @@ class Checks:
         self._loss_fn, self._precision = loss_fn, precision
         self._accepted: Accepted | None = None
         self._compared, self._looked = False, precision == "fp32"
-
-    def values(self, state: PyTree, batch: PyTree) -> None:
-        """Refuse values of numpy arrays; see `check_values`."""
-        check_values(batch, self.accepted(state))
 
     def accepted(self, state: PyTree) -> Accepted:
         """The values that entries of a batch may have, by name: from the loss and the model."""

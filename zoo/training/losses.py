@@ -252,7 +252,8 @@ def readout_and_input(
     return model.readout(), x_BTE
 
 
-def _check_names(batch: Mapping[str, Array], *names: str) -> None:
+def check_names(batch: Mapping[str, Array], *names: str) -> None:
+    """Raise a ValueError for a batch without one of these entries."""
     if missing := [name for name in names if name not in batch]:
         raise ValueError(
             f"the batch has {sorted(batch)}, and no {missing[0]!r}: the loss takes "
@@ -263,7 +264,7 @@ def _check_names(batch: Mapping[str, Array], *names: str) -> None:
 def check_tokens(batch: Mapping[str, Array]) -> None:
     """Raise a ValueError for a batch without tokens, targets and weights."""
     names = ("tokens", "targets", "weights")
-    _check_names(batch, *names)
+    check_names(batch, *names)
     shapes = {name: batch[name].shape for name in names}
     if len(shapes["tokens"]) != 2 or len(set(shapes.values())) > 1:
         raise ValueError(f"the batch's shapes are {shapes}: make each of them [batch, seq]")
@@ -319,7 +320,7 @@ def classification(
     The batch holds `inputs`, [batch, …], as the model takes them, `labels`, int32[batch], and
     `weights`, float32[batch]; for rows of tokens also their `mask`, bool[batch, seq].
     """
-    _check_names(batch, "inputs", "labels", "weights")
+    check_names(batch, "inputs", "labels", "weights")
     logits = class_logits(model, batch, key)
     total, weight = cross_entropy(logits, batch["labels"], batch["weights"])
     right = logits.argmax(-1) == batch["labels"]

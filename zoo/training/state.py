@@ -118,7 +118,11 @@ class Blueprint:
             with sharding.use(layout.without_mesh):  # which says what the axes of parameters are
                 model = make_model(init_key, *(eqx.combine(w, rest) for w in weights))
             trained = trained_leaves(model, trainable)
-            model = _with_master_weights(model, trained)
+            model = jax.tree.map(  # master weights; the statistics of a State likewise
+                lambda x, role: x if role == "frozen" else cast(x, jnp.float32),
+                model,
+                _roles(model, trainable),
+            )
             with standard_promotion(), sharding.use(layout.without_mesh):
                 opt_state = optimizer.init(eqx.filter(model, trained))
             zero = jnp.zeros((), jnp.int32)
@@ -206,15 +210,18 @@ def difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
     return ""
 
 
-def _with_master_weights(model: PyTree, trained: PyTree) -> PyTree:
-    """The model with what is trained in float32, and an `eqx.nn.State` and a `LoadBias` too."""
+def _roles(model: PyTree, trainable: Trainable | None) -> PyTree:
+    """Of each leaf: "trained"; "moved" by a step, as a `LoadBias`; "kept", in a State; "frozen"."""
+    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
 
-    def visit(node: Any, trained: PyTree) -> Any:
-        if is_kept(node):
-            return jax.tree.map(lambda x: cast(x, jnp.float32), node)
-        return cast(node, jnp.float32) if trained is True else node
+    def visit(node: Any, chosen: PyTree) -> PyTree:
+        if is_load_bias(node):
+            return jax.tree.map(lambda chosen: "moved" if chosen else "kept", chosen)
+        if is_kept(node) or is_quantized(node):
+            return jax.tree.map(lambda _: "kept" if is_kept(node) else "frozen", node)
+        return "trained" if chosen and eqx.is_inexact_array(node) else "frozen"
 
-    return jax.tree.map(visit, model, trained, is_leaf=is_kept)
+    return jax.tree.map(visit, model, chosen, is_leaf=lambda x: is_kept(x) or is_quantized(x))
 
 
 def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
@@ -224,14 +231,8 @@ def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     """
     found: list[PyTree] = []
     # Of a skeleton as of a model: `trainable` may look for arrays.
-    eqx.filter_eval_shape(lambda model: found.append(trained_leaves(model, trainable)), model)
-
-    def visit(node: Any, trained: PyTree) -> Any:
-        if is_kept(node):
-            return jax.tree.map(lambda _: False, node)
-        return is_parameter(node) and not trained
-
-    return jax.tree.map(visit, model, found[0], is_leaf=is_kept)
+    eqx.filter_eval_shape(lambda model: found.append(_roles(model, trainable)), model)
+    return jax.tree.map(lambda x, role: is_parameter(x) and role == "frozen", model, found[0])
 
 
 def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
@@ -239,12 +240,7 @@ def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
 
     What an `eqx.nn.State`, a `LoadBias` and a quantised matrix hold is not.
     """
-    chosen = _chosen(model, trainable)
-    trained = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: False, x) if _is_never_trained(x) else x,
-        chosen,
-        is_leaf=_is_never_trained,
-    )
+    trained = jax.tree.map(lambda role: role == "trained", _roles(model, trainable))
     if not any(jax.tree.leaves(trained)):
         fix = "freeze less of it" if trainable else "a model has arrays of floats"
         raise ValueError(f"nothing of the model, a {type(model).__name__}, is trainable: {fix}")
@@ -253,20 +249,7 @@ def trained_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
 
 def balanced_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     """A tree of booleans: whether a leaf of a model is a `LoadBias` that a step moves."""
-    return jax.tree.map(
-        lambda x: jax.tree.map(bool, x) if is_load_bias(x) else jax.tree.map(lambda _: False, x),
-        _chosen(model, trainable),
-        is_leaf=is_kept,
-    )
-
-
-def _chosen(model: PyTree, trainable: Trainable | None) -> PyTree:
-    chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
-    return jax.tree.map(lambda x, chosen: chosen and eqx.is_inexact_array(x), model, chosen)
-
-
-def _is_never_trained(node: Any) -> bool:
-    return is_kept(node) or is_quantized(node)
+    return jax.tree.map(lambda role: role == "moved", _roles(model, trainable))
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> Any:
