@@ -36,7 +36,7 @@ from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import Manifest
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.hf.weights import Weights
-from zoo.publishing import PublishError, downloads, uploads
+from zoo.publishing import PublishError, folders, shelf
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.transformer.config import RopeScaling
@@ -450,7 +450,7 @@ def of_a_listing(names: list[str], world: Hostile) -> Any:
     world.put("net/config.json", {"model_type": "llama"})
     for name in names:
         world.put(f"net/{name}")
-    return tree(downloads.fetched("memory://store/net"))
+    return tree(shelf.fetched("memory://store/net"))
 
 
 def of_checksums(names: list[str], world: Hostile) -> Any:
@@ -458,7 +458,7 @@ def of_checksums(names: list[str], world: Hostile) -> Any:
     world.put("net/checksums.json", {"files": listed, "sha256": checksums._digest(listed)})
     for name in names:
         world.put(f"net/{name}")
-    return tree(downloads.fetched("memory://store/net"))
+    return tree(shelf.fetched("memory://store/net"))
 
 
 def of_local_checksums(names: list[str], world: Hostile) -> Any:
@@ -513,8 +513,7 @@ def of_a_folder_to_replace(names: list[str], world: Hostile) -> Any:
     for name in names:
         world.put(f"net/{name}")
     world.put("net/saving.json", json.dumps(names).encode())
-    uploads.check_replaceable("memory://store/net", ())
-    with uploads.uploading("memory://store/net", last="config.json") as new:
+    with folders.replacing("memory://store/net") as new:
         (new / "config.json").write_text("{}")
     return [key for key in world.store.store if key.startswith("/store/net/")] == [
         "/store/net/config.json"

@@ -436,8 +436,8 @@ class Scale(eqx.Module):
 
 class Npz(Format):
     config = "theirs.json"
-    def describes(self, content): return b"their_sizes" in content
-    def open(self, folder, options):
+    def describes(self, folder): return b"their_sizes" in (folder / self.config).read_bytes()
+    def open(self, folder, options, base=None):
         config = mlp.Config(**json.loads((folder / self.config).read_text())["their_sizes"])
         made = eqx.filter_eval_shape(lambda key: mlp.MLP(config, key=key), jax.random.key(0))
         def load(skeleton):

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 from zoo.common import plugins, startup
 
 startup.leave_at_once()
-plugins.register("zoo.formats", zoo="zoo.publishing.families:OWN", hf="zoo.hf.folder:HUGGING_FACE")
+plugins.register(
+    "zoo.formats",
+    zoo="zoo.publishing.families:OWN",
+    hf="zoo.hf.folder:HUGGING_FACE",
+    peft="zoo.hf.peft:PEFT",
+)
 plugins.register("zoo.row_plans", preferences="zoo.alignment.pairs:PairPlan")
-plugins.register("zoo.adapter_formats", peft="zoo.hf.peft:PEFT")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
@@ -96,7 +100,7 @@ startup.quieten_libtpu()  # before any module starts JAX
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("zoo.publishing.formats").version()
+        return importlib.import_module("zoo.publishing.folders").version()
     if name not in _NAMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     found = vars(importlib.import_module(_NAMES[name])).get(name)

@@ -13,11 +13,11 @@ from zoo.common.addresses import explained, is_remote
 from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
 from zoo.publishing import PublishError, formats
-from zoo.publishing.downloads import model_at
 from zoo.publishing.families import body_of
-from zoo.publishing.formats import README
+from zoo.publishing.folders import README
+from zoo.publishing.formats import AdapterFormat
 from zoo.publishing.models import load
-from zoo.publishing.shelf import find, published
+from zoo.publishing.shelf import find, model_at, published
 from zoo.runs import checkpoint, environment
 from zoo.runs.command_line import cli_errors, console, parse
 from zoo.wrappers import lora
@@ -51,7 +51,7 @@ def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:
     loaded = load(folder, mesh=devices)
     if (config := getattr(body_of(loaded), "config", None)) is not None:
         print(config, end="\n\n")
-    if (format := formats.of_adapters(folder)) is not None:
+    if isinstance(format := formats.of(folder), AdapterFormat):
         base, chosen = format.base(folder), lora.config_of(loaded)
         print(f"adapters of {base.name}, weights {base.checksum or 'without a checksum'}")
         print(chosen, end="\n\n")

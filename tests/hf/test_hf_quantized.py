@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         {},
         r"qweight: \(4, 64\) here, \(8, 64\)",
     ),
-    "a type": ("gptq", put(".scales", lambda x: x.astype(np.int32)), {}, r"of type I32.*F16"),
+    "a type": ("gptq", put(".scales", lambda x: x.astype(np.int32)), {}, r"of type int32.*float16"),
     "one layer": (
         "gptq",
         whole_first_layer,

@@ -45,8 +45,8 @@ def opened(name: str, folder: Path) -> Path:
 
 
 def base_in(folder: Path) -> formats.Base:
-    format = formats.of_adapters(folder)
-    assert format is not None
+    format = formats.of(folder)
+    assert isinstance(format, formats.AdapterFormat)
     return format.base(folder)
 
 
@@ -290,7 +290,7 @@ def test_other_tensors_are_refused(tmp_path: Path):
         r"lm_head.weight: \(37, 20\) here, none": lambda x: x.update(
             {"base_model.model.lm_head.weight": np.zeros((37, 20), np.float32)}
         ),
-        "tensors of type I32": lambda x: x.update({k: y.astype(np.int32) for k, y in x.items()}),
+        "tensors of type int32": lambda x: x.update({k: y.astype(np.int32) for k, y in x.items()}),
     }
     for i, (message, change) in enumerate(changes.items()):
         folder = opened("some_layers", tmp_path / f"{i}")

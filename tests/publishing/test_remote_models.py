@@ -23,7 +23,7 @@ import zoo
 from zoo import __main__, mlp
 from zoo.common import checksums, files, store
 from zoo.common.addresses import AddressError, location
-from zoo.publishing import PublishError, downloads, uploads
+from zoo.publishing import PublishError, folders, shelf
 from zoo.publishing.shelf import find
 from zoo.wrappers import lora
 
@@ -198,12 +198,12 @@ def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
     weights = part() / "model.safetensors.tmp"
     assert weights.exists()
     assert files_of(part()) == {*names, weights.name}
-    assert downloads.cached(address) is None
+    assert shelf.cached(address) is None
     kept = {name: (part() / name).stat().st_ino for name in names}
     fetched = noted_fetches(monkeypatch)
     assert_same(zoo.load(address), net(0))
     assert fetched == ["model.safetensors"]
-    found = downloads.cached(address)
+    found = shelf.cached(address)
     assert found is not None
     assert {name: (found / name).stat().st_ino for name in names} == kept
     assert files_of(found) == {*names, "model.safetensors", "checksums.json"}
@@ -234,7 +234,7 @@ def test_models_on_stores(kind: str, request: pytest.FixtureRequest, capsys, mon
     assert_same(zoo.load(address), net(0))
     zoo.save(address, net(1))
     assert_same(zoo.load(address), net(1))
-    assert uploads.SAVING not in files_of(location(address, "x"))
+    assert folders.SAVING not in files_of(location(address, "x"))
     __main__.verify((address,))
     assert "3 files are as they were written" in capsys.readouterr().out.replace(
         "2 files", "3 files"

@@ -1,15 +1,14 @@
 """What rooms around the core, and other packages, bring by name: imported when it is asked for.
 
 `zoo/__init__` names what the zoo's own rooms bring; a package beside it has entry points of the
-same groups. Of `zoo.formats` each is a `zoo.publishing.formats.Format`, of `zoo.adapter_formats` an
-`AdapterFormat` there, and of `zoo.families` a class as `zoo.register` takes it, named as folders
-name it. Of `zoo.precisions` each is a `zoo.nn.precision.Scheme`. Of `zoo.quantizations` each is a
-module like `zoo.quantization.loading`: `quantized_skeleton(skeleton, kind)` puts skeletons of
-`zoo.nn.products.Quantized` in the place of matrices, and `quantize_parts(matrix, names, read)`
-makes such a matrix from the stored one. Of `zoo.row_plans` each is the plan of a format of rows.
-Of `zoo.planners`, of which the last is taken, each is a module like `zoo.planning.planner`, and of
-`zoo.commands` a function: `python -m zoo NAME` calls it with its arguments from the command line,
-by its annotations.
+same groups. Of `zoo.formats` each is a `zoo.publishing.formats.Format`, and of `zoo.families` a
+class as `zoo.register` takes it, named as folders name it. Of `zoo.precisions` each is a
+`zoo.nn.precision.Scheme`. Of `zoo.quantizations` each is a module like `zoo.quantization.loading`:
+`quantized_skeleton(skeleton, kind)` puts skeletons of `zoo.nn.products.Quantized` in the place of
+matrices, and `quantize_parts(matrix, names, read)` makes such a matrix from the stored one. Of
+`zoo.row_plans` each is the plan of a format of rows. Of `zoo.planners`, of which the last is taken,
+each is a module like `zoo.planning.planner`, and of `zoo.commands` a function: `python -m zoo NAME`
+calls it with its arguments from the command line, by its annotations.
 """
 
 from importlib.metadata import EntryPoint, entry_points

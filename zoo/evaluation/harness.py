@@ -26,7 +26,7 @@ from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
 from zoo.nn.precision import DTypeName
 from zoo.nn.products import Kind
 from zoo.publishing import models
-from zoo.publishing.formats import METRICS, read_json
+from zoo.publishing.folders import METRICS, read_json
 from zoo.publishing.models import check_finite
 from zoo.publishing.shelf import find, nearest
 

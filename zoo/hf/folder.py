@@ -15,22 +15,16 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo.common.checksums import Digest
-from zoo.hf import gpt2_bert, hub, llama, quantization, token_ids
+from zoo.data import tokenizer as tokenizers
+from zoo.hf import gpt2_bert, llama, quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
 from zoo.hf.methods import read_method
 from zoo.hf.quantization import Expected, Matrix, Part
-from zoo.hf.weights import DTYPES, Weights, are_present, weight_files, write_weights
+from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import check_model
-from zoo.publishing.formats import (
-    CONFIG,
-    Format,
-    Opened,
-    Options,
-    json_object,
-    parse_dtype,
-    read_json,
-)
+from zoo.publishing.folders import CONFIG, WEIGHTS, read_json
+from zoo.publishing.formats import Format, Opened, Options, json_object, parse_dtype
 from zoo.publishing.tensors import (
     BLOCK_BYTES,
     Tensor,
@@ -39,6 +33,7 @@ from zoo.publishing.tensors import (
     parameters,
     quantized_skeleton,
     typed,
+    write_file,
 )
 from zoo.sharding.placement import gathered
 
@@ -47,15 +42,27 @@ _ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
 _ORDER += [llama.GEMMA2, llama.GEMMA3, llama.MIXTRAL, llama.QWEN3_MOE]
 _ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}
+# No pickled weights, and none in the formats of other libraries.
+FILES = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    tokenizers.FILE_NAME,
+    tokenizers.CONFIG_NAME,
+    *tokenizers.BESIDE,
+]
 
 
 class _HuggingFace(Format):
     """Folders and hub ids that transformers opens, with a `model_type` in `config.json`."""
 
-    def describes(self, content: bytes) -> bool:
-        return "model_type" in json_object(content)
+    def describes(self, folder: Path) -> bool:
+        return "model_type" in json_object(folder / CONFIG)
 
-    def open(self, folder: Path, options: Options) -> Opened:
+    def open(self, folder: Path, options: Options, base: PyTree = None) -> Opened:
         if options.like is not None:
             raise PublishError(f"like: {folder} is in Hugging Face's format, and needs none")
         values = read_json(folder / CONFIG)
@@ -67,9 +74,7 @@ class _HuggingFace(Format):
             with weights.reader() as read:
                 part = lambda name, at, dtype: found[name].read(at, dtype, read)  # noqa: E731
                 quantize = options.quantize is not None  # else those that files have are arrays
-                model = fill(skeleton, options.mesh, part, quantize=quantize)
-            token_ids.remember(model.config, folder, values)
-            return model
+                return fill(skeleton, options.mesh, part, quantize=quantize)
 
         return Opened(skeleton, load)
 
@@ -99,18 +104,18 @@ class _HuggingFace(Format):
         dtype = str(next(iter(dtypes.values())))
         # In the words of version 5 of transformers and of earlier ones.
         description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
-        written = write_model(folder, model, family, dtypes)
+        tensors = tensors_of(model, family, dtypes)
+        # transformers needs this metadata
+        written = write_file(folder and folder / WEIGHTS, tensors, {"format": "pt"})
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
             # The tokenizer may have brought the settings along.
             given = generation or token_ids.read_generation(folder)
             settings = token_ids.describe_generation(model.config, ids, given)
-            if like is None:
-                token_ids.warn_of_lost(model.config, {**ids, **settings})
             if settings:
                 text = json.dumps(settings, indent=1) + "\n"
                 (folder / token_ids.GENERATION).write_text(text)
-        return written
+        return {WEIGHTS: written}
 
     def weight_files(self, folder: Path) -> list[str]:
         return weight_files(folder)
@@ -119,13 +124,23 @@ class _HuggingFace(Format):
         return token_ids.read_sampling(folder)
 
     def is_id(self, name: str) -> bool:
-        return hub.is_hub_id(_without_scheme(name))
+        return is_hub_id(_without_scheme(name))
 
     def fetch(self, name: str, *, revision: str | None, weights: bool) -> Path:
-        return hub.snapshot(_without_scheme(name), revision=revision, weights=weights)
+        return snapshot(_without_scheme(name), revision=revision, weights=weights)
 
     def cached(self, name: str) -> Path | None:
-        return hub.cached(_without_scheme(name))
+        try:
+            import huggingface_hub
+
+            where = huggingface_hub.snapshot_download(_without_scheme(name), local_files_only=True)
+        except (
+            ImportError,
+            OSError,
+            ValueError,
+        ):  # the cache lacks it
+            return None
+        return Path(where)
 
     def revision(self, folder: Path) -> str | None:
         return folder.name if folder.parent.name == "snapshots" else None
@@ -134,6 +149,47 @@ class _HuggingFace(Format):
 def _without_scheme(name: str) -> str:
     """The hub id of `hf://organisation/model`."""
     return re.sub("^hf:/+", "", name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a text has the form of a hub id, "organisation/model"."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith((".", "/"))
+
+
+def snapshot(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of a model on the Hub; only files that the local cache lacks are downloaded.
+
+    `revision` is a commit, a branch or a tag; None is the newest commit. Without `weights` all but
+    those are downloaded, which is all that a plan takes.
+
+    The cache is in `HF_HOME`, the server is `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` uses the cache alone.
+
+    Raises:
+        PublishError: the client is missing, no server answers, or there is no such model.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise PublishError(
+            f"{name!r} is no folder here, and looking for it on the Hugging Face Hub needs "
+            "huggingface_hub: pip install 'zoo[hf]'"
+        ) from None
+    files = FILES if weights else [name for name in FILES if "safetensors" not in name]
+    try:
+        # In FILES "*" would match slashes too: other subfolders are left out.
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=files, ignore_patterns="model-*/*"
+        )
+    except Exception as error:  # of the client, of its HTTP library, or of the system
+        constants = huggingface_hub.constants
+        offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} gave"
+        raise PublishError(
+            f"{name!r} is no folder here, and could not be downloaded from the Hugging Face Hub; "
+            f"it is not in the local cache {constants.HF_HUB_CACHE}, and {reason}: "
+            f"{type(error).__name__}: {str(error).strip()}"
+        ) from error
+    return Path(folder)
 
 
 HUGGING_FACE = _HuggingFace()
@@ -223,13 +279,8 @@ def family_of(model: PyTree) -> Family:
     return family
 
 
-def write_model(
-    folder: Path | None, model: Any, family: Family, dtypes: Mapping[str, np.dtype]
-) -> dict[str, Digest]:
-    """Write the weights, in `dtypes` by path; all processes call it, those without folder too.
-
-    Returns the checksums of their files by name.
-    """
+def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> dict[str, Tensor]:
+    """The tensors that hold a model, in `dtypes` by the paths of its parameters."""
     arrays = parameters(model)
     found = layouts(_skeleton(family, model.config), family.tensors, family.prefixes[0])
 
@@ -249,7 +300,7 @@ def write_model(
         dtype = np.result_type(*[dtypes[part.path] for part in parts])
         shape = found[parts[0].path].tensor_shape
         described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
-    return write_weights(folder, described)
+    return described
 
 
 def _skeleton(family: Family, config: Any) -> PyTree:
@@ -265,8 +316,8 @@ def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> 
         return layout.dtype
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtypes = {DTYPES[weights.tensors[name].dtype] for name, _ in layout.names()}
-    return max(dtypes, key=lambda dtype: jnp.dtype(dtype).itemsize)
+    dtypes = {jnp.dtype(weights.tensors[name].dtype) for name, _ in layout.names()}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _check(
@@ -277,7 +328,7 @@ def _check(
 ) -> None:
     """Refuse files with missing, surplus or misshapen tensors, or of other types."""
     whole = [layout for path, layout in found.items() if path not in matrices]
-    wanted = {name: Expected(x.tensor_shape, (*DTYPES,)) for x in whole for name, _ in x.names()}
+    wanted = {name: Expected(x.tensor_shape, FLOATS) for x in whole for name, _ in x.names()}
     for stack in matrices.values():
         for matrix in stack.values():
             wanted |= matrix.tensors()

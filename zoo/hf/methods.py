@@ -101,7 +101,7 @@ class _Words(Matrix):
     def tensors(self) -> dict[str, Expected]:
         groups = self.inputs // self.group
         return {
-            f"{self.name}.qzeros": Expected((groups, self.outputs // self.per_word), ("I32",)),
+            f"{self.name}.qzeros": Expected((groups, self.outputs // self.per_word), ("int32",)),
             f"{self.name}.scales": Expected((groups, self.outputs), FLOATS),
         }
 
@@ -146,9 +146,9 @@ class GptqMatrix(_Words):
     def tensors(self) -> dict[str, Expected]:
         return super().tensors() | {
             f"{self.name}.qweight": Expected(
-                (self.inputs // self.per_word, self.outputs), ("I32",)
+                (self.inputs // self.per_word, self.outputs), ("int32",)
             ),
-            f"{self.name}.g_idx": Expected((self.inputs,), ("I32",)),
+            f"{self.name}.g_idx": Expected((self.inputs,), ("int32",)),
         }
 
     def prepare(self, read: Read) -> None:
@@ -183,7 +183,7 @@ class AwqMatrix(_Words):
 
     def tensors(self) -> dict[str, Expected]:
         shape = self.inputs, self.outputs // self.per_word
-        return super().tensors() | {f"{self.name}.qweight": Expected(shape, ("I32",))}
+        return super().tensors() | {f"{self.name}.qweight": Expected(shape, ("int32",))}
 
     def codes(self, rows: slice, columns: slice, read: Read) -> np.ndarray:
         first, last = rows.start // self.per_word, -(-rows.stop // self.per_word)
@@ -234,10 +234,10 @@ class Int8Matrix(Matrix):
 
     def tensors(self) -> dict[str, Expected]:
         found = {
-            f"{self.name}.weight": Expected((self.outputs, self.inputs), ("I8",)),
-            f"{self.name}.SCB": Expected((self.outputs,), ("F32",)),
+            f"{self.name}.weight": Expected((self.outputs, self.inputs), ("int8",)),
+            f"{self.name}.SCB": Expected((self.outputs,), ("float32",)),
         }
-        return found | ({self._format: Expected((), ("U8",))} if self._has_format else {})
+        return found | ({self._format: Expected((), ("uint8",))} if self._has_format else {})
 
     def prepare(self, read: Read) -> None:
         if self._has_format and (layout := int(read(self._format, ()))) != 0:
@@ -267,14 +267,14 @@ class BlockMatrix(Matrix):
     def tensors(self) -> dict[str, Expected]:
         size, name = self.outputs * self.inputs, f"{self.name}.weight"
         found = {
-            name: Expected((-(-size // 2), 1), ("U8",)),
-            f"{name}.absmax": Expected(None, ("U8",) if self.nested else ("F32",)),
-            f"{name}.quant_map": Expected((16,), ("F32",)),
-            self._state: Expected(None, ("U8",)),
+            name: Expected((-(-size // 2), 1), ("uint8",)),
+            f"{name}.absmax": Expected(None, ("uint8",) if self.nested else ("float32",)),
+            f"{name}.quant_map": Expected((16,), ("float32",)),
+            self._state: Expected(None, ("uint8",)),
         }
         if self.nested:
-            found[f"{name}.nested_absmax"] = Expected(None, ("F32",))
-            found[f"{name}.nested_quant_map"] = Expected((256,), ("F32",))
+            found[f"{name}.nested_absmax"] = Expected(None, ("float32",))
+            found[f"{name}.nested_quant_map"] = Expected((256,), ("float32",))
         return found
 
     def prepare(self, read: Read) -> None:

@@ -8,7 +8,7 @@ adapters side by side: its A has the ranks of all of them.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,19 @@ from zoo import sharding
 from zoo.hf import family, peft_config
 from zoo.hf.family import Layout
 from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS, Linear, linears
-from zoo.hf.weights import DTYPES
+from zoo.hf.weights import FLOATS
 from zoo.publishing import PublishError
 from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
 from zoo.publishing.models import ALL_LINEAR
-from zoo.publishing.tensors import Tensor, check_tensors, fill, open_file, typed, write_file
+from zoo.publishing.tensors import (
+    Tensor,
+    check_tensors,
+    fill,
+    outline,
+    slice_reader,
+    typed,
+    write_file,
+)
 from zoo.sharding.axes import keystr
 from zoo.sharding.placement import gathered
 from zoo.wrappers import lora
@@ -69,11 +77,8 @@ class _Adapters:
         self.path, self._where = folder / WEIGHTS, folder / ADAPTER_CONFIG
         self.options = peft_config.read(self._where)
         prefixes, _, table, _ = linears(base)
-        with open_file(self.path) as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            stored = {name: tuple(part.get_shape()) for name, part in parts.items()}
-            self._types = {name: part.get_dtype() for name, part in parts.items()}
-        self.prefix = _prefix(prefixes, table, stored)
+        self._stored = outline(self.path)
+        self.prefix = _prefix(prefixes, table, self._stored)
         self.table = {
             path: linear
             for path, linear in table.items()
@@ -94,7 +99,7 @@ class _Adapters:
             for name, linear in self._modules.items()
             for field in fields
         }
-        check_tensors(f"{self.path}", stored, wanted)
+        check_tensors(f"{self.path}", {x: y.shape for x, y in self._stored.items()}, wanted)
         first = max(self._modules, key=self.options.rank)
         self._scale = self.options.scale(first)
         # Dropout is for training, and only hidden matrices have it.
@@ -110,21 +115,26 @@ class _Adapters:
             )
         except ValueError as error:
             raise PublishError(f"{self._where}: {error}") from error
-        adapted = eqx.filter_eval_shape(lora.adapt, base, self.config, key=jax.random.key(0))
-        self._skeleton = eqx.filter(adapted, lora.trainable(adapted))
 
-    def opened(self, options: Options) -> Opened:
-        """The adapters for `zoo.load`."""
+    def opened(self, base: PyTree, options: Options) -> Opened:
+        """The base with the adapters, for `zoo.load`."""
+        key, on = jax.random.key(0), sharding.layout_of(options.mesh)
+        whole = eqx.filter_eval_shape(lora.adapt, base, self.config, key=key)
         dtype = lambda name: self._dtype(self._layout(name), options.dtype)  # noqa: E731
-        mesh = sharding.layout_of(options.mesh).mesh
+        own = typed(eqx.filter(whole, lora.trainable(whole)), dtype)
 
         def load(skeleton: PyTree) -> PyTree:
-            with open_file(self.path) as file:
-                read = lambda name, index: self._tensor(file, name)[index]  # noqa: E731
-                part = lambda name, at, dtype: self._layout(name).read(at, dtype, read)  # noqa: E731
-                return fill(skeleton, mesh, part, quantize=False)
+            with slice_reader() as read:
+                tensor = lambda name, at: self._tensor(read, name)[at]  # noqa: E731
+                part = lambda name, at, dtype: self._layout(name).read(at, dtype, tensor)  # noqa: E731
+                arrays = fill(own, on.mesh, part, quantize=False)
+            with sharding.use(on.without_mesh):
+                adapted = eqx.combine(arrays, lora.adapt(base, self.config, key=key))
+                if on.mesh is not None:  # the seeds of dropout, which are new
+                    adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, on.mesh))
+            return adapted
 
-        return Opened(typed(self._skeleton, dtype), load, self.config)
+        return Opened(eqx.combine(own, whole), load)
 
     def _check_targets(self, table: dict[str, Linear]) -> None:
         if not self.table:
@@ -156,22 +166,22 @@ class _Adapters:
         """`dtype`, or that of the tensors; the widest one if they differ."""
         if dtype is not None:
             return jnp.dtype(dtype)
-        types = {self._types[name] for name, _ in found.names() if name in self._types}
-        if unknown := types - DTYPES.keys():
+        types = {self._stored[name].dtype for name, _ in found.names() if name in self._stored}
+        if unknown := {*map(str, types)} - {*FLOATS}:
             raise PublishError(
                 f"{self.path}: tensors of type {', '.join(sorted(unknown))}, and adapters have to "
-                f"be {', '.join(DTYPES)}"
+                f"be {', '.join(FLOATS)}"
             )
-        return max((DTYPES[name] for name in types), key=lambda x: jnp.dtype(x).itemsize)
+        return max(types, key=lambda x: x.itemsize)
 
-    def _tensor(self, file: Any, name: str) -> np.ndarray:
+    def _tensor(self, read: Callable[..., np.ndarray], name: str) -> np.ndarray:
         """A tensor, of the common rank and for the common scale."""
         field = next(field for field, end in ENDS.items() if name.endswith(end))
         module, rank = name.removeprefix(_ROOT).removesuffix(f".{ENDS[field]}"), self.config.rank
         if module not in self._modules:
             linear = next(x for x in self.table.values() if module in x.names(self.prefix))
             return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
-        tensor, lacking = file.get_tensor(name), rank - self.options.rank(module)
+        tensor, lacking = read(self.path, name, ()), rank - self.options.rank(module)
         factor = self.options.scale(module) / self._scale
         if field == "up" and factor != 1:
             tensor = tensor.astype(np.float32) * np.float32(factor)
@@ -197,7 +207,7 @@ class _Peft(AdapterFormat):
 
     config, base_field = ADAPTER_CONFIG, peft_config.NAME
 
-    def has(self, folder: Path) -> bool:
+    def describes(self, folder: Path) -> bool:
         return not any(folder.glob("model*.safetensors*"))
 
     def weight_files(self, folder: Path) -> list[str]:
@@ -206,8 +216,8 @@ class _Peft(AdapterFormat):
     def base(self, folder: Path) -> Base:
         return peft_config.read_base(folder)
 
-    def open(self, folder: Path, base: PyTree, options: Options) -> Opened:
-        return _Adapters(folder, base).opened(options)
+    def open(self, folder: Path, options: Options, base: PyTree = None) -> Opened:
+        return _Adapters(folder, base).opened(base, options)
 
     def check(self, model: PyTree, config: lora.Config) -> None:
         for parts in _by_module(linears(model).by_path, config):
@@ -219,7 +229,9 @@ class _Peft(AdapterFormat):
                     "dora"
                 )
 
-    def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
+    def write_adapters(
+        self, folder: Path | None, model: PyTree, config: lora.Config, base: Base
+    ) -> None:
         (prefix, *_), task, table, _ = linears(model)
         modules = _by_module(table, config)
         leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo.hf.family import Index, Layout, Tensor
-from zoo.hf.weights import DTYPES, Weights
+from zoo.hf.weights import Weights
 from zoo.publishing import PublishError
 from zoo.quantization.codes import StoredKind, pack
 from zoo.quantization.matrix import QuantizedMatrix, axes_of
@@ -34,7 +34,7 @@ INSTEAD = "open the checkpoint that it was made of, by quantize='int8', 'int4' o
 
 
 Read = Callable[[str, Index], np.ndarray]
-FLOATS = ("F16", "BF16", "F32")
+FLOATS = ("float16", "bfloat16", "float32")
 
 
 class Expected(NamedTuple):
@@ -235,7 +235,9 @@ def find(
                 "or get the folder again from its source"
             )
         return {}
-    integers = [x for x in weights.tensors if weights.tensors[x].dtype in ("I8", "U8", "I32")]
+    integers = [
+        x for x in weights.tensors if weights.tensors[x].dtype in ("int8", "uint8", "int32")
+    ]
     modules = {_module(name) for name in marks + integers}
     matrices = {}
     for path, layout in found.items():
@@ -316,7 +318,7 @@ def put(
                 except ValueError as error:
                     raise PublishError(f"{weights.folder}: {matrix.name}: {error}") from error
         stored = next(iter(stack.values())).stored_scales
-        scale_dtype = DTYPES[weights.tensors[stored].dtype] if stored else np.float32
+        scale_dtype = jnp.dtype(weights.tensors[stored].dtype) if stored else np.float32
         try:
             made, arrays = stacked(found[key], names, stack, scale_dtype, dtype)
         except ValueError as error:

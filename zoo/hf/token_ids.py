@@ -12,7 +12,7 @@ from typing import Any
 from zoo.common.configuration import check_value
 from zoo.publishing import PublishError
 from zoo.publishing.families import choose_eos_ids, tokenizer_eos_ids
-from zoo.publishing.formats import CONFIG, read_json
+from zoo.publishing.folders import CONFIG, read_json
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
@@ -45,32 +45,6 @@ def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
             "model never draws: no text ends with them"
         )
     return dataclasses.replace(config, eos_ids=known)
-
-
-_opened: dict[Any, tuple[Path, dict[str, Any]]] = {}
-"""By the configuration of a model in Hugging Face's format, its folder, ids and settings."""
-
-
-def remember(config: Any, folder: Path, values: Mapping[str, Any]) -> None:
-    """Keep the ids and settings of an opened folder: the model has only the ends of its texts."""
-    found = read_generation(folder) | {name: values[name] for name in IDS if name in values}
-    about = {name for name in found if name.startswith("_")} | {"transformers_version"}
-    _opened[config] = folder, {name: found[name] for name in found.keys() - about}
-
-
-def warn_of_lost(config: Any, written: Mapping[str, Any]) -> None:
-    """Warn of ids and settings that a model's folder had when it was opened, and now has not."""
-    folder, before = _opened.get(config, (None, {}))
-    lost = [
-        f"{name}={x}"
-        for name, x in sorted(before.items())
-        if x is not None and written.get(name) is None
-    ]
-    if lost:
-        logger.warning(
-            f"the model was opened from {folder}, and is saved without its {', '.join(lost)}: "
-            f"zoo.save(..., like={str(folder)!r}) keeps them"
-        )
 
 
 def read_generation(folder: Path) -> dict[str, Any]:

@@ -6,28 +6,18 @@ refused.
 
 import contextlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
-import numpy as np
-
-from zoo.common.checksums import Digest
 from zoo.common.files import AddressError, inside
 from zoo.publishing import PublishError
-from zoo.publishing.tensors import Tensor, open_file, slice_reader, write_file
+from zoo.publishing.folders import WEIGHTS
+from zoo.publishing.tensors import outline, slice_reader
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
-DTYPES: Mapping[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-}
-_SHARD_BYTES = 5 * 10**9
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 class Stored(NamedTuple):
@@ -47,15 +37,12 @@ class Weights:
         files = sorted(set(index.values())) if index else [WEIGHTS]
         self.tensors: dict[str, Stored] = {}
         for file in files:
-            with open_file(self.folder / file) as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if index and index.get(name) != file:
-                        raise PublishError(
-                            f"{folder / file} holds {name}, which {INDEX} has in {index.get(name)}"
-                        )
-                    part = opened.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    self.tensors[name] = Stored(file, shape, part.get_dtype())
+            for name, x in outline(folder / file).items():
+                if index and index.get(name) != file:
+                    raise PublishError(
+                        f"{folder / file} holds {name}, which {INDEX} has in {index.get(name)}"
+                    )
+                self.tensors[name] = Stored(file, x.shape, str(x.dtype))
         if lost := sorted(index.keys() - self.tensors.keys()):
             raise PublishError(
                 f"{folder / INDEX} names tensors that their files lack: "
@@ -117,40 +104,3 @@ def _read_index(folder: Path) -> dict[str, str]:
             "other files: remove the one that is not the model"
         )
     return index
-
-
-def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Tensors in groups of at most five gigabytes, as transformers cuts them."""
-    group: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if group and num_bytes(group) + num_bytes({name: tensor}) > _SHARD_BYTES:
-            yield group
-            group = {}
-        group[name] = tensor
-    yield group
-
-
-def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The total size of the tensors."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
-
-
-def write_weights(folder: Path | None, tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """Write tensors to one file, or to several with an index, one after the other.
-
-    All processes call it; those without a folder take part in gathering, and write nothing. Returns
-    the checksums of the files by name.
-    """
-    groups = [*shards(tensors)]
-    names = [WEIGHTS]
-    if len(groups) > 1:
-        names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
-        files = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-        weight_map = {name: files[name] for name in sorted(files)}
-        index = {"metadata": {"total_size": num_bytes(tensors)}, "weight_map": weight_map}
-        if folder is not None:
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return {  # transformers needs this metadata
-        name: write_file(folder and folder / name, group, {"format": "pt"})
-        for name, group in zip(names, groups, strict=True)
-    }

@@ -24,16 +24,8 @@ from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing import PublishError
-from zoo.publishing.formats import (
-    CONFIG,
-    WEIGHTS,
-    Format,
-    Opened,
-    Options,
-    json_object,
-    read_json,
-    version,
-)
+from zoo.publishing.folders import CONFIG, WEIGHTS, read_json, version
+from zoo.publishing.formats import Format, Opened, Options, json_object
 from zoo.publishing.tensors import (
     differences,
     num_parameters,
@@ -345,10 +337,10 @@ class _Own(Format):
 
     has_checksums = True
 
-    def describes(self, content: bytes) -> bool:
-        return not {"family", "config"}.isdisjoint(json_object(content))
+    def describes(self, folder: Path) -> bool:
+        return not {"family", "config"}.isdisjoint(json_object(folder / CONFIG))
 
-    def open(self, folder: Path, options: Options) -> Opened:
+    def open(self, folder: Path, options: Options, base: PyTree = None) -> Opened:
         if options.ignore:
             raise PublishError(f"ignore={options.ignore!r}: {folder} is in the zoo's own format")
         path, quantize = folder / WEIGHTS, options.quantize

@@ -1,39 +1,32 @@
-"""Folders of models and of adapters: their files, and their formats, the zoo's own among them.
+"""The formats of folders of models and of adapters, and how one is opened: skeleton, then arrays.
 
-A package brings a format as an entry point of the group `zoo.formats` or `zoo.adapter_formats`,
-whose object is a `Format` or an `AdapterFormat`; the name of the entry point is the format's.
+A package brings a format as an entry point of the group `zoo.formats`, whose object is a `Format`,
+or an `AdapterFormat`; the name of the entry point is the format's.
 """
 
 import abc
-import contextlib
-import importlib.metadata
 import json
-import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import checksums, files, plugins
-from zoo.common.addresses import is_remote
+from zoo.common import checksums, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.precision import DTYPES
 from zoo.publishing import PublishError
-from zoo.publishing.uploads import CACHE, check_replaceable, uploading
+from zoo.publishing.folders import CONFIG, WEIGHTS, read_json, verify
 from zoo.wrappers import lora
 
-CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
 QUANTIZATIONS = "zoo.quantizations"
-_MODELS, _ADAPTERS = "zoo.formats", "zoo.adapter_formats"
+_GROUP = "zoo.formats"
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,22 @@ class Opened(NamedTuple):
     """Of what `load` returns, with its dtypes."""
     load: Callable[[PyTree], PyTree]
     """The skeleton, or it with other static fields, with the arrays; each device's own slices."""
-    adapters: lora.Config = lora.Config()
-    """Of a folder of adapters, whose skeleton is that of their arrays in the adapted model."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters are for, as their folder describes it."""
+
+    name: str
+    """A folder, a name on the shelf or a hub id; "" if it is not known."""
+    revision: str | None = None
+    """The commit of a hub id."""
+    checksum: str | None = None
+    """Of the files of its weights; None if they were not on this machine."""
+    quantized: tuple[str, ...] | None = None
+    """The kinds of its quantised matrices; None if they are not known."""
+    eos_ids: tuple[int, ...] = ()
+    """The ids that end the texts of the model with its adapters."""
 
 
 class Format(abc.ABC):
@@ -101,18 +108,20 @@ class Format(abc.ABC):
     """Whether a folder without checksums is damaged; those of others are verified where given."""
 
     @abc.abstractmethod
-    def describes(self, content: bytes) -> bool:
-        """Whether the content of a file named `config` describes a model in this format."""
+    def describes(self, folder: Path) -> bool:
+        """Whether a folder with a file named `config` is in this format."""
 
     @abc.abstractmethod
-    def open(self, folder: Path, options: Options) -> Opened:
-        """The model in a folder; `zoo.load` itself sees to `options.overrides`."""
+    def open(self, folder: Path, options: Options, base: PyTree = None) -> Opened:
+        """The model in a folder; `zoo.load` itself sees to `options.overrides`.
 
-    @abc.abstractmethod
+        Of adapters `base` is the model that they are for, or its skeleton.
+        """
+
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         """The dtypes of a model's parameters by path, and that of others; None for their own."""
+        return {}, None
 
-    @abc.abstractmethod
     def write(
         self,
         folder: Path | None,
@@ -128,6 +137,7 @@ class Format(abc.ABC):
         nothing. The tokenizer's files are there already. `like` is the folder, in any format, that
         the model came from. Returns the checksums of the files that have them.
         """
+        raise NotImplementedError
 
     def weight_files(self, folder: Path) -> list[str]:
         """The names of the files that hold the weights."""
@@ -154,53 +164,25 @@ class Format(abc.ABC):
         return None
 
 
-@dataclass(frozen=True)
-class Base:
-    """The model that adapters are for, as their folder describes it."""
-
-    name: str
-    """A folder, a name on the shelf or a hub id; "" if it is not known."""
-    revision: str | None = None
-    """The commit of a hub id."""
-    checksum: str | None = None
-    """Of the files of its weights; None if they were not on this machine."""
-    quantized: tuple[str, ...] | None = None
-    """The kinds of its quantised matrices; None if they are not known."""
-    eos_ids: tuple[int, ...] = ()
-    """The ids that end the texts of the model with its adapters."""
-
-
-class AdapterFormat(abc.ABC):
+class AdapterFormat(Format):
     """A format of the folders of adapters without their model."""
 
-    config: str
-    """The file that describes them."""
     base_field: str
-    """The field of it that names the model."""
-
-    @abc.abstractmethod
-    def has(self, folder: Path) -> bool:
-        """Whether a folder with such a file holds adapters in this format, and no whole model."""
-
-    @abc.abstractmethod
-    def weight_files(self, folder: Path) -> list[str]:
-        """The names of the files that hold the weights."""
+    """The field of the description that names the model."""
 
     @abc.abstractmethod
     def base(self, folder: Path) -> Base:
         """The base of the adapters in a folder."""
 
     @abc.abstractmethod
-    def open(self, folder: Path, base: PyTree, options: Options) -> Opened:
-        """The adapters in a folder, for a model or its skeleton."""
-
-    @abc.abstractmethod
     def check(self, model: PyTree, config: lora.Config) -> None:
         """Raise a PublishError if the format lacks such adapters; targets are the model's paths."""
 
     @abc.abstractmethod
-    def write(self, folder: Path | None, model: PyTree, config: lora.Config, base: Base) -> None:
-        """Write the adapters of a model; all processes call it, as of `Format.write`."""
+    def write_adapters(
+        self, folder: Path | None, model: PyTree, config: lora.Config, base: Base
+    ) -> None:
+        """Write the adapters of a model; all processes call it, as of `write`."""
 
     def modules(self, model: PyTree) -> dict[str, str]:
         """The format's own names of the modules that hold a model's matrices, by their paths."""
@@ -209,23 +191,29 @@ class AdapterFormat(abc.ABC):
 
 def formats() -> dict[str, Format]:
     """The formats of models by name, the zoo's own first."""
-    return {name: plugins.find(_MODELS, name) for name in plugins.names(_MODELS)}
+    return {name: x for name, x in _all().items() if not isinstance(x, AdapterFormat)}
 
 
-def adapter_formats() -> list[AdapterFormat]:
-    """The formats of adapters; those of `zoo.save_adapters` are written in the first."""
-    return [plugins.find(_ADAPTERS, name) for name in plugins.names(_ADAPTERS)]
+def for_adapters() -> AdapterFormat:
+    """The format in which adapters are saved, the first that is installed."""
+    if found := next((x for x in _all().values() if isinstance(x, AdapterFormat)), None):
+        return found
+    raise PublishError("no format of adapters is installed")
+
+
+def _all() -> dict[str, Format]:
+    return {name: plugins.find(_GROUP, name) for name in plugins.names(_GROUP)}
 
 
 def name_of(folder: Path) -> str:
-    """The name of the format of the model in a folder.
+    """The name of the format of a folder.
 
     Raises:
         PublishError: the folder is damaged, or in no format that is installed.
     """
-    for name, found in formats().items():
-        path = folder / found.config
-        if path.is_file() and found.describes(path.read_bytes()):
+    # Beside adapters the configuration of their base may lie.
+    for name, found in sorted(_all().items(), key=lambda x: not isinstance(x[1], AdapterFormat)):
+        if (folder / found.config).is_file() and found.describes(folder):
             return name
     if (folder / checksums.NAME).exists():
         verify(folder)
@@ -237,131 +225,24 @@ def name_of(folder: Path) -> str:
 
 
 def of(folder: Path) -> Format:
-    """The format of the model in a folder; errors as of `name_of`."""
-    return formats()[name_of(folder)]
+    """The format of a folder; errors as of `name_of`."""
+    return _all()[name_of(folder)]
 
 
 def of_id(name: object) -> Format | None:
     """The format that a hub id is of, by its form; None for any other name."""
-    return next((x for x in formats().values() if x.is_id(str(name))), None)
-
-
-def of_adapters(folder: Path) -> AdapterFormat | None:
-    """The format of the adapters in a folder; None if it holds none, or a whole model."""
-    found = (x for x in adapter_formats() if (folder / x.config).is_file())
-    return next((x for x in found if x.has(folder)), None)
+    return next((x for x in _all().values() if x.is_id(str(name))), None)
 
 
 def config_files() -> list[str]:
     """The names of the files of which each folder of a model or of adapters has one."""
-    models = [x.config for x in formats().values()]
-    return [*dict.fromkeys([*models, *(x.config for x in adapter_formats())])]
+    return [*dict.fromkeys(x.config for x in _all().values())]
 
 
-def needs_no_checksums(file: str, content: bytes) -> bool:
-    """Whether a file of this name is that of a folder whose format has no checksums."""
-    if any(x.config == file for x in adapter_formats()):
-        return True
-    every = formats().values()
-    return any(x.config == file and not x.has_checksums and x.describes(content) for x in every)
-
-
-@contextlib.contextmanager
-def replacing(folder: Path | str) -> Iterator[Path | None]:
-    """A new folder to fill, which then replaces `folder`; None except on process 0.
-
-    What replaces a folder at an address is filled here, and copied there.
-
-    Raises:
-        PublishError: the folder has files that no earlier save wrote.
-        AddressError: the store at an address cannot be reached, or refuses.
-    """
-    if is_remote(folder):
-        check_replaceable(folder, (README,))
-        making = uploading(folder, last=CONFIG)
-    else:
-        folder = files.local_path(folder, "folder").absolute()
-        _check_replaceable(folder)
-        making = _renaming(folder)
-    if jax.process_index() == 0:
-        with making as new:
-            yield new
-    else:
-        yield None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"zoo.save {folder}")
-
-
-@contextlib.contextmanager
-def _renaming(folder: Path) -> Iterator[Path]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.unfinished(folder) as temporary:
-        new = temporary / "new"
-        new.mkdir()
-        yield new
-        if folder.exists():
-            folder.rename(temporary / "old")
-        new.rename(folder)
-
-
-def verify(folder: Path, *, by_parts: bool = False) -> None:
-    """Raise a PublishError if a folder's files do not match their checksums.
-
-    With `by_parts` files whose parts have checksums are left to who reads them.
-    """
-    if problems := checksums.problems(folder, by_parts=by_parts):
-        raise damaged(folder, problems)
-
-
-def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
-    """An error with a line per damaged file of a folder."""
-    remedy = "Restore the files from a copy, or publish the model again."
-    if CACHE.expanduser() in folder.parents:
-        remedy = f"Remove {folder}, and it is fetched again."
-    return PublishError(
-        f"{folder} is damaged or not a model of the zoo:\n  "
-        + "\n  ".join(problems)
-        + f"\n{remedy}"
-    )
-
-
-def json_object(content: bytes) -> dict[str, Any]:
-    """The object that JSON holds; empty if it holds none, or is damaged."""
+def json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; empty if it holds none, or is damaged."""
     try:
-        values = json.loads(content)
+        values = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a PublishError if the file is missing, or holds none."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
-        return values
-    except (OSError, ValueError, RecursionError) as error:
-        raise PublishError(f"{path} is damaged: {error}") from error
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Refuse to delete files that no earlier save wrote."""
-    if folder.exists() and not folder.is_dir():
-        raise PublishError(f"{folder} is a file: a model is a folder")
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    if others := sorted(found - checksums.listed(folder) - {README, checksums.NAME}):
-        raise PublishError(
-            f"{folder} has files that are not part of a model: {', '.join(others)}. Move them "
-            "away, or save elsewhere"
-        )
-
-
-def version() -> str:
-    """The version of the zoo, which is stored with each model."""
-    try:
-        return importlib.metadata.version("zoo")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"

@@ -27,7 +27,7 @@ from zoo.common import checksums
 from zoo.common.addresses import is_remote
 from zoo.common.files import local_path
 from zoo.nn.products import Kind, is_derived, is_quantized
-from zoo.publishing import PublishError, downloads, formats
+from zoo.publishing import PublishError, formats
 from zoo.publishing.families import (
     DIFFERENCE,
     check_model,
@@ -35,17 +35,9 @@ from zoo.publishing.families import (
     reconfigured,
     with_more_ends,
 )
-from zoo.publishing.formats import (
-    METRICS,
-    README,
-    AdapterFormat,
-    Base,
-    Options,
-    read_json,
-    replacing,
-    verify,
-)
-from zoo.publishing.shelf import chain, find, find_here, whole
+from zoo.publishing.folders import METRICS, README, read_json, replacing, verify
+from zoo.publishing.formats import AdapterFormat, Base, Options
+from zoo.publishing.shelf import chain, fetched, find, find_here, whole
 from zoo.publishing.shelf import weights_checksum as weights_checksum
 from zoo.publishing.tensors import num_parameters, stored_dtypes
 from zoo.sharding.axes import keystr
@@ -181,39 +173,45 @@ def skeleton(
 def _made(name_or_folder: str | Path, options: Options, *, arrays: bool) -> PyTree:
     """A model, or without `arrays` its skeleton: a whole one, then adapters one after another."""
     folders = [*chain(find(name_or_folder, weights=options.weights))]
-    found = formats.of(last := folders[-1])
-    if arrays:
-        for upper, below in pairwise(folders):
-            _check_base(upper, below)
-        if found.has_checksums or (last / checksums.NAME).exists():
-            verify(last, by_parts=True)
-    opened = found.open(last, options)
-    model = reconfigured(opened.skeleton, options.overrides)
-    model = opened.load(model) if arrays else model
-    for folder in reversed(folders[:-1]):
-        model = _put(folder, model, options, arrays=arrays)
+    for upper, below in pairwise(folders) if arrays else ():
+        format = formats.of(upper)
+        assert isinstance(format, AdapterFormat)
+        base = format.base(upper)
+        if base.checksum is not None and base.checksum != weights_checksum(below):
+            raise PublishError(
+                f"{upper} holds adapters of {base.name!r}, and {below} has other weights than the "
+                f"model of that name had: give its files back, or name where they are now as "
+                f"{format.base_field} in {format.config}. zoo.load_adapters takes a model that you "
+                "have loaded yourself"
+            )
+    model = None
+    for folder in reversed(folders):
+        model = _opened(folder, model, options, arrays=arrays)
     return model
 
 
-def _check_base(folder: Path, below: Path) -> None:
-    """Raise a PublishError if the base of adapters has other weights than they were trained on."""
-    format = _format(folder)
-    base = format.base(folder)
-    if base.checksum is not None and base.checksum != weights_checksum(below):
-        raise PublishError(
-            f"{folder} holds adapters of {base.name!r}, and {below} has other weights than the "
-            f"model of that name had: give its files back, or name where they are now as "
-            f"{format.base_field} in {format.config}. zoo.load_adapters takes a model that you "
-            "have loaded yourself"
+def _opened(folder: Path, base: PyTree, options: Options, *, arrays: bool) -> PyTree:
+    """The model in a folder; of adapters `base` with them. Without `arrays` its skeleton."""
+    format = formats.of(folder)
+    if arrays and (format.has_checksums or (folder / checksums.NAME).exists()):
+        verify(folder, by_parts=True)
+    opened = format.open(folder, options, base)
+    if not isinstance(format, AdapterFormat):
+        model = reconfigured(opened.skeleton, options.overrides)
+        return opened.load(model) if arrays else model
+    model = opened.load(opened.skeleton) if arrays else opened.skeleton
+    origin, kinds = format.base(folder), _quantized_kinds(model)
+    if arrays and origin.quantized is not None and kinds != origin.quantized:
+        kind = next(iter(sorted(origin.quantized, key=lambda kind: kind == "int8")), None)
+        logger.warning(
+            f"{folder} holds adapters that were trained over other values than these of "
+            f"{origin.name!r}, which was {', '.join(origin.quantized) or 'not quantised'} and now "
+            f"is {', '.join(kinds) or 'not quantised'}: load it with quantize={kind!r}"
         )
-
-
-def _format(folder: Path) -> AdapterFormat:
-    if not folder.is_dir():
-        raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
-    if (format := formats.of_adapters(folder)) is None:
-        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
-    return format
+    try:
+        return with_more_ends(model, origin.eos_ids)
+    except ValueError as error:
+        raise PublishError(f"{folder}: {error}") from None
 
 
 def save_adapters(
@@ -236,13 +234,15 @@ def save_adapters(
     config = lora.config_of(model)
     below = lora.base(model)
     check_model(model, eqx.filter_eval_shape(lora.adapt, below, config, key=jax.random.key(0)))
-    check_adapters(model, config)
+    format = formats.for_adapters()
+    format.check(model, config)
     base_folder, hub = find_here(base), None
     if Path(base).expanduser().exists():
         name = str(Path(base).expanduser().absolute())
     else:
         name, hub = str(base), formats.of_id(base)
-    if lora.has_adapters(below) and not (base_folder and formats.of_adapters(base_folder)):
+    on_adapters = base_folder and isinstance(formats.of(base_folder), AdapterFormat)
+    if lora.has_adapters(below) and not on_adapters:
         raise PublishError(
             f"the model has other adapters below those to save, and base={name!r} has none: save "
             "those first, from the model without these, and name their folder"
@@ -255,18 +255,11 @@ def save_adapters(
             _quantized_kinds(model),
             tuple(getattr(getattr(model, "config", None), "eos_ids", ())),
         )
-        formats.adapter_formats()[0].write(new, model, config, origin)
+        format.write_adapters(new, model, config, origin)
         if new is not None:
             if tokenizer is not None:
                 tokenizer.save(new)
             checksums.write(new)
-
-
-def check_adapters(model: PyTree, config: lora.Config) -> None:
-    """Raise a PublishError if such adapters of a model, by its paths, cannot be saved."""
-    if not (known := formats.adapter_formats()):
-        raise PublishError("no format of adapters is installed")
-    known[0].check(model, config)
 
 
 def _quantized_kinds(model: PyTree) -> tuple[str, ...]:
@@ -292,39 +285,12 @@ def load_adapters(
 
     Raises PublishError, which names the file, field or tensor at fault.
     """
-    folder = downloads.fetched(folder) if is_remote(folder) else local_path(folder, "folder")
-    return _put(folder, base, Options(mesh, dtype))
-
-
-def _put(folder: Path, base: PyTree, options: Options, *, arrays: bool = True) -> PyTree:
-    """A model, or without `arrays` a skeleton, with the adapters in a folder."""
-    format, layout = _format(folder), sharding.layout_of(options.mesh)
-    if (folder / checksums.NAME).exists():
-        verify(folder)
-    opened, key = format.open(folder, base, options), jax.random.key(0)
-    if arrays:
-        with sharding.use(layout.without_mesh):
-            adapted = lora.adapt(base, opened.adapters, key=key)
-            adapted = eqx.combine(opened.load(opened.skeleton), adapted)
-            if layout.mesh is not None:  # the seeds of dropout, which are new
-                adapted = eqx.filter_shard(adapted, sharding.shardings(adapted, layout.mesh))
-    else:
-        adapted = eqx.filter_eval_shape(lora.adapt, base, opened.adapters, key=key)
-        adapted = eqx.combine(opened.skeleton, adapted)
-    origin, kinds = format.base(folder), _quantized_kinds(adapted)
-    if arrays and origin.quantized is not None and kinds != origin.quantized:
-        kind = next(
-            (x for x in origin.quantized if x != "int8"), next(iter(origin.quantized), None)
-        )
-        logger.warning(
-            f"{folder} holds adapters that were trained over other values than these of "
-            f"{origin.name!r}, which was {', '.join(origin.quantized) or 'not quantised'} and now "
-            f"is {', '.join(kinds) or 'not quantised'}: load it with quantize={kind!r}"
-        )
-    try:
-        return with_more_ends(adapted, origin.eos_ids)
-    except ValueError as error:
-        raise PublishError(f"{folder}: {error}") from None
+    folder = fetched(folder) if is_remote(folder) else local_path(folder, "folder")
+    if not folder.is_dir():
+        raise PublishError(f"{folder} is no folder: give one that save_adapters or PEFT wrote")
+    if not isinstance(formats.of(folder), AdapterFormat):
+        raise PublishError(f"{folder} holds no adapters: zoo.load opens a whole model")
+    return _opened(folder, base, Options(mesh, dtype), arrays=True)
 
 
 def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
@@ -338,19 +304,19 @@ def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
         ValueError: a target that matches nothing; it names what there is.
     """
     matrices = lora.targets(model, lora.Config(targets=("*",)))
-    modules = [item for x in formats.adapter_formats() for item in x.modules(model).items()]
+    modules = formats.for_adapters().modules(model)
 
     def paths(target: str) -> list[str]:
         if target == ALL_LINEAR:
             return lora.targets(model, lora.Config())
         if fnmatch.filter(matrices, target):
             return [target]
-        return [path for path, name in modules if f".{name}".endswith(f".{target}")]
+        return [path for path, name in modules.items() if f".{name}".endswith(f".{target}")]
 
     found: dict[str, None] = {}
     for target in (name for names in config.targets for name in names.split(",")):
         if not (chosen := paths(target)):
-            names = sorted({name.rpartition(".")[2] for _, name in modules})
+            names = sorted({name.rpartition(".")[2] for name in modules.values()})
             raise ValueError(
                 f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
                 + (f", or by the names of modules: {', '.join(names)}" if names else "")

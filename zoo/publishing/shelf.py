@@ -1,15 +1,26 @@
-"""Where models are: the shelf, the folders of names, paths and hub ids, and of adapters' models."""
+"""Where models are: the shelf, the folders of names, paths, addresses and hub ids, and of bases.
 
+A model at an address is fetched into a cache on this machine: each file once, and verified.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.common import checksums
-from zoo.common.addresses import is_remote
-from zoo.common.files import local_path
-from zoo.publishing import PublishError, downloads, formats
-from zoo.publishing.formats import CONFIG, METRICS, README, read_json
+from zoo.common import checksums, files
+from zoo.common.addresses import Location, explained, is_remote
+from zoo.common.files import inside, local_path
+from zoo.common.store import Store, places
+from zoo.publishing import PublishError, formats
+from zoo.publishing.folders import CACHE, CONFIG, METRICS, README, SAVING, read_json
+from zoo.publishing.formats import AdapterFormat
+
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +86,7 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
     if (hub := formats.of_id(name_or_folder)) is not None:
         return hub.fetch(str(name_or_folder), revision=revision, weights=weights)
     if at_address:
-        return downloads.fetched(name_or_folder)
+        return fetched(name_or_folder)
     raise PublishError(
         f"{str(name_or_folder)!r} is neither a folder nor on the shelf, which has: "
         + (", ".join(published()) or "nothing")
@@ -91,7 +102,7 @@ def find_here(name_or_folder: str | Path) -> Path | None:
         return folder
     if (hub := formats.of_id(name_or_folder)) is not None:
         return hub.cached(str(name_or_folder))
-    return downloads.cached(name_or_folder) if at_address else None
+    return cached(name_or_folder) if at_address else None
 
 
 def _local(name_or_folder: str | Path) -> Path | None:
@@ -112,7 +123,7 @@ def chain(folder: Path) -> Iterator[Path]:
     """
     found = [folder]
     yield folder
-    while (format := formats.of_adapters(folder)) is not None:
+    while isinstance(format := formats.of(folder), AdapterFormat):
         base = format.base(folder)
         if not base.name:
             raise PublishError(
@@ -148,13 +159,9 @@ def weights_checksum(folder: Path) -> str:
     """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
     files, or else of their bytes; of adapters, with that of their base.
     """
-    *upper, below = chain(folder)
-    found = checksums.digest(below, formats.of(below).weight_files(below))
-    for one in reversed(upper):
-        format = formats.of_adapters(one)
-        own = checksums.digest(one, format.weight_files(one) if format else [])
-        found = checksums.joined(found, own)
-    return found
+    folders = reversed([*chain(folder)])
+    sums = (checksums.digest(x, formats.of(x).weight_files(x)) for x in folders)
+    return functools.reduce(checksums.joined, sums)
 
 
 def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -167,3 +174,112 @@ def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
         if settings := next((x for x in found if x is not None), None):
             return settings
     return folder, {}
+
+
+class _ChangedError(Exception):
+    """A file is not the one that the list names: damaged, or replaced meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listing:
+    """The files of a model at an address: their sizes and, in a folder of `save`, checksums."""
+
+    store: Store
+    files: Mapping[str, dict[str, Any]]
+    digest: str
+
+    @property
+    def cached(self) -> Path:
+        """Its folder in the cache, which is keyed by the address and by the files' digest."""
+        where = self.store.place
+        key = hashlib.sha256(f"{where} {self.digest}".encode()).hexdigest()[:16]
+        return inside(files.local_path(CACHE, "cache") / key, where.name or "model", where)
+
+
+def fetched(address: object) -> Path:
+    """The local copy of the model at an address, or of the model of a run there; made if missing.
+
+    What is being replaced while it is read is read again, as it is then.
+
+    Raises:
+        PublishError: there is no model, or a part of one, or a damaged one.
+        AddressError: the store cannot be reached, or refuses, or a name leads out of the folder.
+    """
+    for _ in range(_TRIES):
+        listing = _listing(address)
+        with contextlib.suppress(_ChangedError):
+            return files.made_once(listing.cached, functools.partial(_fetch, listing), "cache")
+    raise PublishError(
+        f"{listing.store.address} is damaged, or was being replaced: its files are not those of "
+        f"its {checksums.NAME}. `python -m zoo verify {address}` names them; publish the model "
+        "again"
+    )
+
+
+def cached(address: object) -> Path | None:
+    """The local copy of the model at an address, as it is there now; None if it is not fetched."""
+    folder = _listing(address).cached
+    return folder if folder.is_dir() else None
+
+
+def model_at(address: object) -> Location:
+    """The folder of the model at an address, or of the model of a run there."""
+    return _listing(address).store.place
+
+
+def _listing(address: object) -> _Listing:
+    given = Store(address, "model")
+    stores = (given, Store(given.place / "model", "model"))
+    for store in stores:
+        if (content := store.read(checksums.NAME)) is not None:
+            return _Listing(store, *_parsed(content, store.place))
+    for store in stores:
+        if store.read(SAVING) is not None:
+            raise PublishError(
+                f"{store.address} is being saved, or that was interrupted: wait, or save it again"
+            )
+    for store in reversed(stores):
+        if any(store.read(name) is not None for name in formats.config_files()):
+            return _plain(store)
+    with explained(given.place):
+        if (given.place / "checkpoints").is_dir():
+            raise PublishError(
+                f"{given.address} is a run that has not finished: it has no model yet"
+            )
+    raise PublishError(f"{given.address} is not a model of the zoo: it has no {checksums.NAME}")
+
+
+def _parsed(content: bytes, where: Location) -> tuple[dict, str]:
+    """The files that `checksums.json` lists, with the card, which it does not, and a digest."""
+    try:
+        listed = checksums.parse(content)
+    except ValueError as error:
+        raise PublishError(f"{where} is damaged: {error}; publish the model again") from None
+    for name in listed:
+        inside(where, name, where / checksums.NAME)
+    return {README: {}} | listed, hashlib.sha256(content).hexdigest()
+
+
+def _plain(store: Store) -> _Listing:
+    """A folder without checksums: its files by their sizes and the store's own tags."""
+    names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "updated", "mtime", "created")
+    tags = {
+        name: [info["size"], next((str(info[x]) for x in names if info.get(x)), "")]
+        for name, info in sorted(store.listing().items())
+    }
+    digest = hashlib.sha256(json.dumps(tags).encode()).hexdigest()
+    return _Listing(store, {name: {"bytes": size} for name, (size, _) in tags.items()}, digest)
+
+
+def _fetch(listing: _Listing, folder: Path) -> None:
+    """Fetch the files that an earlier process, which was killed, has not fetched already."""
+    store, targets = listing.store, places(folder, listing.files, listing.store.address)
+    wanted = {name: listing.files[name] for name, at in targets.items() if not at.exists()}
+    problems = store.get(folder, wanted, title=f"fetching {store.address}")
+    if problems.keys() - {README}:
+        raise _ChangedError
+    content = store.read(checksums.NAME)
+    if content is not None:
+        if hashlib.sha256(content).hexdigest() != listing.digest:
+            raise _ChangedError
+        (folder / checksums.NAME).write_bytes(content)

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,8 @@ from zoo.common.checksums import Digest
 from zoo.nn.products import Kind, is_quantized
 from zoo.nn.stateful import kept_dtypes
 from zoo.publishing import PublishError
-from zoo.publishing.formats import QUANTIZATIONS, damaged
+from zoo.publishing.folders import damaged
+from zoo.publishing.formats import QUANTIZATIONS
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.placement import gathered, place
 
@@ -127,7 +127,6 @@ class _File:
         length = int.from_bytes(self._file.read(8), "little")
         self._table = json.loads(self._file.read(length))
         self._begin = 8 + length
-        self._end = path.stat().st_size
         self._parts = checksums.parts(path)
         self._verified: set[int] = set()
         self._verify(0, self._begin)
@@ -162,30 +161,20 @@ class _File:
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, block: tuple[slice, ...]
     ) -> np.ndarray:
         """A block of a tensor, mapped into memory."""
-        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        sizes = [one.stop - one.start for one in block]
         begin = self._begin + self._table[name]["data_offsets"][0]
-        begin += sum(one.start * stride for one, stride in zip(block, strides, strict=True))
-        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        end = begin + last + dtype.itemsize
-        self._verify(begin, end)
-        return np.ndarray(sizes, dtype, self._mapped(begin, end), strides=strides)
-
-    def _mapped(self, begin: int, end: int) -> memoryview:
-        """The bytes of the file from `begin` to `end`, in memory as long as someone has them."""
-        aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._file.fileno(), end - aligned, offset=aligned, access=mmap.ACCESS_READ
-        )
-        return memoryview(mapped)[begin - aligned :]
+        ends = [np.ravel_multi_index([x.start for x in block], shape) if block else 0]
+        ends += [np.ravel_multi_index([x.stop - 1 for x in block], shape) if block else 0]
+        first, last = (begin + int(end) * dtype.itemsize for end in ends)
+        self._verify(first, last + dtype.itemsize)
+        return np.memmap(self._file, dtype, "r", begin, shape)[(*block, ...)]
 
     def _verify(self, begin: int, end: int) -> None:
         """Compare the parts from byte `begin` to byte `end` with their checksums, once each."""
         size, wanted = self._parts
         for number in range(begin // size, -(-end // size)) if wanted else ():
             if number not in self._verified:
-                content = self._mapped(number * size, min((number + 1) * size, self._end))
-                if checksums.sha256(content) != wanted[number]:
+                self._file.seek(number * size)
+                if checksums.sha256(self._file.read(size)) != wanted[number]:
                     problem = f"{self._path.name} is damaged behind byte {number * size:,}"
                     raise damaged(self._path.parent, [problem])
                 self._verified.add(number)
@@ -229,12 +218,14 @@ def read_dtypes(
 
 def outline(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the tensors in a safetensors file, by name."""
+    found = {}
     with open_file(path) as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: jax.ShapeDtypeStruct(part.get_shape(), jnp.dtype(_DTYPES[part.get_dtype()]))
-            for name, part in parts.items()
-        }
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            if (code := part.get_dtype()) not in _DTYPES:
+                raise PublishError(f"{path}: {name} is of type {code}, which is not read")
+            found[name] = jax.ShapeDtypeStruct(part.get_shape(), jnp.dtype(_DTYPES[code]))
+    return found
 
 
 def typed(skeleton: PyTree, dtype: Callable[[str], Any]) -> PyTree:

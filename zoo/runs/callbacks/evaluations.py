@@ -15,7 +15,7 @@ from zoo.common import checksums
 from zoo.common.configuration import check_value, require
 from zoo.data.plans import Plan
 from zoo.publishing import PublishError
-from zoo.publishing.formats import METRICS, README, WEIGHTS, replacing
+from zoo.publishing.folders import METRICS, README, WEIGHTS, replacing
 from zoo.publishing.models import save as save_model
 from zoo.publishing.tensors import write_tensors
 from zoo.runs import evaluation

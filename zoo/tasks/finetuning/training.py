@@ -85,7 +85,7 @@ class Base:
         )
         frozen_leaves(prepared, trainable(config))
         if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            models.check_adapters(self.skeleton, lora.config_of(prepared))
+            formats.for_adapters().check(self.skeleton, lora.config_of(prepared))
         given, folder = config.data.tokenizer, nearest(self.folder, FILE_NAME)
         require(
             bool(given) or (folder / FILE_NAME).is_file(),
