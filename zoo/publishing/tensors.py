@@ -166,7 +166,8 @@ class _File:
         ends += [np.ravel_multi_index([x.stop - 1 for x in block], shape) if block else 0]
         first, last = (begin + int(end) * dtype.itemsize for end in ends)
         self._verify(first, last + dtype.itemsize)
-        return np.memmap(self._file, dtype, "r", begin, shape)[(*block, ...)]
+        whole: Any = np.memmap(self._file, dtype, "r", begin, shape)
+        return whole[(*block, ...)]
 
     def _verify(self, begin: int, end: int) -> None:
         """Compare the parts from byte `begin` to byte `end` with their checksums, once each."""
