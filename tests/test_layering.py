@@ -84,7 +84,7 @@ CEILINGS = {
     "tasks": 1530,
     "alignment": 845,
     "planning": 2900,
-    "evaluation": 1120,
+    "evaluation": 1020,
     "__main__": 140,
     "__init__": 115,
 }

@@ -27,7 +27,6 @@ plugins.register(
     "zoo.commands",
     plan="zoo.planning.command:main",
     eval="zoo.evaluation.command:main",
-    task="zoo.evaluation.standard_library:main",
 )
 
 if TYPE_CHECKING:

@@ -190,8 +190,6 @@ def test_what_cannot_be_asked_is_refused(folder, model):
         ZooLM(model)
     with pytest.raises(ValueError, match="dtype='bf16', quantize=None: a model that is given"):
         ZooLM(model, ByteTokenizer(), dtype="bf16")
-    with pytest.raises(ValueError, match="dtype='bfloat': "):
-        ZooLM(folder, dtype="bfloat")
     with pytest.raises(ValueError, match="max_length=64 must be at least 1, and at most the 48"):
         ZooLM(folder, max_length=64)
     with pytest.raises(ValueError, match="mlp-digits has no tokenizer"):
@@ -354,9 +352,9 @@ def kept_in(folder: Path) -> int:
 
 def test_command_agrees_with_transformers(golden_model, tmp_path, capsys):
     choice = write(tmp_path, "choice", "multiple_choice", records("task"))
-    write(tmp_path, "whole", "loglikelihood_rolling", records("text"))
-    flags = ["eval", str(golden_model), "--task", choice, "--task", "whole", "--mesh=data=2"]
-    main.main([*flags, f"--include={tmp_path}", "--out", str(tmp_path / "out")])
+    whole = write(tmp_path, "whole", "loglikelihood_rolling", records("text"))
+    flags = ["eval", str(golden_model), "--task", choice, "--task", whole, "--mesh=data=2"]
+    main.main([*flags, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     for text in ("fp32, rows of 64 tokens", "|acc_norm", "|bits_per_byte", "the results are in"):
         assert text in printed
@@ -440,7 +438,7 @@ def test_shots_options_and_limits_reach_lm_eval(folder, tmp_path, capsys):
 
 
 def test_what_cannot_be_evaluated_is_refused(folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"task='hellaswagg' .* did you mean hellaswag"):
+    with pytest.raises(ValueError, match="task='hellaswagg': neither a task"):
         main.main(["eval", folder, "--task", "hellaswagg"])
     with pytest.raises(ValueError, match="task: name one at least"):
         main.main(["eval", folder])
@@ -451,19 +449,6 @@ def test_what_cannot_be_evaluated_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "zoo.evaluation.harness")
     with pytest.raises(ImportError, match=r"pip install 'zoo\[eval\]'"):
         main.main(["eval", folder, "--task", "python-bodies"])
-
-
-def test_models_of_lm_eval_stay_registered():
-    code = (
-        "import zoo.evaluation.harness; from lm_eval.api.registry import get_model, model_registry;"
-        "found = set(model_registry.keys()); get_model('dummy'); "
-        "import lm_eval.models as own; "  # which registers what is not there yet
-        "print(len(own.MODEL_MAPPING), len(own.MODEL_MAPPING.keys() - found), 'zoo' in found)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    count, lost, has_ours = done.stdout.split()[-3:]
-    assert int(count) > 20
-    assert (lost, has_ours) == ("0", "True")
 
 
 # --- Models with a classification head --------------------------------------------------------
@@ -537,25 +522,11 @@ def many(tmp_path) -> list[str]:
     """Flags of tasks with many batches."""
     lines = [
         {"context": "x" * (i % 30), "choices": ["ab", "c", f"{i}"], "answer": i % 3}
-        for i in range(400)
+        for i in range(100)
     ]
     texts = [write(tmp_path, "many", "multiple_choice", lines)]
     texts += [write(tmp_path, "ask", "generate_until", LETTERS)]
     return [f"--task={texts[0]}", f"--task={texts[1]}", "--batch-tokens=64"]
-
-
-@pytest.mark.slow
-def test_a_killed_evaluation_resumes_to_the_same_table(folder, many, tmp_path):
-    flags = [folder, *many, "--out"]
-    alone = finish(start(*flags, str(tmp_path / "alone")))
-    process = start(*flags, str(tmp_path / "out"))
-    wait_for(lambda: kept_in(tmp_path / "out") > 20, process)
-    process.kill()
-    process.wait()
-    kept = kept_in(tmp_path / "out")
-    assert 20 < kept < 1200
-    assert table(finish(start(*flags, str(tmp_path / "out")))) == table(alone)
-    assert kept_in(tmp_path / "out") == kept_in(tmp_path / "alone") > kept
 
 
 @pytest.mark.slow

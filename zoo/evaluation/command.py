@@ -1,7 +1,6 @@
 """`python -m zoo eval`: a door to lm-eval, with a model of the zoo behind it."""
 
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -36,8 +35,6 @@ class Config:
     task: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     """Name of a task, a group or a tag of lm-eval, of a task that comes with the zoo
     (python-bodies, python-signatures, python-files), or a task file (.yaml); once per task."""
-    include: Path | None = None
-    """Folder of task files whose tasks are known by name too."""
     num_shots: int | None = None
     """Answered examples before each question; the task's own number if not given."""
     chat: bool = False
@@ -110,10 +107,10 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     out = None if config.out is None else local_path(config.out, "out")
     if out is not None:
         files.make_folder(out, "out")
-    tasks = load_tasks(config.task, config.include)
+    tasks = load_tasks(config.task)
     lm = ZooLM(
         config.model,
-        mesh=config.mesh,
+        mesh=sharding.make_mesh(config.mesh) if config.mesh else None,
         dtype=config.precision,
         quantize=config.quantize,
         max_length=config.max_length,
@@ -156,7 +153,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     print(f"the results are in {results}")
 
 
-def load_tasks(names: Sequence[str], include: Path | None = None) -> list[Any]:
+def load_tasks(names: Sequence[str]) -> list[Any]:
     """The tasks and groups of these names, or of these files, with their examples.
 
     Raises:
@@ -168,22 +165,18 @@ def load_tasks(names: Sequence[str], include: Path | None = None) -> list[Any]:
         return "Custom kwargs can be passed" not in record.getMessage()  # of which ours take none
 
     logging.getLogger("lm_eval.api.task").addFilter(only_ours)
-    folders = [
-        Path(__file__).parent,
-        *([] if include is None else [local_path(include, "include")]),
-    ]
 
     def unknown(manager: Any) -> list[str]:
         return [x for x in names if x not in manager.all_tasks and not Path(x).is_file()]
 
-    manager = TaskManager(include_path=folders, include_defaults=False)
+    ours = Path(__file__).parent
+    manager = TaskManager(include_path=ours, include_defaults=False)
     if unknown(manager):  # of lm-eval's, whose thousands of files take seconds to read
-        manager = TaskManager(include_path=folders)
+        manager = TaskManager(include_path=ours)
     for name in unknown(manager):
-        near = difflib.get_close_matches(name, manager.all_tasks)
         raise ValueError(
-            f"task={name!r} is no task of lm-eval's, no task of {' or '.join(map(str, folders))}, "
-            f"and no file{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
+            f"task={name!r}: neither a task of lm-eval or of the zoo (`python -m lm_eval ls tasks` "
+            "lists lm-eval's), nor a task file"
         )
     loaded: list[Any] = []
     for name in names:

@@ -1,9 +1,4 @@
-"""The zoo's models in EleutherAI's lm-eval, whose tasks then run on them without PyTorch.
-
-from zoo.evaluation.harness import ZooLM
-
-lm_eval.simple_evaluate(model=ZooLM("lm-python"), tasks=["lambada_openai"])
-"""
+"""The zoo's models in EleutherAI's lm-eval, whose tasks then run on them without PyTorch."""
 
 import functools
 import hashlib
@@ -17,13 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from zoo import sharding
-from zoo.common import configuration
 from zoo.data.chats import ChatTemplate
 from zoo.data.special_tokens import begun, end_id
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer, reading
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
-from zoo.nn.precision import DTypeName
 from zoo.nn.products import Kind
 from zoo.publishing import models
 from zoo.publishing.folders import METRICS, read_json
@@ -31,10 +23,7 @@ from zoo.publishing.models import check_finite
 from zoo.publishing.shelf import find, nearest
 
 try:
-    # First, as lm-eval registers its own models only into an empty registry.
-    import lm_eval.models  # noqa: F401
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
@@ -46,23 +35,20 @@ DRAWING = ("top_k", "top_p", "min_p")  # without effect on greedy answers
 PENALTIES = ("repetition_penalty",)
 
 
-@register_model("zoo")
 class ZooLM(TemplateLM):
-    """A model of the zoo, as lm-eval asks it.
+    """A model of the zoo for lm-eval: `lm_eval.simple_evaluate(model=ZooLM("lm-python"), …)`.
 
     `pretrained` is a name on the shelf, a folder, an address or a hub id; or a language model, with
     its `tokenizer`. `mesh`, `max_length` and `batch_tokens` are those of
-    `zoo.evaluation.scorer.Scorer`; a mesh may be a text, as on the command line. `dtype` is "bf16",
-    "fp16" or "fp32", by default as stored, and `quantize` that of `zoo.load`. `begin` puts the
+    `zoo.evaluation.scorer.Scorer`, `dtype` and `quantize` those of `zoo.load`. `begin` puts the
     token that the tokenizer's texts begin with before each prompt, unless it is there. `seed` is
-    that of sampled answers.
+    the seed of sampled answers.
 
     The name of a special token in a text is that token, as for lm-eval's own models: chat templates
     write them so. A model with a classification head answers multiple choice whose choices are
     names of its classes, and nothing else; a name in its texts is plain characters, as in training.
 
-    lm-eval's `batch_size`, `max_batch_size` and `device` have no part in it. Each of several
-    processes asks all of a task, and the mesh shares out the work.
+    Each of several processes asks all of a task, and the mesh shares out the work.
 
     Raises:
         ValueError: a model without a next token or classes; a model without its tokenizer.
@@ -73,21 +59,15 @@ class ZooLM(TemplateLM):
         pretrained: str | Path | PyTree,
         tokenizer: Tokenizer | None = None,
         *,
-        mesh: Mesh | str | None = None,
+        mesh: Mesh | None = None,
         dtype: str | None = None,
         quantize: Kind | None = None,
         max_length: int | None = None,
         batch_tokens: int = 8192,
         begin: bool = True,
         seed: int = 0,
-        batch_size: object = None,
-        max_batch_size: object = None,
-        device: object = None,
     ):
         super().__init__()
-        configuration.check_value("dtype", dtype, DTypeName | None)
-        if isinstance(mesh, str):
-            mesh = sharding.make_mesh(mesh) if mesh else None
         info: dict[str, Any] = {}
         model: Any = pretrained
         classes: tuple[str, ...] = ()
@@ -129,8 +109,6 @@ class ZooLM(TemplateLM):
             "max_length": self.max_length,
             "begin": begin,
         }
-
-    # --- Requests ---------------------------------------------------------------------------------
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -238,8 +216,6 @@ class ZooLM(TemplateLM):
                 f"{self._info['pretrained']} has a classification head: give it multiple choice "
                 f"among {', '.join(self.classes)}"
             )
-
-    # --- Tokens and chats -------------------------------------------------------------------------
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any

@@ -6,15 +6,10 @@ another one in numbers and strings alone, are left out.
 """
 
 import ast
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
-from zoo.common import files
 from zoo.data.documents import Document, functions, held_out_split, standard_library, unit_hash
 
 MOST = 400  # examples
@@ -29,38 +24,6 @@ def dataset(name: str, **_: Any) -> Any:
     import datasets
 
     return datasets.DatasetDict(test=datasets.Dataset.from_list(TASKS[name]()))
-
-
-def main(name: tyro.conf.Positional[str], folder: Path = Path(".")) -> None:
-    """Write a task that comes with the zoo, as eval and lm-eval itself read it.
-
-    Args:
-        name: Name of the task: python-bodies, python-signatures or python-files.
-        folder: Folder for its examples, <name>.jsonl, and for the task file, <name>.yaml.
-    """
-    print(f"the task is in {write(name, folder)}")
-
-
-def write(name: str, folder: Path) -> Path:
-    """Write a task's examples to `<name>.jsonl` in a folder, and beside it `<name>.yaml`.
-
-    Returns the path of the latter, which lm-eval reads without the zoo.
-
-    Raises:
-        ValueError: there is no such task.
-    """
-    if name not in TASKS:
-        raise ValueError(f"{name!r} is no task that comes with the zoo: {', '.join(TASKS)}")
-    lines = "".join(json.dumps(record) + "\n" for record in TASKS[name]())
-    made = f"custom_dataset: !function {__name__}.dataset\ndataset_kwargs: {{name: {name}}}\n"
-    examples = folder.absolute() / f"{name}.jsonl"
-    source = json.dumps({"data_files": {"test": str(examples)}})  # which is YAML too
-    kept = f"dataset_path: json\ndataset_kwargs: {source}\n"
-    text = (Path(__file__).parent / f"{name}.yaml").read_text().replace(made, kept)
-    files.make_folder(folder, "folder")
-    files.replace(examples, lambda path: path.write_text(lines))
-    files.replace(folder / f"{name}.yaml", lambda path: path.write_text(text))
-    return folder / f"{name}.yaml"
 
 
 class Function(NamedTuple):
