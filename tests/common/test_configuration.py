@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import typing
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -23,7 +22,6 @@ from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
 from zoo.alignment import distillation
 from zoo.common import configuration
 from zoo.tasks import finetuning
-from zoo.transformer.config import RopeScaling
 from zoo.wrappers.classifier import Classifier
 
 # A small configuration of each family, and values that none of its fields can have.
@@ -69,21 +67,15 @@ def test_values_of_wrong_type_are_refused(name: str):
     ("config", "changes", "message"),
     [
         ("residual", {"norm": "foo"}, r"residual.norm='foo': choose one of \['rms', 'lay"),
-        ("attention", {"kernel": "foo"}, "attention.kernel='foo': choose one of .*'cudnn'"),
         ("transformer", {"causal": "false"}, "causal='false': must be True or False"),
-        ("transformer", {"bias": 1}, "bias=1: must be True or False"),
         ("transformer", {"num_layers": True}, "num_layers=True: must be an integer"),
-        ("transformer", {"num_layers": 2.0}, "num_layers=2.0: must be an integer"),
         ("transformer", {"d_ff": "4"}, "d_ff='4': must be an integer of 32 bits or None"),
         ("positions", {"scaling": (1.0,)}, "positions.scaling=.*must be a RopeScaling"),
         ("lora", {"targets": ("a", None)}, "must be a tuple, of a text each"),
         ("attention", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
         ("sampling", {"temperature": "warm"}, "temperature='warm': must be a finite number or"),
-        ("sampling", {"top_k": True}, "top_k=True: must be an integer"),
         ("sampling", {"stop_tokens": [1.5]}, r"stop_tokens=\(1.5,\): must be a tuple, of an"),
         ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': must be a finite number"),
-        ("rnn", {"pooling": "max"}, "pooling='max': choose one of"),
-        ("mlp", {"activation": "swish"}, "activation='swish': choose one of .*'gelu'"),
         ("bert", {"mlp": "swiglu"}, "mlp='swiglu': choose one of .*'gelu', 'gelu_erf'"),
     ],
     ids=str,
@@ -161,7 +153,6 @@ class Outer:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"size": 1}, Outer(1)),
         ({"size": 1, "inner": {}}, Outer(1)),
         ({"size": 1, "inner": {"rate": 1}}, Outer(1, Inner(1.0))),
         ({"size": 1, "inner": {"rate": 1, "places": 2}}, Outer(1, Inner(1.0, 2))),
@@ -254,27 +245,12 @@ FIELDS = {
 }
 
 
-def test_float_fields_are_collected():
-    names = {
-        "zoo.training.optimizers.beta1",
-        "zoo.wrappers.lora.alpha",
-        "zoo.bert.norm_eps",
-        "recipes.lm.balance",
-    }
-    names |= {
-        "recipes.rnn.clip_norm",
-        "zoo.transformer.config.low_freq_factor",
-        "zoo.data.text.held_out",
-    }
-    assert FIELDS.keys() >= names
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("field", FIELDS)
-def test_non_finite_numbers_are_refused(field: str, bad: float):
-    config, name = FIELDS[field]
-    with pytest.raises(ValueError, match=rf"\b{name}={bad}\b"):
-        dataclasses.replace(config, **{name: bad})
+def test_non_finite_numbers_are_refused():
+    assert {"zoo.training.optimizers.beta1", "recipes.lm.balance"} < FIELDS.keys()
+    for config, name in FIELDS.values():
+        for bad in (math.nan, math.inf, -math.inf):
+            with pytest.raises(ValueError, match=rf"\b{name}={bad}\b"):
+                dataclasses.replace(config, **{name: bad})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
@@ -297,32 +273,12 @@ def test_model_constants_must_be_positive(name: str, value: float):
             bert.Config(vocab_size=8, norm_eps=value)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0])
-@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
-def test_rope_scaling_must_be_positive(name: str, value: float):
-    with pytest.raises(ValueError, match=rf"^positions.scaling.{name}={value}: must be positive"):
-        RopeScaling(**{name: value})
-
-
 @pytest.mark.parametrize("token", [-1, 8])
 @pytest.mark.parametrize("config", [transformer.Config, rnn.Config])
 def test_ids_out_of_the_vocabulary_are_refused(config: Any, token: int):
     assert config(vocab_size=8, eos_ids=(0, 7)).eos_ids == (0, 7)
     with pytest.raises(ValueError, match=rf"^eos_ids has the id {token}: .*vocab_size=8"):
         config(vocab_size=8, eos_ids=(1, token))
-
-
-def test_finite_numbers_are_taken():
-    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
-    assert transformer.Config(
-        vocab_size=8,
-        positions=transformer.PositionsConfig(scaling=scaling),
-        residual=transformer.ResidualConfig(norm_eps=1e-6),
-    )
-    assert rnn.Config(vocab_size=8, dropout=0.1).dropout == 0.1
-    assert mlp.Config(2, 2, dropout=0.1).dropout == 0.1
-    assert Sampling(top_p=0.9).top_p == 0.9
-    assert recipes.lm.Config(run_dir=Path("x")).clip_norm == 1.0
 
 
 # --- What may differ between two starts of a run ------------------------------------------------
@@ -346,19 +302,6 @@ MAY_DIFFER = {
 @pytest.mark.parametrize("recipe", MAY_DIFFER, ids=lambda recipe: recipe.__name__)
 def test_recipe_fields_that_may_differ_are_listed(recipe: Any):
     assert configuration.names_that_may_differ(recipe.Config()) == set(MAY_DIFFER[recipe].split())
-
-
-def test_family_fields_that_may_differ_are_listed():
-    found = {name: configuration.names_that_may_differ(config) for name, config in CONFIGS.items()}
-    assert found == {
-        "transformer": {
-            *("attention.kernel", "remat", "scan_layers", "eos_ids"),
-            *("experts.dispatch", "experts.buffer"),
-        },
-        "bert": {"kernel", "remat", "scan_layers"},
-        "rnn": {"remat", "implementation", "hoist", "unroll", "eos_ids"},
-        "mlp": {"remat"},
-    }
 
 
 def test_subclasses_keep_may_differ_marks():

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +88,7 @@ def opened(tmp_path):
         checkpointer.close()
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=4,fsdp=2", "fsdp=2", ""])
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", ""])
 def test_restores_bit_for_bit_on_any_mesh(opened, spec):
     state = make_state(3, make_mesh("data=4,fsdp=2"))
     meta = {"config": {"lr": 1e-3, "name": "x"}, "position": 12}
@@ -156,8 +155,9 @@ FULL_DISK = {
 }
 
 
-@pytest.mark.parametrize("error", FULL_DISK)
-@pytest.mark.parametrize("method", ["save", "wait_until_finished"])
+@pytest.mark.parametrize(
+    ("method", "error"), [("save", "ours"), ("wait_until_finished", "Orbax's")]
+)
 def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error):
     checkpointer = opened()
 
@@ -274,14 +274,6 @@ def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypat
     with pytest.raises(PermissionError, match=str(refused)):
         opened(folder).restore(make_state(0))
     assert refused.exists()
-
-
-def test_leftovers_of_killed_saves_are_removed(tmp_path, opened):
-    folder = tmp_path / "checkpoints"
-    (folder / "1.tmp" / "arrays").mkdir(parents=True)
-    (folder / "2.tmp").touch()
-    opened(folder)
-    assert os.listdir(folder) == []
 
 
 def test_restore_without_undamaged_step_fails(two_steps, tmp_path, opened):
@@ -433,12 +425,10 @@ def newest(folder: Path) -> int:
     return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
 
 
-@pytest.mark.parametrize("stage", ["meta.json", "checksums.json.tmp", "checksums.json"])
-def test_uncommitted_steps_are_discarded(two_steps, tmp_path, caplog, opened, stage):
+def test_uncommitted_steps_are_discarded(two_steps, tmp_path, caplog, opened):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps, folder)
     killed = (folder / "2").rename(folder / "2.tmp")
-    (killed / stage).touch()
     checkpointer = opened(folder)
     assert "2.tmp" in caplog.text
     assert not killed.exists()
@@ -455,50 +445,6 @@ def test_shortened_checksum_list_is_detected(tmp_path):
     content["files"] = {}
     (tmp_path / checksums.NAME).write_text(json.dumps(content))
     assert checksums.problems(tmp_path) == ["checksums.json is damaged"]
-
-
-def test_three_steps_are_kept_by_default(opened):
-    checkpointer = opened()
-    for step in (1, 2, 3, 4):
-        checkpointer.save(step, {"w": jnp.zeros(2)}, {})
-    checkpointer.wait()
-    assert checkpointer.good_steps() == [2, 3, 4]
-
-
-def test_failed_saves_can_be_repeated(opened, monkeypatch):
-    def fail(folder, **_):
-        raise OSError("Input/output error")
-
-    checkpointer = opened()
-    with monkeypatch.context() as patched:
-        patched.setattr(checksums, "write", fail)
-        checkpointer.save(1, {"w": jnp.zeros(2)}, {})
-        with pytest.raises(CheckpointError, match=r"Step 1 .*Input/output error"):
-            checkpointer.wait()
-    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
-    checkpointer.wait()
-    assert checkpointer.good_steps() == [1]
-
-
-def test_close_ends_the_threads(tmp_path):
-    before = set(threading.enumerate())
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
-    assert set(threading.enumerate()) - before
-    checkpointer.close()
-    assert not set(threading.enumerate()) - before
-
-
-def test_failed_mkdir_reports_a_full_disk(opened, monkeypatch):
-    def fail(path, **_):
-        raise OSError(errno.ENOSPC, FULL, str(path))
-
-    checkpointer = opened()
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "mkdir", fail)
-        with pytest.raises(CheckpointError, match=r"Step 1 could not be saved .* the disk is full"):
-            checkpointer.save(1, {"w": jnp.zeros(2)}, {})
-    checkpointer.save(1, {"w": jnp.zeros(2)}, {})
 
 
 @pytest.fixture(scope="module")
@@ -617,8 +563,9 @@ def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, mo
     assert checkpointer.good_steps() == [1, 2]
 
 
-@pytest.mark.parametrize("shape", [(4, 3), ()])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, bool])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 3), jnp.bfloat16), ((), jnp.float8_e4m3fn), ((4,), bool)]
+)
 def test_zeros_are_restored(opened, shape, dtype):
     """A chunk of zeros is stored, so that a missing one is an error."""
     checkpointer, state = opened(), {"x": jnp.zeros(shape, dtype), "y": jnp.ones(shape, dtype)}
@@ -634,16 +581,6 @@ def test_empty_arrays_are_refused_by_name(opened):
     with pytest.raises(CheckpointError, match=r"Step 1 could not be saved.* zero size.*name=empty"):
         checkpointer.save(1, {"x": jnp.ones(3), "empty": jnp.ones((0, 3))}, {})
     assert checkpointer.restore({"x": jnp.ones(3)}) is None
-
-
-def test_committed_steps_are_announced(opened):
-    seen = []
-    checkpointer = opened(
-        committed=lambda step: seen.append((step, (checkpointer.folder / str(step)).is_dir()))
-    )
-    checkpointer.save(3, make_state(3), {})
-    checkpointer.wait()
-    assert seen == [(3, True)]
 
 
 TWO_PROCESSES = """

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_cases import CASES, STEPS, Recipe, assert_same_result, finish, metrics, shared, wait_for
+from recipe_cases import STEPS, Recipe, assert_same_result, finish, metrics, shared, wait_for
 
 __all__ = ["shared"]
 
@@ -65,8 +65,8 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Rand
     return saving(run_dir)
 
 
-# How arrays are sharded is one thing, what a recipe keeps beside them another.
-KILLS = [("lm", "2x2x2"), ("mlp", "2x2x2"), *((name, "one device") for name in CASES)]
+# tests/test_soak.py kills all other kinds of runs at each boundary.
+KILLS = [("lm", "2x2x2"), ("mlp", "2x2x2"), ("rnn", "one device")]
 
 
 @pytest.mark.slow
@@ -90,9 +90,8 @@ def test_repeatedly_killed_runs_match_straight_runs(name, mesh, shared, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lm", "finetune on preferences", "mlp"])
-def test_signals_save_and_set_exit_code(name, shared, tmp_path):
-    recipe, run_dir = Recipe(name, shared), tmp_path / "run"
+def test_signals_save_and_set_exit_code(shared, tmp_path):
+    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
     last = 0
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = recipe.start(run_dir, "--checkpoint-every=1000")
@@ -108,7 +107,7 @@ def test_signals_save_and_set_exit_code(name, shared, tmp_path):
         last = step
     output = recipe.run(run_dir, "--checkpoint-every=1000")
     assert f"resumed {run_dir} at step {last}" in output
-    assert_same_result(run_dir, straight_run(name, shared, "one device"))
+    assert_same_result(run_dir, straight_run("lm", shared, "one device"))
 
 
 def flip_a_bit(path: Path) -> None:
@@ -132,28 +131,27 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path != run_dir / "config.json"}
 
 
-def finished_run(name: str, shared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(straight_run(name, shared, "one device"), tmp_path / "run")
+def finished_run(shared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(straight_run("lm", shared, "one device"), tmp_path / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lm", "finetune"])
-def test_resume_skips_damaged_steps(name, shared, tmp_path):
-    run_dir = finished_run(name, shared, tmp_path)
+def test_resume_skips_damaged_steps(shared, tmp_path):
+    run_dir = finished_run(shared, tmp_path)
     checkpoints = run_dir / "checkpoints"
     oldest, middle, newest = sorted(checkpoints.iterdir(), key=lambda path: int(path.name))
     flip_a_bit(data_file(newest))
     (middle / "arrays" / "manifest.ocdbt").unlink()
-    output = Recipe(name, shared).run(run_dir)
+    output = Recipe("lm", shared).run(run_dir)
     assert "is damaged: its SHA-256 is not the one written with it" in output
     assert f"step {middle.name}: arrays/manifest.ocdbt is missing" in output
     assert f"resumed {run_dir} at step {oldest.name}" in output
-    assert_same_result(run_dir, straight_run(name, shared, "one device"))
+    assert_same_result(run_dir, straight_run("lm", shared, "one device"))
 
 
 @pytest.mark.slow
 def test_fully_damaged_runs_are_left_untouched(shared, tmp_path):
-    run_dir = finished_run("lm", shared, tmp_path)
+    run_dir = finished_run(shared, tmp_path)
     for step in (run_dir / "checkpoints").iterdir():
         truncate(data_file(step))
     before = contents(run_dir)

@@ -266,15 +266,6 @@ def test_logged_metrics_belong_to_their_step(tmp_path):
     assert rates == pytest.approx({step: float(schedule(step - 1)) for step in rates}, rel=1e-6)
 
 
-def test_rates_are_laid_out_in_parts(monkeypatch):
-    """Not for each step of the run, which may be 100 million."""
-    monkeypatch.setattr(recorder._Rates, "_MANY", 7)
-    rates = recorder._Rates(optax.cosine_decay_schedule(1e-2, 10**8))
-    wanted = {i: 5e-3 * (1 + math.cos(math.pi * i / 10**8)) for i in (0, 6, 7, 8, 10**8 - 1, 3)}
-    found = {i: rates(i) for i in wanted}
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-9)
-
-
 def test_a_run_of_many_steps_is_not_laid_out(tmp_path):
     given = config(tmp_path)
     with zoo.Run(given) as run:
@@ -379,7 +370,7 @@ def test_steps_in_flight_are_bounded(monkeypatch):
 # --- A loss that is not finite ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint_every", [1, 4, 6, 1000])
+@pytest.mark.parametrize("checkpoint_every", [4, 1000])
 def test_non_finite_loss_stops_the_run(checkpoint_every, tmp_path):
     bad = 7  # between two lines of the log
     plan = poisoned_plan(bad)
@@ -454,14 +445,6 @@ def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
     assert rates == pytest.approx({s: float(schedule(updates(s) - 1)) for s in rates}, rel=1e-6)
 
 
-def test_stopped_runs_resume_with_skipping(tmp_path):
-    plan = poisoned_plan(7)
-    with pytest.raises(RunError, match="step 7: the loss is nan"):
-        fit(config(tmp_path), plan, loss_fn=poisoned)
-    state, _ = fit(config(tmp_path, on_nonfinite="skip"), plan, loss_fn=poisoned)
-    assert int(state.skipped) == len(poisoned_steps(plan, 30))
-
-
 def test_fp16_overflow_does_not_stop_training(tmp_path):
     def steep(model, batch, key):
         total, weight, metrics = losses.next_token(model, batch, key)
@@ -486,13 +469,12 @@ def signals(*numbers):
     return evaluate
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_save_and_exit(number, code, tmp_path, capsys):
+def test_signals_save_and_exit(tmp_path, capsys):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     run = config(tmp_path, eval_every=5, checkpoint_every=1000)
     with pytest.raises(SystemExit) as exit:
-        fit(run, evaluate=signals(number))
-    assert exit.value.code == code
+        fit(run, evaluate=signals(signal.SIGINT))
+    assert exit.value.code == 130
     assert checkpoints(run) == [5]  # the step of the evaluation
     assert "saved step 5" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
@@ -618,7 +600,6 @@ def kill():
         *(
             pytest.param(how, step, marks=pytest.mark.slow)
             for how, step in (
-                ("SIGTERM", 12),
                 ("SIGTERM", 30),
                 ("SIGKILL", 6),
                 ("SIGKILL", 12),
@@ -750,19 +731,13 @@ def test_evaluation_compiles_each_bucket_once(tmp_path):
     assert (first.compiles, later.compiles) == (3, 0)
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_runs_killed_before_their_first_checkpoint_keep_the_first_evaluation(
-    judged, tmp_path, monkeypatch
-):
+def test_runs_killed_before_their_first_checkpoint_keep_the_first_evaluation(tmp_path, monkeypatch):
     def train(folder):
         with zoo.Run(config(folder, steps=4)) as run:
             mean = zoo.evaluator(run, losses.next_token, HELD_OUT)
             evaluate = lambda model, whole: {"eval_loss": mean(model, whole)["loss"]}
-            given = {"evaluate": evaluate} if judged else {}
-            begin_with = Bigram(jax.random.key(5))
-            zoo.fit(
-                run, training(make_model=lambda _, model: model, pretrained=begin_with, **given)
-            )
+            make_model, begin_with = lambda _, model: model, Bigram(jax.random.key(5))
+            zoo.fit(run, training(make_model=make_model, pretrained=begin_with, evaluate=evaluate))
 
     train(tmp_path / "whole")
     for moment in ("step", "save"):

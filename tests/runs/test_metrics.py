@@ -23,14 +23,6 @@ def write_run(path: Path, steps: range, *, resume_step: int = 0) -> None:
 # metrics.jsonl
 
 
-def test_metrics_round_trip(tmp_path: Path):
-    write_run(tmp_path / "metrics.jsonl", range(1, 4))
-    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": step, "loss": 10.0 / step, "note": "a line\nwith ünicode", "missing": None}
-        for step in (1, 2, 3)
-    ]
-
-
 def test_each_line_is_written_immediately(tmp_path: Path):
     log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, loss=2.0)
@@ -68,25 +60,11 @@ def test_truncated_log_resumes_identically(tmp_path: Path):
         assert killed.read_bytes() == whole
 
 
-def test_last_line_without_newline_is_kept(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    write_run(path, range(1, 4))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    write_run(path, range(4, 4), resume_step=3)
-    assert path.read_bytes() == whole
-
-
 def test_new_runs_empty_the_log(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "eval_loss": 5.0}\n{"step": 1}\n')
     write_run(path, range(1, 2))
     assert [record["step"] for record in metrics.read_metrics(path)] == [1]
-
-
-def test_resuming_recreates_missing_metrics(tmp_path: Path):
-    write_run(tmp_path / "metrics.jsonl", range(4, 6), resume_step=3)
-    assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
 @pytest.mark.parametrize(
@@ -176,19 +154,6 @@ def test_curves_show_each_named_evaluation(tmp_path: Path, figure_spy: mock.Mock
     labels = [text.get_text() for text in losses.get_legend().get_texts()]
     assert labels[-2:] == ["average (last 2.000)", "web (last 3.000)"]
     assert len({line.get_color() for line in (held_out, average, web)}) == 3
-
-
-@pytest.mark.parametrize(
-    ("drop", "labels"),
-    [
-        (("learning_rate", "grad_norm", "tokens_per_second"), {"loss"}),
-        (("loss", "eval_loss", "learning_rate"), {"grad norm", "tokens per second"}),
-    ],
-)
-def test_curves_omit_missing_metrics(tmp_path: Path, figure_spy: mock.Mock, drop, labels):
-    write_curves(tmp_path / "metrics.jsonl", 12, drop=drop)
-    metrics.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert set(axes_of(figure_spy)) == labels
 
 
 def test_no_plot_without_finite_values(tmp_path: Path):

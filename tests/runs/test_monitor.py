@@ -1,15 +1,7 @@
 """zoo.runs.monitor: progress in any terminal, compiles counted, speed over running time, traces."""
 
-import fcntl
 import io
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 from unittest import mock
 
@@ -56,22 +48,6 @@ def test_progress_prints_plain_lines_without_terminal():
     assert "\r" not in out.getvalue()
 
 
-def test_progress_keeps_last_metric_values():
-    out = io.StringIO()
-    with monitor.ProgressBar(2, console=Console(file=out), seconds_between_lines=0) as bar:
-        bar.update(1, loss=3.0, mfu=0.345)
-        bar.update(2)
-    assert out.getvalue().splitlines()[1].startswith("train 2/2  loss 3.0000  MFU 34.5%")
-
-
-def test_lines_wait_for_the_first_metrics():
-    out = io.StringIO()
-    with monitor.ProgressBar(9, start=4, console=Console(file=out)) as bar:
-        bar.update(5)
-        bar.update(6, loss=2.0)
-    assert out.getvalue().split() == ["train", "6/9", "loss", "2.0000", "ETA", "0:00:00"]
-
-
 def test_progress_is_silent_on_other_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     out = io.StringIO()
@@ -101,36 +77,6 @@ def test_terminal_progress_fits_any_width(width: int):
         assert "loss 12.3456  1,234,568 tokens/s  MFU 34.6%  took 4:00:00" in lines[-2]
 
 
-def test_pty_progress_stays_on_one_line():
-    program = (
-        "from zoo.runs.monitor import ProgressBar\n"
-        "with ProgressBar(300) as bar:\n"
-        "    for step in range(1, 301):\n"
-        "        bar.update(step, loss=2.0, tokens_per_second=123456.0, mfu=0.3)\n"
-    )
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(Path(monitor.__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=child, stdout=child, stderr=child, env=environment
-    )
-    os.close(child)
-    output = b""
-    while select.select([parent], [], [], 60)[0]:
-        try:
-            output += os.read(parent, 65536)
-        except OSError:  # the other end is closed
-            break
-    assert process.wait(60) == 0, output
-    os.close(parent)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
-    lines = [line for line in re.split(r"[\r\n]+", text) if line]
-    assert max(len(line) for line in lines) == 80
-    assert lines[-1].startswith("train 300/300 ━━━")
-    assert text.count("\n") == 1
-
-
 # Compiles
 
 
@@ -146,17 +92,6 @@ def test_compiles_are_counted_exactly(no_cache):
         assert counter.cache_hits == 0
     f(np.zeros(7, np.float32))
     assert counter.compiles == 2
-
-
-def test_counters_nest_and_leave_no_listener():
-    f = jax.jit(lambda x: x * 5.0)
-    with monitor.CompileCounter() as outer:
-        f(np.zeros(3, np.float32))
-        with pytest.raises(ZeroDivisionError), monitor.CompileCounter() as inner:  # noqa: PT012
-            f(np.zeros(5, np.float32))
-            raise ZeroDivisionError
-        f(np.zeros(7, np.float32))
-    assert (outer.compiles, inner.compiles) == (3, 1)
 
 
 def test_persistent_cache_hits_are_counted(tmp_path: Path):
@@ -219,10 +154,6 @@ def test_persistent_cache_hits_are_counted(tmp_path: Path):
 def test_peak_flops_by_device_kind(kind: str, dtype: str, peak: float | None):
     device = mock.Mock(spec=jax.Device, device_kind=kind)
     assert chips.peak_flops(device, dtype) == pytest.approx(peak)
-
-
-def test_this_cpu_has_no_known_peak():
-    assert chips.peak_flops(jax.devices()[0], "fp32") is None
 
 
 def test_throughput_is_tokens_over_running_time():

@@ -35,7 +35,7 @@ FLAGS = (
     "--optimizer.schedule=constant",
     "--optimizer.warmup-steps=0",
 )
-MESHES = ["data=2,fsdp=2", "fsdp=2,context=2", "fsdp=4"]
+MESHES = ["data=2,fsdp=2", "fsdp=2,context=2"]
 
 
 def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
@@ -128,17 +128,6 @@ def test_two_processes_train_on_preferences_bit_for_bit_as_one(shared, tmp_path)
 
 
 @pytest.mark.slow
-def test_two_processes_finetune_and_sample(shared, tmp_path):
-    recipe, run_dir = Recipe("finetune", shared), tmp_path / "run"
-    processes = start_processes(recipe, run_dir, "--mesh=fsdp=2,tensor=2", "--steps=4")
-    first, second = (finish(process) for process in processes)
-    assert "--- a sample before ---" in first
-    assert "--- a sample after ---" in first
-    assert "a sample" not in second
-    assert (run_dir / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
 def test_two_processes_average_and_keep_the_best(shared, tmp_path):
     recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
     flags = ("--eval-every=6", "--average=0.9", "--keep-best=average/eval_loss", "--patience=9")
@@ -204,7 +193,7 @@ checksums.PART_BYTES = tensors.BLOCK_BYTES = 1000
 folder = Path(sys.argv[3])
 for format in ("zoo", "hf"):
     one = jax.tree.leaves(zoo.load(folder / format))
-    for spec in ("fsdp=4", "data=2,tensor=2", "fsdp=2,tensor=2"):
+    for spec in ("fsdp=4", "data=2,tensor=2"):
         model = zoo.load(folder / format, mesh=zoo.make_mesh(spec))
         split = 0
         for found, want in zip(jax.tree.leaves(model), one, strict=True):
@@ -242,7 +231,7 @@ def test_two_processes_load_and_save_what_one_does(tmp_path):
     for format in ("zoo", "hf"):
         want = (tmp_path / format / "model.safetensors").read_bytes()
         saved = [*tmp_path.glob(f"{format} *")]
-        assert len(saved) == 3
+        assert len(saved) == 2
         for folder in saved:
             assert (folder / "model.safetensors").read_bytes() == want
             zoo.load(folder)  # its checksums too

@@ -26,6 +26,7 @@ from zoo.runs.remote.lease import Lease, LeaseError
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
+# What both stores show alike is shown on one: the lease on that which creates unconditionally.
 # The recipe, with a lease of a few seconds.
 DRIVER = """
 import os, runpy, sys
@@ -66,6 +67,7 @@ def straight(shared) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_kills_lose_nothing(store, shared, straight, tmp_path):
     requests, work = 0, tmp_path / "first"
 
@@ -79,7 +81,7 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):
     assert_same_result(work, straight)
 
     address, choose, killed = f"{store.address}/again", random.Random(store.scheme), 0
-    for index in range(8):
+    for index in range(4):
         process, last = None, choose.randrange(5, requests // 2)
 
         def kill(number, method, path, last=last):
@@ -88,21 +90,25 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):
             process.kill()  # noqa: B023
             return "drop"
 
-        if index % 3 == 2:
-            shutil.rmtree(work, ignore_errors=True)
-        work = tmp_path / f"{index // 3}"
+        if index == 2:  # on another machine
+            shutil.rmtree(work)
+        work = tmp_path / f"{index // 2}"
         with store.proxied(kill):
             process = start(address, work, shared)
             output, _ = process.communicate(timeout=300)
         assert process.returncode in (-signal.SIGKILL, 0), output
         killed += process.returncode != 0
-    assert killed > 3
+    assert killed > 1
     finish(start(address, work, shared))
     assert_same_result(work, straight)
     output = finish(start(address, tmp_path / "other", shared))
     assert f"fetched step {STEPS} from {address}" in output
     assert f"{address} has finished {STEPS} steps" in output
     assert_same_result(tmp_path / "other", straight)
+    command = [sys.executable, "-m", "zoo", "report", address]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"\n  checkpoints (\d+, )*{STEPS}\n", output)
+    assert json.dumps(losses(straight)[STEPS])[:6] in output
     model = zoo.load(f"{address}/model")
     assert jax.tree.all(jax.tree.map(same, model, zoo.load(straight / "model")))
 
@@ -111,6 +117,7 @@ def same(one, other):
     return not eqx.is_array(one) or bool((one == other).all())
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_faults_are_survived(store, shared, straight, tmp_path):
     choose, faults = random.Random(0), []
 
@@ -127,6 +134,7 @@ def test_faults_are_survived(store, shared, straight, tmp_path):
     assert_same_result(tmp_path / "other", straight)
 
 
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_a_store_that_is_down_for_a_while_stops_nothing(store, shared, straight, tmp_path):
     address, began = f"{store.address}/run", time.monotonic()
     work = tmp_path / "work"
@@ -163,6 +171,7 @@ def test_bad_addresses_are_said_before_any_compute(store, shared, tmp_path):
         assert f"error: {address}: there are no credentials for this store" in output
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_a_signal_waits_for_the_copy(store, shared, straight, tmp_path):
     address, work, flag = f"{store.address}/run", tmp_path / "work", "--checkpoint-every=1000"
     with store.proxied(lambda number, method, path: 0.1):
@@ -181,6 +190,7 @@ def test_a_signal_waits_for_the_copy(store, shared, straight, tmp_path):
     assert_same_result(tmp_path / "other", straight)
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     address = f"{store.address}/run"
     both = [start(address, tmp_path / f"{i}", shared, "--steps=400") for i in range(2)]
@@ -229,6 +239,7 @@ def test_a_starter_waits_by_the_clock_of_the_store(store):
     other.release()
 
 
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_several_processes_share_the_working_folder(store, shared, tmp_path):
     recipe, address = Recipe("lm", shared), f"{store.address}/run"
     flags = ("--mesh=data=2,fsdp=2", f"--work-dir={tmp_path / 'work'}")
@@ -257,12 +268,3 @@ def test_several_processes_share_the_working_folder(store, shared, tmp_path):
         assert process.returncode != 0
         assert f"process 1 does not see {tmp_path}" in output
         assert "--work-dir, a folder on a disk that all processes share" in output
-
-
-def test_report_reads_the_address(store, shared, straight, tmp_path):
-    address = f"{store.address}/run"
-    finish(start(address, tmp_path / "work", shared))
-    command = [sys.executable, "-m", "zoo", "report", address]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(rf"\n  checkpoints (\d+, )*{STEPS}\n", output)
-    assert json.dumps(losses(straight)[STEPS])[:6] in output

@@ -3,12 +3,10 @@ import json
 import logging
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config, as_json
 from zoo.runs.processes import RunError
-from zoo.runs.run import Run, versions
+from zoo.runs.run import Run
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,6 @@ def test_whole_configuration_is_stored(tmp_path):
     assert stored.keys() == {field.name for field in dataclasses.fields(RecipeConfig)}
 
 
-def test_unchanged_configuration_is_accepted(tmp_path):
-    begin(config(tmp_path))
-    with Run(config(tmp_path)):
-        pass
-
-
 def test_changed_fields_are_refused_and_listed(tmp_path):
     folder = begin(config(tmp_path))
     before = (folder / "config.json").read_text()
@@ -156,7 +148,7 @@ def test_native_precision_is_fixed_at_start(tmp_path, monkeypatch):
         assert run.config.precision == "bf16"
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"steps": 1', b"[]", b"null", b"\xff\xfe"])
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\xff\xfe"])
 def test_damaged_configuration_is_refused(damage, tmp_path):
     folder = begin(config(tmp_path))
     (folder / "config.json").write_bytes(damage)
@@ -172,13 +164,6 @@ def strip(folder):
 def swap(folder):
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
-
-
-def test_empty_configuration_is_refused(tmp_path):
-    folder = begin(config(tmp_path))
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(RunError, match="seed: was None, is 0"):
-        Run(config(tmp_path)).__enter__()
 
 
 @pytest.mark.parametrize("tamper", [strip, swap])
@@ -226,27 +211,6 @@ def test_damaged_checkpoint_configurations_are_ignored(damage, tmp_path):
 def test_concurrent_runs_are_refused(tmp_path):
     with Run(config(tmp_path)), pytest.raises(RunError, match="another process is training in"):
         Run(config(tmp_path)).__enter__()
-    with Run(config(tmp_path)):
-        pass
-
-
-def test_lock_ends_with_its_process(tmp_path):
-    begin(config(tmp_path))
-    code = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX)"
-    other = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"{code}; print(flush=True); time.sleep(60)",
-            tmp_path / "run/.lock",
-        ],
-        stdout=subprocess.PIPE,
-    )
-    other.stdout.readline()
-    with pytest.raises(RunError, match="another process"):
-        Run(config(tmp_path)).__enter__()
-    other.kill()
-    other.communicate()
     with Run(config(tmp_path)):
         pass
 
@@ -308,24 +272,14 @@ def test_once_keeps_the_first_result(tmp_path):
         assert not (other / "torn").exists()
 
 
-def test_once_begins_anew_after_a_kill(tmp_path):
-    left = tmp_path / "run" / "thing.tmp"
-    (left / "half").mkdir(parents=True)
-    with Run(config(tmp_path)) as run:
-        made = run.once("thing", lambda new: (new.mkdir(), (new / "file").touch()))
-    assert {path.name for path in made.iterdir()} == {"file", checksums.NAME}
-    assert not left.exists()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda folder: (folder / "file").write_text("firsT"),
-        lambda folder: (folder / "file").unlink(),
         lambda folder: (shutil.rmtree(folder), folder.mkdir()),
         lambda folder: (shutil.rmtree(folder), folder.write_text("text")),
     ],
-    ids=["other bytes", "a file gone", "emptied", "a file in its place"],
+    ids=["other bytes", "emptied", "a file in its place"],
 )
 def test_once_refuses_damaged_results(damage, tmp_path):
     def make(folder):
@@ -361,23 +315,6 @@ def test_once_refuses_results_of_other_runs(tmp_path):
     assert made.exists()
     with Run(config(tmp_path, seed=1)) as run:
         assert run.once("other", Path.mkdir) == run.once("other", Path.mkdir)
-
-
-def test_once_repeats_interrupted_work(tmp_path):
-    def halfway(folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "file").write_text("half")
-        raise KeyboardInterrupt
-
-    def whole(folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "file").write_text("whole")
-
-    begin(config(tmp_path))
-    with pytest.raises(KeyboardInterrupt), Run(config(tmp_path)) as run:
-        run.once("thing", halfway)
-    with Run(config(tmp_path)) as run:
-        assert (run.once("thing", whole) / "file").read_text() == "whole"
 
 
 def test_failed_start_leaves_folder_unbound(tmp_path):
@@ -490,10 +427,6 @@ def test_duplicate_orbax_logs_are_hidden(tmp_path, caplog, monkeypatch):
         log.error("a thread failed again", exc_info=ValueError("disk full"))
     messages = [record.message for record in caplog.records if record.name == "absl"]
     assert messages == ["something else", "a thread failed again"]
-
-
-def test_versions_report_the_running_jax():
-    assert versions()["jax"] == jax.__version__
 
 
 # --- The command line -------------------------------------------------------------------------
