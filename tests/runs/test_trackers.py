@@ -6,11 +6,9 @@ One run has all of them that are quick. It is killed, and resumed from an earlie
 import json
 import os
 import re
-import signal
 import socket
 import sqlite3
 import struct
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -298,47 +296,3 @@ def test_trackio_has_the_run(tracked):
             points[name, step] = value
     assert without_speeds(points) == points_of(folder)
     assert json.loads(config[0])["checkpoint_every"] == 4
-
-
-# --- Killed without a checkpoint ----------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import zoo
-from test_trackers import evaluate, fit, unsaved
-
-class Kill(zoo.callbacks.Callback):
-    def on_step(self, loop, step, state, metrics):
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-fit(unsaved(Path(sys.argv[1])), Kill(), evaluate=evaluate)
-"""
-
-
-def unsaved(folder: Path):
-    """A run without a checkpoint before its end."""
-    return config(folder, steps=8, log_every=1, checkpoint_every=100, track="tensorboard,wandb")
-
-
-@pytest.mark.slow
-def test_runs_killed_before_their_first_checkpoint_keep_the_ids(tmp_path: Path):
-    pytest.importorskip("wandb")
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths})
-    assert killed.returncode == -signal.SIGKILL
-    folder = tmp_path / "run"
-    assert not list((folder / "checkpoints").glob("[0-9]*"))
-    before = {step for _, step in tensorboard_points(folder)}
-    assert 2 in before
-    ids = json.loads((folder / "trackers.json").read_text())
-    fit(unsaved(tmp_path), evaluate=evaluate)
-    assert json.loads((folder / "trackers.json").read_text()) == ids
-    records = read_metrics(folder / "metrics.jsonl")
-    expected = {(k, r["step"]): x for r in records for k, x in r.items() if k != "step"}
-    assert tensorboard_points(folder) == pytest.approx(expected, rel=1e-6)
-    parts = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=str)
-    assert [path.name for path in parts] == [f"run-{ids['wandb']}.wandb"] * 2
-    assert wandb_points(wandb_records(parts[1])) == expected

@@ -154,7 +154,7 @@ def reason_of(error: BaseException) -> str | None:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
         return None  # of this machine's disk: said where it is written
-    if names & _UNREACHED or re.search(
+    if any(_UNREACHED.match(name) for name in names) or re.search(
         r"Could not connect|Connect(ion)? ?(call )?(failed|refused)", text
     ):
         return (
@@ -173,22 +173,9 @@ def reason_of(error: BaseException) -> str | None:
 NO_BUCKET = "there is no such bucket: make it, or correct the address"
 # What gcsfs did not find: the objects of a bucket, or a bucket to write to.
 _GS_BUCKET = re.compile(r"^b/[^/]+/o$|/upload/storage/(?!.*upload_id=)")
-_UNREACHED = {
-    "ClientConnectorError",
-    "ClientOSError",
-    "ClientPayloadError",
-    "ConnectError",
-    "ConnectionClosedError",
-    "ConnectionRefusedError",
-    "ConnectionResetError",
-    "ConnectTimeoutError",
-    "EndpointConnectionError",
-    "FSTimeoutError",
-    "ReadTimeoutError",
-    "ServerDisconnectedError",
-    "ServerTimeoutError",
-    "TimeoutError",
-}
+_UNREACHED = re.compile(
+    r"Connect|(Read|FS|Server)?Timeout|ServerDisconnected|Client(OS|Payload)Error"
+)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

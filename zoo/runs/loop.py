@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common.configuration import require
-from zoo.data.checks import Accepted
 from zoo.data.loader import batches
 from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
 from zoo.data.token_plans import check_ids
@@ -148,19 +147,11 @@ def _train(
     config = run.config
     meta = origin | {"config": as_json(config), "versions": versions()}
     written = _count_evaluations(run, start)
-    with (
-        run.signals,
-        Recorder(loop, written) as recorder,
-        contextlib.closing(
-            batches(
-                training.data,
-                run.mesh,
-                start=start,
-                stop=config.steps,
-                accepted=_accepted(run, step_fn, state, training.data),
-            )
-        ) as stream,
-    ):
+    data, accepted = training.data, step_fn.accepted(state)
+    if config.on_nonfinite == "skip":  # then batches may hold nan, too
+        accepted = {**dict.fromkeys(data.row(data.buckets[0])), **accepted}
+    stream = batches(data, run.mesh, start=start, stop=config.steps, accepted=accepted)
+    with run.signals, Recorder(loop, written) as recorder, contextlib.closing(stream):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
         step, result = start, {}
         if is_due and (loop.callbacks or not written):  # callbacks' state is that of before it
@@ -197,13 +188,6 @@ def _train(
         if run.signals.agreed(now=True):
             _leave(run, step)
     return state, result
-
-
-def _accepted(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> Accepted:
-    """The values that batches may hold; nan too, where the run skips such a step."""
-    stated = step_fn.accepted(state)
-    skips = run.config.on_nonfinite == "skip"
-    return {**dict.fromkeys(plan.row(plan.buckets[0])), **stated} if skips else stated
 
 
 def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:

@@ -136,7 +136,8 @@ class Signals:
         received, seconds = multihost_utils.process_allgather(mine).max(0)
         self.received = int(received) or self.received  # one may have come just now
         # All have the same numbers, and so ask again at the same step.
-        self._interval = 1 if now else calls_within(SECONDS, self._calls, float(seconds))
+        calls = int(self._calls * SECONDS / max(float(seconds), 1e-6))
+        self._interval = 1 if now else max(1, min(2 * self._calls, calls))
         self._calls, self._asked = 0, self._clock()
         return bool(received)
 
@@ -144,8 +145,3 @@ class Signals:
         """Raise Stopped if it is agreed to stop."""
         if self.agreed():
             raise Stopped
-
-
-def calls_within(wanted: float, calls: int, seconds: float) -> int:
-    """How many calls take the wanted seconds, as the last ones took those: not more than double."""
-    return max(1, min(2 * calls, int(calls * wanted / max(seconds, 1e-6))))
