@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1360,
+    "common": 1340,
     "sharding": 1360,
     "nn": 2840,
     "transformer": 1210,
@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1260,
     "publishing": 1810,
     "hf": 3040,
-    "runs": 4720,
+    "runs": 4660,
     "tasks": 1530,
     "alignment": 845,
     "planning": 2900,
