@@ -71,8 +71,8 @@ def test_command_line_errors_have_no_traceback():
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", [["zoo", "plan", "--help"], ["recipes.mlp", "--help"]])
-def test_a_reader_that_leaves_ends_a_command_quietly(command):
+def test_a_reader_that_leaves_ends_a_command_quietly():
+    command = ["zoo", "plan", "--help"]
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

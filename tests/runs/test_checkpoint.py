@@ -506,38 +506,6 @@ def test_arrays_without_checksums_are_refused(opened, monkeypatch):
     assert checkpointer.good_steps() == []
 
 
-def test_each_byte_is_read_once(two_large_steps, monkeypatch):
-    """By a mesh whose devices hold parts of several chunks each, and by a process that is slow."""
-
-    class Slowly(dict):
-        def items(self):
-            for item in super().items():
-                time.sleep(0.02)  # a chunk has been read before its next part is asked for
-                yield item
-
-    def read_so_far() -> int:
-        line = Path("/proc/self/io").read_text().splitlines()[0]
-        return int(line.split()[1])
-
-    indices = stored_arrays._indices
-    monkeypatch.setattr(stored_arrays, "_indices", lambda target: Slowly(indices(target)))
-    files = [path for path in (two_large_steps / "2").rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    listed = json.loads((two_large_steps / "2" / "checksums.json").read_text())["files"]
-    small = [name for name, entry in listed.items() if "sha256" in entry]  # hashed before
-    hashed = sum((two_large_steps / "2" / name).stat().st_size for name in small)
-    assert 0 < hashed < size
-    like = skeleton(make_state(0, size=2**17), make_mesh("tensor=4"))
-    read = []
-    for _ in range(3):  # of the whole process: what else it reads meanwhile counts too
-        checkpointer = Checkpointer(two_large_steps)
-        before = read_so_far()
-        assert checkpointer.restore(like)[1] == 2
-        read.append(read_so_far() - before)
-        checkpointer.close()
-    assert size / 2 < min(read) < hashed + 1.2 * size
-
-
 def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
     assert problems(two_large_steps / "2") == []
     assert len(list((two_large_steps / "2").rglob("*"))) > 5

@@ -1,1 +1,1 @@
-"""The ground that every room stands on: configurations, files and their checksums."""
+"""What every room builds on: configurations, files and their checksums."""

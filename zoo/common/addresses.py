@@ -1,7 +1,7 @@
 """Addresses: files and folders on object stores and web servers, beside local ones.
 
 `location` gives a `Path` for a local path, and a `upath.UPath`, which is used like one, for an
-address `scheme://…`. Endpoints and credentials are those of the stores' own libraries (s3fs, gcsfs,
+address `scheme://…`. Endpoints and credentials are read by the stores' own libraries (s3fs, gcsfs,
 huggingface_hub), and so are their environment variables: AWS_ENDPOINT_URL, AWS_PROFILE,
 GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN.
 """
@@ -121,7 +121,7 @@ def explained(where: object) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The reason for which a store failed, and what to do about it; None for other errors."""
+    """Why a store failed, and what to do about it; None for other errors."""
     chain = list(_causes(error))
     if str(getattr(error, "filename", None)).startswith("/"):
         return None  # a file of this machine, which its own error names

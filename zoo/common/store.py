@@ -104,7 +104,7 @@ class Store:
         missing or, where `names` has the entries of checksums, has other bytes.
 
         Raises:
-            AddressError: a name leads out of the folder, or is that of a file and of a folder.
+            AddressError: a name leads out of the folder, or names both a file and a folder.
         """
         entries = _entries(names)
         targets = places(folder, entries, self.address)
@@ -199,7 +199,7 @@ def places(folder: Path, names: Iterable[str], listing: object) -> dict[str, Pat
     """The place in a local folder of each name of a listing; see `zoo.common.files.inside`.
 
     Raises:
-        AddressError: a name leads out of the folder, or is that of a file and of a folder.
+        AddressError: a name leads out of the folder, or names both a file and a folder.
     """
     found = {name: inside(folder, name, listing) for name in names}
     for name in found:

@@ -34,7 +34,7 @@ _SMALL = 2**20  # bytes of the arrays' files that have a SHA-256 too
 
 
 class CheckpointError(Exception):
-    """A checkpoint can't be written, or can't be read, or is of another model."""
+    """A checkpoint can't be written or read, or belongs to another model."""
 
 
 class NoneUndamaged(CheckpointError):
@@ -152,7 +152,7 @@ class Checkpointer:
         return state, step, record["meta"]
 
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
-        """The extras of these names of the step that `restore` has returned, for those of `like`.
+        """The extras of these names, of the step that `restore` has returned, as `like` has them.
 
         Raises CheckpointError where the arrays differ in name, shape or dtype, or are damaged: the
         step is then set aside, if there is another one.
@@ -229,7 +229,7 @@ class Checkpointer:
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
 
     def _newest_listed(self, failures: dict[int, str]) -> int:
-        """The newest step, but those in `failures`, whose files are those of its list.
+        """The newest step whose files are as its list has them, without the ones in `failures`.
 
         Process 0 looks, and tells the others; steps with a problem come to its failures.
         """
@@ -291,7 +291,7 @@ def seal(folder: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is that of a step."""
+    """Whether a folder holds a checkpoint."""
     return (folder / "arrays").is_dir() and (folder / "meta.json").is_file()
 
 

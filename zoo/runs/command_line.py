@@ -76,7 +76,7 @@ def _paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> Any:
-    """`tyro.cli`, whose errors also name our flags for those of other programs."""
+    """`tyro.cli`, whose errors also translate flags of other programs to ours."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return tyro.cli(function, prog=prog, args=arguments, registry=_REGISTRY)

@@ -138,7 +138,7 @@ class Config:
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the fields that it leaves open.
 
-        `stored` is that of the run in its folder, or empty: what is open is as it is there.
+        `stored` is the configuration in the run's folder, or empty: open fields are as it has them.
         """
         return self
 

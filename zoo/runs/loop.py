@@ -46,7 +46,7 @@ class Trained:
     state: TrainState
     """The state after the last step."""
     metrics: dict[str, float]
-    """Those of the last evaluation, which is of the whole held-out part."""
+    """The metrics of the last evaluation, of the whole held-out part."""
     model: PyTree
     """The model that the run is for: with `--average` the averaged one, else `state.model`."""
     model_metrics: dict[str, float]
@@ -67,7 +67,7 @@ def fit(
 
     All flags of a run do here what they say. Where a save and an evaluation fall on one step, the
     save is first; an evaluation that was cut short is repeated at the next start. `callbacks` are
-    called at the moments that `zoo.callbacks.Callback` lists, and those of flags with them.
+    called at the moments that `zoo.callbacks.Callback` lists, together with the callbacks of flags.
     `save(folder, model, metrics)` writes the model of `--keep-best`; see
     `zoo.callbacks.BestCheckpoint`.
 
@@ -154,7 +154,7 @@ def _train(
     with run.signals, Recorder(loop, written) as recorder, contextlib.closing(stream):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
         step, result = start, {}
-        if is_due and (loop.callbacks or not written):  # callbacks' state is that of before it
+        if is_due and (loop.callbacks or not written):  # callbacks have their state from before it
             result = _evaluate(run, recorder, start, state, whole=start == 0)
         for k, batch in () if loop.stopped else stream:
             with recorder.step(k):

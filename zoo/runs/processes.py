@@ -93,7 +93,7 @@ class Stopped(Exception):
 
 
 class Signals:
-    """Within, SIGTERM and SIGINT are taken down for `agreed`; a second SIGINT leaves at once."""
+    """Within, SIGTERM and SIGINT are noted for `agreed`; a second SIGINT leaves at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.received = 0

@@ -225,7 +225,7 @@ class Run(Generic[ConfigT]):
         target = self.folder / name
         if self._is_new and target not in self._written_once and target.exists():
             raise RunError(
-                f"{target} is there, without the config.json of the run that it is of: move it "
+                f"{target} is there, without the config.json of its run: move it "
                 "away, or use another --run-dir"
             )
         self._written_once.append(target)

@@ -29,7 +29,7 @@ class Loop:
     stopped: str
     """Why the run ends before `config.steps`; empty while it does not."""
     whole: bool
-    """Whether the evaluation under way, or the last one, is of the whole held-out part."""
+    """Whether the evaluation under way, or the last one, covers the whole held-out part."""
 
     def __init__(self, run: Run[Config], training: Training):
         self.run, self.training = run, training
@@ -79,7 +79,7 @@ class Loop:
         return self._evaluate(model, self.whole)
 
     def pause(self) -> contextlib.AbstractContextManager:
-        """A context whose time is left out of the tokens per second, as that of an evaluation."""
+        """A context whose time is left out of the tokens per second, as an evaluation's is."""
         return self._pause()
 
 
@@ -99,7 +99,7 @@ class Callback:
     """
 
     name: str = ""
-    """Its name in checkpoints and messages; by default that of the class, in lower case."""
+    """Its name in checkpoints and messages; by default its class's, in lower case."""
     arrays: PyTree = None
     """A tree of arrays: part of the checkpoint, sharded as they are, else on all devices."""
     values: dict[str, Any]

@@ -54,7 +54,7 @@ class Average(Callback):
 
     @property
     def model(self) -> PyTree:
-        """The averaged model: what is not trained is that of the model itself."""
+        """The averaged model, with the untrained parts of the model itself."""
         return eqx.combine(self.arrays["model"], self._rest)
 
     def initial_arrays(self, loop: Loop, state: TrainState) -> PyTree:
@@ -146,8 +146,8 @@ class BestCheckpoint(Callback):
     its arrays alone, with a README.md that says how to read them. `model` is from a state to the
     model to keep, as `lambda state: average.model` for a metric `average/eval_loss`.
 
-    The last evaluation is of the whole held-out part, and so the others are too where
-    `--eval-batches` is high enough: else they are compared although they differ in their data.
+    The last evaluation covers the whole held-out part. The others do where `--eval-batches` is high
+    enough: else evaluations of different data are compared.
 
     Raises:
         ValueError: another mode; during the run, a metric that the evaluations do not have.
@@ -219,8 +219,8 @@ where `like` is a model of the same structure, such as that of `eqx.filter_eval_
 def _metric(callback: Callback, metric: str, values: Mapping[str, float]) -> float:
     require(
         metric in values,
-        f"the callback {callback.name!r}: metric={metric!r} is not among those of the evaluations, "
-        f"{', '.join(values)}; what adds it comes before in the list of callbacks",
+        f"the callback {callback.name!r}: metric={metric!r} is not among the metrics of the "
+        f"evaluations, {', '.join(values)}; the callback that adds it comes before in the list",
     )
     return float(values[metric])
 
@@ -234,7 +234,7 @@ def _is_better(value: float, best: float | None, mode: Mode) -> bool:
 class Evaluations(Callback):
     """Several evaluations by name: `{"name": evaluate}` adds `name/eval_loss` to the lines.
 
-    An `evaluate` is as that of a `Training`: a plan, the result of `zoo.evaluator`, or a function.
+    As in a `Training`, an `evaluate` is a plan, the result of `zoo.evaluator`, or a function.
     They run with the run's own evaluation.
     """
 

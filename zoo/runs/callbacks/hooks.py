@@ -242,7 +242,7 @@ def _belongs(array: str, name: str) -> bool:
 
 
 def with_flags(config: Config, given: Sequence[Callback], save: Save) -> list[Callback]:
-    """The callbacks that are given among those of flags; `save` writes `best/`.
+    """The given callbacks among the ones that flags ask for; `save` writes `best/`.
 
     They see the metrics of `--average`, and `--patience` and `--keep-best` see theirs. What changes
     nothing comes last: `--norms-every` and `--track`.

@@ -140,8 +140,8 @@ class MLflow(Tracker):
 
     `experiment` and `tracking_uri` default to MLFLOW_EXPERIMENT_NAME and MLFLOW_TRACKING_URI, then
     to "zoo" and a database in the run folder, which this shows:
-    `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow.db`. Parameters stay those of the
-    first start, as MLflow changes none.
+    `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow.db`. Parameters stay as at
+    the first start, as MLflow changes none.
     """
 
     name, package = "mlflow", "mlflow"
@@ -212,7 +212,7 @@ class TensorBoard(Tracker):
         self._writer = self._module.SummaryWriter(
             str(run.folder / "tensorboard"),
             purge_step=start + 1,
-            filename_suffix=f".{start:09d}",  # its own names are those of seconds
+            filename_suffix=f".{start:09d}",  # its own names tell seconds apart
         )
         text = json.dumps(_configuration(run), indent=2)
         self._writer.add_text("configuration", f"```\n{text}\n```", start)

@@ -1,9 +1,9 @@
 """The copies at an address of a working folder's files and checkpoints.
 
 Objects have the names of the files. A list of checksums goes last into its folder, and is removed
-first: a checkpoint without it is incomplete. That of a checkpoint has the SHA-256 of large files
-too, by which what is fetched is compared. `run.json` has the id of the run; the record
-in the working folder, `.remote.json`, has that id, and which files were copied.
+first: a checkpoint without it is incomplete. In a checkpoint's list large files have their SHA-256
+too, by which what is fetched is compared. `run.json` has the id of the run; the record in the
+working folder, `.remote.json`, has that id, and which files were copied.
 """
 
 import contextlib
@@ -219,7 +219,7 @@ def stored_steps(store: Store) -> tuple[set[int], set[int]]:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Whether an object is none of the run's files that are copied."""
+    """Whether an object is not one of the run's copied files."""
     first, *_ = parts = name.split("/")
     return first in _ELSEWHERE or any(map(_is_passing, parts))
 

@@ -126,7 +126,7 @@ class RemoteFolder:
         self.copier = Copier(self._copy, self.address, self.folder)
 
     def _fetch(self, record: Record) -> None:
-        """Make the working folder that of the run at the address, as far as it is behind."""
+        """Bring the working folder up to the run at the address, as far as it is behind."""
         copies = self._copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
         steps = local_steps(self.folder / STEPS)
         if steps and record.id != copies.id:
