@@ -18,7 +18,6 @@ from recipe_cases import (
     finish,
     losses,
     metrics,
-    saved_arrays,
     shared,
     wait_for,
 )
@@ -144,21 +143,6 @@ def test_two_processes_average_and_keep_the_best(shared, tmp_path):
     )
     assert found == pytest.approx(wanted, rel=1e-5)
     assert (run_dir / "best" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_one_signal_stops_both_processes(shared, tmp_path):
-    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
-    flags = (f"--mesh={MESHES[0]}", "--steps=2000", "--checkpoint-every=1000")
-    processes = start_processes(recipe, run_dir, *flags)
-    log = run_dir / "metrics.jsonl"
-    wait_for(lambda: log.exists() and log.stat().st_size > 1000, processes[0])
-    processes[1].send_signal(signal.SIGTERM)
-    first, _ = [finish(process, 143) for process in processes]
-    step = metrics(run_dir)[-1]["step"]
-    assert step < 2000
-    assert f"SIGTERM: saved step {step} in {run_dir}" in first
-    assert int(saved_arrays(run_dir, step)["step"]) == step
 
 
 @pytest.mark.slow

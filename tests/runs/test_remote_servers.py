@@ -216,14 +216,6 @@ def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     assert time.monotonic() - began < 60
 
 
-def test_files_come_back_whatever_their_last_byte(store, tmp_path):
-    place, names = Objects(f"{store.address}/run"), [str(last) for last in range(256)]
-    for name in names:
-        (tmp_path / name).write_bytes(b"x" + bytes([int(name)]))
-    assert place.put(tmp_path, names) == []
-    assert [place.read(name) for name in names] == [(tmp_path / x).read_bytes() for x in names]
-
-
 def test_a_starter_waits_by_the_clock_of_the_store(store):
     place = Objects(f"{store.address}/run")
     crashed = Lease(place, seconds=8.0, settle=0.5)
