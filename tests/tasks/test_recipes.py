@@ -285,7 +285,7 @@ def test_labelled_rows_train_a_classifier(train, tmp_path, capsys):
 def test_fp16_profile_and_tensorboard_options(shared, tmp_path):
     pytest.importorskip("tensorboardX")
     run_dir = tmp_path / "run"
-    flags = ("--precision=fp16", "--accumulate=2", "--profile", "--tensorboard", "--steps=16")
+    flags = ("--precision=fp16", "--accumulate=2", "--profile", "--track=tensorboard", "--steps=16")
     output = Recipe("lm", shared).run(run_dir, *flags)
     steps = [line for line in metrics(run_dir) if "loss" in line]
     assert steps
