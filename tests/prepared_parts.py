@@ -3,12 +3,11 @@
 import numpy as np
 
 from zoo import text
-from zoo.data.completions import counted_bytes
 from zoo.data.corpus import Corpus, parts_of
 from zoo.data.prepared import format
 from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
-from zoo.data.rows import read_rows
-from zoo.data.sources.splits import plan_splits
+from zoo.data.rows import counted_bytes, encode_parts, read_rows
+from zoo.data.splits import plan_splits
 from zoo.data.tokenizer import ByteTokenizer
 
 VOCAB, SEPARATOR = 300, 299
@@ -67,7 +66,7 @@ def rows_in(pattern, format, make_template=None, names=None):
 def corpus_of(rows, tokenizer, file="rows.jsonl"):
     """The corpus of the rows' examples, in their order."""
     form, examples = rows[0].form, [parts for row in rows for parts in row.examples]
-    encoded = [form.encode(tokenizer, parts) for parts in examples]
+    encoded = [encode_parts(tokenizer, parts, is_chat=form.is_chat) for parts in examples]
     names = [f"{file}:{row.record}" for row in rows for _ in row.examples]
     return Corpus.from_arrays(
         [ids for ids, _ in encoded],

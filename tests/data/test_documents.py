@@ -5,8 +5,6 @@ import pytest
 
 from zoo.data import documents
 from zoo.data.documents import Document, functions
-from zoo.data.sources.formats import TEXT, format_of
-from zoo.data.sources.splits import plan_splits, read_split
 
 
 def write(path, content):
@@ -17,105 +15,6 @@ def write(path, content):
 
 def pairs(found):
     return [(document.name, document.text) for document in found]
-
-
-def read_documents(pattern, field="text", label=None):
-    """The documents of files, as they are read for a corpus."""
-    found = []
-    for split in plan_splits(pattern, shard_bytes=2**30):
-        for source, record, text, kind in read_split(split, field, label):
-            name = split.names[source]
-            name = name if format_of(name) is TEXT else f"{name}:{record}"
-            found.append(Document(name, text, kind))
-    return found
-
-
-# --- Text files
-
-
-def test_text_files_are_found_by_glob(tmp_path, monkeypatch):
-    for name in ("b.txt", "a.txt", "deep/er/c.txt", "a.md"):
-        write(tmp_path / "corpus" / name, f"text of {name}\r\n")
-    expected = [Document(n, f"text of {n}\r\n") for n in ("a.txt", "b.txt", "deep/er/c.txt")]
-    assert read_documents(f"{tmp_path}/corpus/**/*.txt") == expected
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_documents("~/corpus/**/*.txt") == expected
-    monkeypatch.chdir(tmp_path)
-    assert read_documents("corpus/**/*.txt") == expected
-    assert read_documents("corpus/*.txt, corpus/*.md")[-1].name == "a.md"
-    assert len(read_documents(["corpus/*.txt", "corpus/a.*"])) == 3  # a.txt only once
-    assert read_documents("corpus/a.txt") == expected[:1]
-
-
-def test_unmatched_globs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as error:
-        read_documents("corpus/*.txt")
-    assert "'corpus/*.txt'" in str(error.value)
-    assert str(tmp_path) in str(error.value)
-    write(tmp_path / "corpus/a.txt", "a")
-    with pytest.raises(FileNotFoundError, match="'corpus' is a folder: add"):
-        read_documents("corpus")
-
-
-def test_non_utf8_text_is_refused(tmp_path):
-    write(tmp_path / "a.txt", b"good\xffbad")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xff at offset 4"):
-        read_documents(str(tmp_path / "a.txt"))
-
-
-# --- CSV and labels
-
-
-def test_columns_of_one_name_that_are_not_read(tmp_path):
-    path = write(tmp_path / "a.csv", "text,,\nx,1,2\n")
-    assert pairs(read_documents(str(path))) == [("a.csv:2", "x")]
-
-
-def test_csv(tmp_path):
-    path = write(
-        tmp_path / "a.csv", '\ufefftext,kind\r\n"two\nlines, one row",x\r\n"say ""hi""",y\n'
-    )
-    found = read_documents(str(path), label="kind")
-    assert found == [
-        Document("a.csv:3", "two\nlines, one row", "x"),
-        Document("a.csv:4", 'say "hi"', "y"),
-    ]
-    assert pairs(read_documents(str(path), field="kind")) == [
-        ("a.csv:3", "x"),
-        ("a.csv:4", "y"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("text,kind\nx", r"a\.csv, line 2 does not have as many columns as the first line"),
-        ("text,kind\nx,y,z", r"line 2 does not have as many columns"),
-        ("body,kind\nx,y", r"line 2 has no field 'text': its fields are \['body', 'kind'\]"),
-        ("text,sort\nx,y", r"line 2 has no field 'kind'"),
-        ("text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text', and one of them would be"),
-        ("kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
-        ('text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
-        ("text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an integer"),
-    ],
-)
-def test_malformed_csv_is_refused(tmp_path, rows, message):
-    path = write(tmp_path / "a.csv", rows)
-    with pytest.raises(ValueError, match=message):
-        read_documents(str(path), label="kind")
-
-
-def test_labels_are_read_from_jsonl(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
-    found = read_documents(str(path), label="stars")
-    assert [document.label for document in found] == ["5", "1"]
-    write(path, '{"text": "x", "stars": null}')
-    with pytest.raises(ValueError, match="line 1: field 'stars' is None: a label is"):
-        read_documents(str(path), label="stars")
-    write(tmp_path / "a.txt", "x")
-    with pytest.raises(ValueError, match=r"a\.txt has no field 'stars': labels are in \.jsonl"):
-        read_documents(str(tmp_path / "a.txt"), label="stars")
 
 
 # --- Functions

@@ -15,7 +15,7 @@ from zoo.data.chats import ChatTemplate
 from zoo.data.prepared import command, hashes, tokenizing
 from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
-from zoo.data.sources.splits import plan_splits, read_split
+from zoo.data.splits import plan_splits, read_split
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning import Data, read_text
 

@@ -1,4 +1,4 @@
-"""zoo.data.sources: splits of files, their documents in a stream, and what cannot be read."""
+"""Splits of files, their documents in a stream, and what cannot be read."""
 
 import contextlib
 import functools
@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.common.addresses import AddressError, location
-from zoo.data.sources import formats
-from zoo.data.sources.formats import read_jsonl
-from zoo.data.sources.splits import SourceDocument, plan_splits, read_split, sample_texts
-from zoo.data.sources.streams import Piece
+from zoo.data import formats
+from zoo.data.splits import SourceDocument, plan_splits, read_split, sample_texts
 
 MIB = 2**20
 
@@ -41,15 +39,6 @@ def write_parquet(path: Path, texts, rows_per_group=10, **columns) -> Path:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": texts, **columns})
     parquet.write_table(table, path, row_group_size=rows_per_group, compression="none")
-    return path
-
-
-def write_array_record(path: Path, records) -> Path:
-    module = pytest.importorskip("array_record.python.array_record_module")
-    writer = module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record.encode() if isinstance(record, str) else record)
-    writer.close()
     return path
 
 
@@ -148,25 +137,16 @@ def test_lines_may_be_longer_than_pieces(tmp_path, shard_bytes):
     assert not any(others)
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 500, 1000, 5000, 10**6])
-@pytest.mark.parametrize("suffix", [".parquet", ".array_record"])
-def test_each_record_is_in_one_piece(tmp_path, suffix, shard_bytes):
+@pytest.mark.parametrize("shard_bytes", [1, 1000, 10**6])
+def test_each_row_is_in_one_piece(tmp_path, shard_bytes):
     expected = [f"{number} " + "x" * (number * 7 % 50) for number in range(97)]
-    path = tmp_path / f"a{suffix}"
-    write_parquet(path, expected) if suffix == ".parquet" else write_array_record(path, expected)
+    path = write_parquet(tmp_path / "a.parquet", expected)
     shard_bytes = max(shard_bytes, path.stat().st_size // 300)
     assert shard_bytes > 5000 or len(plan_splits(str(path), shard_bytes=shard_bytes)) > 1
     found = read(path, shard_bytes)
     assert [text for _, _, text in found] == expected
     assert [record for _, record, _ in found] == list(range(97))
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".array_record"])
-def test_tables_without_rows_have_no_documents(tmp_path, suffix):
-    path = tmp_path / f"a{suffix}"
-    write_parquet(path, []) if suffix == ".parquet" else write_array_record(path, [])
-    assert path.stat().st_size
-    assert read(path) == []
+    assert read(write_parquet(path, [])) == []
 
 
 # --- Formats ----------------------------------------------------------------------------------
@@ -202,6 +182,52 @@ def test_formats_are_read(tmp_path, name, content, expected, suffix):
     assert found == [SourceDocument(1, record, text) for record, text in expected]
 
 
+def labelled(path, label):
+    [split] = plan_splits(str(path), shard_bytes=MIB)
+    return [(record, text, found) for _, record, text, found in read_split(split, "text", label)]
+
+
+def test_labels_are_read_beside_texts(tmp_path):
+    content = '\ufefftext,kind,,\r\n"two\nlines, one row",x,1,\r\n"say ""hi""",y,2,\n'
+    path = write(tmp_path / "a.csv", content)
+    assert labelled(path, "kind") == [(3, "two\nlines, one row", "x"), (4, 'say "hi"', "y")]
+    path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
+    assert labelled(path, "stars") == [(1, "x", "5"), (2, "y", "1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,kind\nx,y,z", r"line 2 does not have as many columns"),
+        ("a.csv", "text,sort\nx,y", r"line 2: field 'kind' is None"),
+        ("a.csv", "text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text'"),
+        ("a.csv", "kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
+        ("a.csv", 'text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
+        ("a.csv", "text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an"),
+        ("a.jsonl", '{"text": "x", "kind": null}', "line 1: field 'kind' is None: a label is"),
+        ("a.txt", "x", r"a\.txt has no field 'kind': labels are in \.jsonl"),
+    ],
+)
+def test_what_has_no_labels_is_refused(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        labelled(write(tmp_path / name, content), "kind")
+
+
+def test_files_are_found_by_glob(tmp_path, monkeypatch):
+    names = ["a.txt", "b.txt", "deep/er/c.txt"]
+    for name in (*names, "a.md"):
+        write(tmp_path / "corpus" / name, f"text of {name}\r\n")
+    expected = [(name, 0, f"text of {name}\r\n") for name in names]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, "~", "."):
+        assert read(f"{folder}/corpus/**/*.txt") == expected
+    assert read("corpus/*.txt, corpus/*.md")[-1][0] == "a.md"
+    assert len(read("corpus/*.txt,corpus/a.*")) == 3  # a.txt only once
+    with pytest.raises(FileNotFoundError, match=rf"'none/\*.txt'.*{tmp_path}"):
+        read("none/*.txt")
+
+
 def test_large_fields_of_csv_are_read(tmp_path):
     path = write(tmp_path / "a.csv", "text\n" + "x" * 300_000 + "\n")
     assert len(texts(path)[0]) == 300_000
@@ -220,8 +246,12 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "cut', "{}, line 1 is not JSON: Unterminated string"),
-        ("a.jsonl", b'{"body": "x", "id": 1}', "{}, line 1 has no field 'text': its fields are ["),
-        ("a.jsonl", b'{"text": 3}', "{}, line 1: field 'text' is a int, not a string"),
+        (
+            "a.jsonl",
+            b'{"body": "x", "id": 1}',
+            "{}, line 1: no text in field 'text', but None; its",
+        ),
+        ("a.jsonl", b'{"text": 3}', "{}, line 1: no text in field 'text', but 3; its"),
         ("a.jsonl", b'{"text": "\\ud800"}', "{}, line 1: lone surrogate at character 0"),
         ("a.jsonl", b'{"text": "\xff"}', "{}, line 1 is not UTF-8: byte 0xff at offset 10"),
         ("a.jsonl", b"[" * 100_000, "{} is a JSON array, and needs an object per line instead"),
@@ -229,7 +259,7 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ("a.jsonl", b"1" * 5000, "{}, line 1 is not JSON: Exceeds the limit (4300 digits)"),
         ("a.jsonl", b" \n" + lines("x") + b"[1]", "{}, line 3 is a JSON list, not an object"),
         ("a.jsonl", b'\n [\n{"text": "x"},\n', "{} is a JSON array, and needs an object per line"),
-        ("a.jsonl", b'[{"text": "x"}]', "per line instead: cat {} | jq -c '.[]' > lines.jsonl"),
+        ("a.jsonl", b'[{"text": "x"}]', "per line instead, as `jq -c '.[]'` writes them"),
         (
             "a.jsonl",
             b'{\n  "text": "x"\n}\n',
@@ -238,11 +268,15 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         (
             "a.jsonl.gz",
             gzip.compress(b"{\n", mtime=0),
-            "an object per line instead: zcat {} | jq -c . > lin",
+            "an object per line instead, as `jq -c .` writes them",
         ),
         ("a.csv", b"text,n\nx", "{}, line 2 does not have as many columns as the first line"),
         ("a.csv", b"text,n\nx,1\ny\xff,2", "{}, line 3 is not UTF-8: byte 0xff at offset 1"),
-        ("a.csv", b"body\nx", "{}, line 2 has no field 'text': its fields are ['body']"),
+        (
+            "a.csv",
+            b"body\nx",
+            "{}, line 2: no text in field 'text', but None; its",
+        ),
         ("a.txt", b"good\xffbad", "{} is not UTF-8: byte 0xff at offset 4"),
         ("a.gz", b"good", "{} is no whole .gz file: Not a gzipped file (b'go'); copy or compress"),
         (
@@ -258,7 +292,6 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ("a.jsonl.zst", zstd(lines("xy"))[:-3], "{} is no whole .zst file: it ends within a frame"),
         ("a.jsonl.zst", zstd(lines("xy"), b"")[:-3], "no whole .zst file: it ends within a frame"),
         ("a.parquet", b"PAR1 no such thing", "{} is no Parquet file, or damaged from row 0"),
-        ("a.array_record", b"no such thing", "{} is no ArrayRecord file, or truncated: copy it"),
     ],
 )
 def test_bad_content_is_refused(tmp_path, name, content, message):
@@ -306,7 +339,7 @@ def test_damaged_tables_are_refused(tmp_path):
     assert f"{path} has no field 'body': its fields are ['text', 'n']" in error_of(
         path, field="body"
     )
-    assert f"{path}, row 0: field 'n' is a int, not a string" in error_of(path, field="n")
+    assert f"{path}, row 0: no text in field 'n', but 1" in error_of(path, field="n")
     whole = path.read_bytes()
     write(path, whole[:-50])
     assert f"{path} is no Parquet file, or damaged from row 0; copy it again: Parquet" in error_of(
@@ -321,19 +354,8 @@ def test_damaged_tables_are_refused(tmp_path):
     assert f"{path}, row 1 is not UTF-8: byte 0xff at offset 1" in error_of(path)
 
 
-def test_damaged_records_are_refused(tmp_path):
-    path = write_array_record(tmp_path / "a.array_record", ["fine", b"b\xff"])
-    assert f"{path}, record 1 is not UTF-8: byte 0xff at offset 1" in error_of(path)
-    write_array_record(path, [hashlib.shake_256(bytes([i])).hexdigest(2000) for i in range(200)])
-    whole = path.read_bytes()
-    write(path, whole[: len(whole) // 2])
-    assert f"{path} is no ArrayRecord file, or truncated" in error_of(path)
-    write(path, whole[:70_000] + bytes(8) + whole[70_008:])
-    assert "is damaged: Corrupted Riegeli" in error_of(path)
-
-
 def test_files_that_change_are_refused(tmp_path):
-    for name in ("a.jsonl", "a.csv.gz", "a.parquet", "a.array_record"):
+    for name in ("a.jsonl", "a.csv.gz", "a.parquet"):
         path = write(tmp_path / name, "x" * 99)
         [split] = plan_splits(str(path), shard_bytes=MIB)
         for content, size in (("x" * 100, 100), ("y" * 99, 99)):
@@ -345,17 +367,20 @@ def test_files_that_change_are_refused(tmp_path):
 def test_lines_of_later_pieces_are_counted_from_them(tmp_path):
     path = write(tmp_path / "a.jsonl", lines("abcdefgh") + b"{}\n")
     begin = path.stat().st_size * 2 // 4
-    assert f"{path}, line 3 after byte 76 has no field" in error_of(path, shard_bytes=40)
+    assert f"{path}, line 3 after byte 76: no text in field" in error_of(path, shard_bytes=40)
     array = write(path, b"[\n" + b'{"text": "x"},\n' * 20 + b"]")
     with pytest.raises(ValueError, match="is a JSON array, and needs an object per line"):
-        list(read_jsonl(Piece(str(array), "a", array.stat().st_size, begin, begin + 50)))
+        list(
+            formats.read_jsonl(
+                formats.Piece(str(array), "a", array.stat().st_size, begin, begin + 50)
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "module", "extra"),
     [
         ("a.parquet", "pyarrow", "parquet"),
-        ("a.array_record", "array_record.python.array_record_module", "array-record"),
         ("a.txt.zst", "zstandard", "compressed"),
     ],
 )
@@ -382,7 +407,6 @@ def test_missing_extras_are_named_before_any_document_is_read(
         ("a.txt", ""),
         ("a.txt.zst", ""),
         ("a.parquet", ", row 1"),
-        ("a.array_record", ", record 1"),
     ],
 )
 def test_documents_beyond_the_limit_are_refused(tmp_path, monkeypatch, name, place):
@@ -390,8 +414,6 @@ def test_documents_beyond_the_limit_are_refused(tmp_path, monkeypatch, name, pla
     contents, path = ["fine", "x" * 1001], tmp_path / name
     if name == "a.parquet":
         write_parquet(path, contents)
-    elif name == "a.array_record":
-        write_array_record(path, contents)
     else:
         data = {
             ".jsonl": lines(contents),
@@ -415,8 +437,8 @@ def test_open_quotes_do_not_read_the_rest_of_a_table(tmp_path, monkeypatch):
 
 GROWTH = """
 import re, sys
-from zoo.data.sources.splits import read_split
-from zoo.data.sources.splits import plan_splits
+from zoo.data.splits import read_split
+from zoo.data.splits import plan_splits
 
 def peak():
     # What `resource` tells begins with the peak of the process that started this one.
@@ -450,7 +472,7 @@ def growth(warm: Path, path: Path) -> tuple[int, float, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".csv", ".parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
     def save(name: str, texts: list[str]) -> Path:
         path = tmp_path / f"{name}{suffix}"
@@ -467,7 +489,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".txt", ".csv"])
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".txt", ".csv"])
 def test_a_gigabyte_is_not_held_to_be_refused(tmp_path, suffix):
     path = tmp_path / f"large{suffix}"
     if path.suffix == ".zst":
@@ -608,30 +630,6 @@ def test_shards_of_the_hub_are_addresses(monkeypatch):
     monkeypatch.setattr(hub.HfFileSystem, "glob", glob)
     error_of("hf://datasets/someone/corpus/data/*.parquet", (ValueError, FileNotFoundError))
     assert asked == ["datasets/someone/corpus/data/*.parquet"]
-
-
-def test_record_files_of_addresses_are_copied_one_by_one(web, tmp_path, monkeypatch):
-    address, folder, sent = web
-    expected = {name: [f"{name} {i} " + "x" * 1000 for i in range(200)] for name in "ab"}
-    for name, records in expected.items():
-        write_array_record(folder / f"{name}.array_record", records)
-    sizes = [path.stat().st_size for path in folder.iterdir()]
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    held = []
-    documents = []
-    splits = plan_splits(f"{address}/*.array_record", shard_bytes=1000)
-    assert len(splits) == 2
-    for split in splits:
-        for document in read_split(split):
-            documents.append(document.text)
-            held.append(len([*(tmp_path / "temporary").iterdir()]))
-    assert documents == expected["a"] + expected["b"]
-    assert set(held) == {1}
-    assert not [*(tmp_path / "temporary").iterdir()]
-    assert sum(sent) == sum(sizes)
-    assert documents == texts(f"{folder}/*.array_record")
-    assert "no file matches" in error_of(f"{address}/none.jsonl", FileNotFoundError)
 
 
 # --- The sample -------------------------------------------------------------------------------

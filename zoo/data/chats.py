@@ -1,15 +1,15 @@
-"""Chat templates: the text and the ids of a conversation, as transformers makes them."""
+"""Chats: a tokenizer's template as transformers runs it, and the parts of a chat that count."""
 
 import datetime
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zoo.common.files import local_path
-from zoo.data.special_tokens import AS_TEXT
 from zoo.data.tokenizer import (
+    AS_TEXT,
     CHAT_TEMPLATE_NAME,
     BPETokenizer,
     Ids,
@@ -18,9 +18,17 @@ from zoo.data.tokenizer import (
     reading,
 )
 
+Record = dict[str, Any]
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 Part = tuple[str, bool]  # a text, and whether it counts
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "observation": "tool",
+}
+"""Roles of chat templates by the names that ShareGPT's `from` has for them."""
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Around what a template marks as generated; no text has these noncharacters.
@@ -80,18 +88,60 @@ class ChatTemplate:
         return self.tokenizer.encode_spans(text)[0]
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Tools = None,
+        mark: Callable[[str], str] = str,
     ) -> str:
-        """The text for `BPETokenizer.encode_spans`, with `AS_TEXT` after names that are text."""
-        return self._render(messages, add_generation_prompt, tools, str)
+        """The text for `BPETokenizer.encode_spans`, with `AS_TEXT` after names that are text.
 
-    def marked(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
-        """That text in parts, of which those between `{% generation %}` and its end count."""
-        text = self._render(messages, False, tools, lambda text: BEGIN + text + END)
-        parts: list[Part] = []
-        for at, piece in enumerate(re.split(f"{BEGIN}|{END}", text)):
-            parts += [(piece, at % 2 == 1)] if piece else []
-        return parts
+        `mark` is applied to what the template marks by `{% generation %}`.
+        """
+        now = self._now or datetime.datetime.now()
+        if tools and not self._takes_tools:
+            raise ValueError(
+                f"'tools' has {len(tools)} tools, and the chat template writes none: give a "
+                "template that takes tools (--chat-template FILE), or take the field out"
+            )
+        # A field that is None counts as missing: templates would write the word.
+        given = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        try:
+            return self._template.render(
+                messages=self._quoted(given),
+                tools=self._quoted(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=now.strftime,
+                mark_generation=mark,
+                **self.tokenizer.tokens,
+            )
+        except Refusal as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # of Jinja, or of Python from inside the template
+            raise ValueError(f"the chat template fails on it: {error}") from error
+
+    def _quoted(self, value: Any) -> Any:
+        """Messages in which `AS_TEXT` follows the names of special tokens that are text.
+
+        It also follows the beginning of a name at the end of a text, as the next could complete it.
+        """
+        if self.special_tokens == "parse":
+            return value
+        if isinstance(value, str):
+            marked = self.tokenizer.names.sub(rf"\g<0>{AS_TEXT}", value)
+            return marked + AS_TEXT * marked.endswith(self._beginnings)
+        if isinstance(value, list | tuple):
+            return [self._quoted(x) for x in value]
+        if isinstance(value, dict):
+            return {self._quoted(k): self._quoted(x) for k, x in value.items()}
+        return value
+
+    @functools.cached_property
+    def _beginnings(self) -> tuple[str, ...]:
+        names = map(self.tokenizer.tokenizer.id_to_token, self.tokenizer.special_ids)
+        return tuple({name[:i] for name in filter(None, names) for i in range(1, len(name))})
 
     def answer(self, text: str) -> tuple[str, bool]:
         """An answer up to its end of turn, and whether it has one.
@@ -116,58 +166,6 @@ class ChatTemplate:
     @functools.cached_property
     def _ends(self) -> re.Pattern[str]:
         return re.compile(rf"({self.tokenizer.names.pattern})\s*\Z")
-
-    @functools.cached_property
-    def _beginnings(self) -> tuple[str, ...]:
-        names = map(self.tokenizer.tokenizer.id_to_token, self.tokenizer.special_ids)
-        return tuple({name[:i] for name in filter(None, names) for i in range(1, len(name))})
-
-    def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, mark: Any) -> str:
-        now = self._now or datetime.datetime.now()
-        if tools and not self._takes_tools:
-            raise ValueError(
-                f"'tools' has {len(tools)} tools, and the chat template writes none: give a "
-                "template that takes tools (--chat-template FILE), or take the field out"
-            )
-        try:
-            return self._template.render(
-                # A field that is None counts as missing: templates would write the word.
-                messages=self.quoted(
-                    [{k: v for k, v in m.items() if v is not None} for m in messages]
-                ),
-                tools=self.quoted(tools) or None,
-                documents=None,
-                add_generation_prompt=prompt,
-                strftime_now=now.strftime,
-                mark_generation=mark,
-                **self.tokenizer.tokens,
-            )
-        except Refusal as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
-        except Exception as error:  # of Jinja, or of Python from inside the template
-            raise ValueError(f"the chat template fails on it: {error}") from error
-
-    def quoted(self, value: Any) -> Any:
-        """Messages in which `AS_TEXT` follows the names of special tokens that are text.
-
-        It also follows the beginning of a name at the end of a text, as the next could complete it.
-        """
-        if self.special_tokens == "parse":
-            return value
-        if isinstance(value, str):
-            marked = self.tokenizer.names.sub(rf"\g<0>{AS_TEXT}", value)
-            return marked + AS_TEXT * marked.endswith(self._beginnings)
-        if isinstance(value, list | tuple):
-            return [self.quoted(x) for x in value]
-        if isinstance(value, dict):
-            return {self.quoted(k): self.quoted(x) for k, x in value.items()}
-        return value
-
-
-def count_quoted(tokenizer: Tokenizer, text: str) -> int:
-    """The names of special tokens that are text in what `ChatTemplate.render` gives."""
-    assert isinstance(tokenizer, BPETokenizer)
-    return sum(1 for _ in re.finditer(f"(?:{tokenizer.names.pattern}){AS_TEXT}", text))
 
 
 class Refusal(Exception):
@@ -247,19 +245,127 @@ def _compile(source: str) -> tuple[Any, bool]:
         raise ValueError(f"the chat template is no Jinja: line {error.lineno}: {error}") from error
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
     # Jinja's own escapes what HTML reserves.
-    text = json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
     return text.replace(json.dumps(AS_TEXT)[1:-1], AS_TEXT)
+
+
+def messages_of(record: Record, field: str) -> list[Message]:
+    """The messages in a field of a record; a ValueError unless they are some.
+
+    ShareGPT's `from` and `value` become a role and a content.
+    """
+    messages = record.get(field)
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"no list of messages in {field!r}; its fields are {sorted(record)}")
+    found: list[Message] = []
+    for i, message in enumerate(messages):
+        if "from" in message and message.get("role") is None:
+            role = message["from"]
+            if role not in ROLES:
+                raise ValueError(
+                    f"a message in {field!r} is from {role!r}, and the roles are {', '.join(ROLES)}"
+                )
+            rest = {k: v for k, v in message.items() if k not in ("from", "value")}
+            message = {**rest, "role": ROLES[role], "content": message.get("value")}
+        content = message.get("content")
+        empty = content is None and bool(message.get("tool_calls"))
+        wrong = [] if isinstance(content, str | list) or empty else ["content"]
+        wrong = wrong if isinstance(message.get("role"), str) else ["role"]
+        if wrong:
+            raise ValueError(
+                f"no text in field {wrong[0]!r} of message {i} in {field!r}: {message!r:.80}"
+            )
+        found.append(message)
+    return found
+
+
+def tools_of(record: Record) -> Tools:
+    """The functions in a record's `tools`, a list or its JSON; None without any."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"field 'tools' is no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"field 'tools' is {tools!r:.80}: give a list of functions, or its JSON")
+    return tools
+
+
+def answer_parts(
+    prompt: list[Message],
+    answer: list[Message],
+    template: ChatTemplate,
+    tools: Tools,
+    field: str,
+) -> list[Part]:
+    """The parts of a conversation, of which the answer to the prompt counts."""
+    if [message["role"] for message in answer] != ["assistant"]:
+        raise ValueError(
+            f"{field!r} has {len(answer)} messages after the prompt, of the roles "
+            f"{[message['role'] for message in answer]}: give one answer of the assistant"
+        )
+    parts, begin, counted = parts_of([*prompt, *answer], template, tools)[-1], 0, []
+    given = len(template.render(prompt, tools=tools))
+    for part, counts in parts:
+        counted.append((part, counts and begin >= given))
+        begin += len(part)
+    return counted
+
+
+def parts_of(
+    messages: list[Message], template: ChatTemplate, tools: Tools = None
+) -> list[list[Part]]:
+    """The examples of a conversation, in parts of which the assistant's answers count.
+
+    What counts is what the template marks by `{% generation %}`, or else each answer up to its end
+    of turn. Where the template writes a turn differently once others follow, as those do that drop
+    earlier thoughts, each answer is an example of its own, after what a model is given to answer.
+
+    Raises:
+        ValueError: the template refuses it, or does not show where answers begin and end.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not template.has_marks or not answers:
+        return _turns(messages, template, tools)
+    text = template.render(
+        messages[: answers[-1] + 1], tools=tools, mark=lambda text: BEGIN + text + END
+    )
+    pieces = enumerate(re.split(f"{BEGIN}|{END}", text))
+    parts = [(piece, at % 2 == 1) for at, piece in pieces if piece]
+    rest = ""
+    while parts and not parts[-1][1]:
+        rest = parts.pop()[0] + rest
+    if not parts:
+        raise ValueError("the chat template marks no part of it by {% generation %}")
+    end, ended = template.answer(rest)
+    if ended and not template.answer(parts[-1][0])[1]:
+        parts.append((end, True))  # a model that is not taught the end of a turn never stops
+    return [parts]
+
+
+def _turns(messages: list[Message], template: ChatTemplate, tools: Tools) -> list[list[Part]]:
+    examples: list[list[Part]] = []
+    written, ended = "", False
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = template.render(messages[:i], add_generation_prompt=True, tools=tools)
+        whole = template.render(messages[: i + 1], tools=tools)
+        if not whole.startswith(prompt):
+            raise ValueError(
+                f"the chat template writes message {i} differently from an answer to the messages "
+                "before it, so that the assistant's part can't be told apart: mark it in the "
+                "template by {% generation %} and {% endgeneration %}"
+            )
+        if not (ended and prompt.startswith(written)):
+            examples.append([])
+            written = ""
+        answer, ended = template.answer(whole[len(prompt) :])
+        examples[-1] += [(prompt[len(written) :], False), (answer, True)]
+        written = prompt + answer
+    return examples

@@ -1,23 +1,37 @@
-"""Batches of a plan on the devices: Grain's threads prefetch the rows of this process."""
+"""Batches of a plan, checked on the host and put on the devices; Grain's threads prefetch them."""
 
 import contextlib
 import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from zoo.data.checks import Accepted, check_values
 from zoo.data.plans import HostBatch, Plan, check_batch_size, check_plan
 from zoo.sharding import Layout, batch_sharding, layout_of
 
 Batch = dict[str, Array]
 Rows = tuple[int, int]
+
+
+class Ids(NamedTuple):
+    """The numbers that an integer entry of a batch may hold."""
+
+    values: range
+    source: str
+    """Their origin, such as "vocab_size=512"."""
+    is_target: bool
+    """Only those count whose weight, if the batch has `weights`, is not 0."""
+
+
+Accepted = Mapping[str, Ids | None]  # by entry; None: any value
 
 
 def batches(
@@ -125,3 +139,56 @@ def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | Layout | 
         return jax.make_array_from_callback(shape, batch_sharding(layout, len(shape)), shard)
 
     return {name: place(name) for name in first}
+
+
+def check_values(
+    batch: Any, accepted: Accepted, *, where: str = "the batch", first_row: int = 0
+) -> None:
+    """Raise a ValueError that names an entry, a row and a value that a step can do nothing with.
+
+    Such are nan and infinity, numbers that do not fit the dtype that JAX has for them (int64
+    becomes int32), and integers that are not `accepted`. Only arrays of numpy are checked: what
+    is on a device was one. `first_row` is the number of the first row in its batch.
+    """
+    entries = [(_name(path), x) for path, x in jtu.tree_leaves_with_path(batch)]
+    for name, x in entries:
+        if not isinstance(x, np.ndarray) or not x.ndim or not x.size:
+            continue
+        dtype, ids = jax.dtypes.canonicalize_dtype(x.dtype), accepted.get(name)
+        wrong: Any = np.zeros(x.shape, bool)
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            if dtype != x.dtype:
+                wrong = (x < np.iinfo(dtype).min) | (x > np.iinfo(dtype).max)
+            why = f"which {dtype} does not hold: JAX has no {x.dtype}; give smaller numbers"
+            if ids is not None and not wrong.any():
+                wrong = (x < ids.values.start) | (x >= ids.values.stop)
+                if ids.is_target:
+                    wrong &= _counted(dict(entries).get("weights"), x)
+                why = (
+                    f"and {ids.source}: the numbers there are {ids.values.start} to "
+                    f"{ids.values.stop - 1}; mend the data, or take a model that has more"
+                )
+        elif jnp.issubdtype(x.dtype, jnp.inexact) and (ids is not None or name not in accepted):
+            wrong = ~np.isfinite(x)
+            if dtype != x.dtype:
+                wrong |= np.abs(x) > np.finfo(dtype).max
+            why = (
+                f"which is no finite {dtype}: mend the row or leave it out; a loss that takes any "
+                "value says so by zoo.losses.accepts(NAME=None)"
+            )
+        if wrong.any():
+            place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), x.shape)]
+            value, place[0] = x[tuple(place)], place[0] + first_row
+            raise ValueError(f"{where}: {name}{place} is {value}, {why}")
+
+
+def _name(path: tuple) -> str:
+    entry = path[-1] if path else ""
+    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
+
+
+def _counted(weights: Any, x: np.ndarray) -> Any:
+    """Whether each number counts: by its own weight, by its row's, or as all do."""
+    if not isinstance(weights, np.ndarray) or weights.shape != x.shape[: weights.ndim]:
+        return np.True_
+    return (weights != 0).reshape(*weights.shape, *[1] * (x.ndim - weights.ndim))

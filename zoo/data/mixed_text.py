@@ -36,7 +36,7 @@ from zoo.data.prepared.opening import (
     prepared_folder,
 )
 from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
-from zoo.data.sources.splits import plan_splits
+from zoo.data.splits import plan_splits
 from zoo.data.tokenizer import BPETokenizer, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

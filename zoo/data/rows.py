@@ -1,17 +1,30 @@
-"""Rows to fine-tune on: forms by their columns, and the examples that each becomes."""
+"""Rows to fine-tune on: forms by their columns, the examples of each, and the ids of these.
+
+An example is made of parts (text, whether it counts in the loss); a row may be several examples.
+"""
 
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from zoo.data import completions
-from zoo.data.chats import ChatTemplate, Message, Part
-from zoo.data.sources.formats import FORMATS, format_of
-from zoo.data.sources.splits import Split
-from zoo.data.tokenizer import Tokenizer
+import numpy as np
 
-Record = dict[str, Any]
+from zoo.data.chats import (
+    ChatTemplate,
+    Message,
+    Part,
+    Record,
+    answer_parts,
+    messages_of,
+    parts_of,
+    tools_of,
+)
+from zoo.data.formats import FORMATS, TEXT, format_of, text_of
+from zoo.data.splits import Split
+from zoo.data.tokenizer import AS_TEXT, Tokenizer, end_id, reading, unframed
+
+Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
 Format = Literal["completions", "chats", "preferences"]
 
 
@@ -28,17 +41,72 @@ class Form(NamedTuple):
     """Makes the examples of a row, with the chat template or None."""
 
     @property
-    def encode(self) -> Callable[[Tokenizer, list[Part]], completions.Counted]:
-        """Makes the ids of an example, and whether they count."""
-        return completions.encode_chat if self.is_chat else completions.encode_text
-
-    @property
     def described(self) -> str:
         """The form and its columns."""
         return f"{self.name} ({', '.join(self.columns)})"
 
 
 SIDES = ("chosen", "rejected")
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+"""The prompt that Alpaca was trained with (Taori et al. 2023)."""
+
+
+def of_texts(record: Record, template: None) -> list[list[Part]]:
+    """A prompt and its completion, which counts."""
+    return [[(text_of(record, "prompt"), False), (text_of(record, "completion"), True)]]
+
+
+def of_alpaca(record: Record, template: None) -> list[list[Part]]:
+    """An instruction in Alpaca's own prompt, and the output, which counts."""
+    instruction, more = text_of(record, "instruction"), _input(record)
+    with_input = ", paired with an input that provides further context" if more else ""
+    prompt = ALPACA.format(with_input, instruction, f"### Input:\n{more}\n\n" if more else "")
+    return [[(prompt, False), (text_of(record, "output"), True)]]
+
+
+def of_alpaca_chat(record: Record, template: ChatTemplate) -> list[list[Part]]:
+    """An instruction and its input as the user's message, and the output as the answer."""
+    asked = "\n\n".join(filter(None, (text_of(record, "instruction"), _input(record))))
+    messages: list[Message] = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": text_of(record, "output")},
+    ]
+    return parts_of(_after_system(record, messages), template, tools_of(record))
+
+
+def of_messages(record: Record, template: ChatTemplate) -> list[list[Part]]:
+    """A prompt of messages and its completion, an answer of the assistant, which counts."""
+    prompt, answer = (messages_of(record, field) for field in ("prompt", "completion"))
+    return [answer_parts(prompt, answer, template, tools_of(record), "completion")]
+
+
+def of_chat(record: Record, template: ChatTemplate) -> list[list[Part]]:
+    """A chat, or one of ShareGPT's, in which the assistant's messages count; see `parts_of`.
+
+    Raises:
+        ValueError: it is no chat, has no message of the assistant, or as `parts_of`.
+    """
+    field = "messages" if "messages" in record else "conversations"
+    messages = messages_of(record, field)
+    if field == "conversations":
+        messages = _after_system(record, messages)
+    found = parts_of(messages, template, tools_of(record))
+    if not found:
+        raise ValueError(f"no message of the assistant in {field!r}")
+    return found
+
+
+def _input(record: Record) -> str:
+    return text_of(record, "input") if "input" in record else ""
+
+
+def _after_system(record: Record, messages: list[Message]) -> list[Message]:
+    """The messages after the one in the column `system`, unless they have one of their own."""
+    system, own = record.get("system"), messages and messages[0].get("role") == "system"
+    return [{"role": "system", "content": system}, *messages] if system and not own else messages
 
 
 def pair_of_texts(record: Record, template: None) -> list[list[Part]]:
@@ -47,10 +115,10 @@ def pair_of_texts(record: Record, template: None) -> list[list[Part]]:
     Raises:
         ValueError: a side that is empty or no text, equal sides, or no common beginning.
     """
-    sides = [completions.text_of(record, side) for side in SIDES]
+    sides = [text_of(record, side) for side in SIDES]
     _check_sides(*sides)
     if "prompt" in record:
-        prompt = completions.text_of(record, "prompt")
+        prompt = text_of(record, "prompt")
     else:
         prompt = _common_words(*sides)
         if not prompt:
@@ -87,17 +155,17 @@ def pair_of_messages(record: Record, template: ChatTemplate) -> list[list[Part]]
     Raises:
         ValueError: as `pair_of_texts`, of messages.
     """
-    sides = [completions.messages_of(record, side) for side in SIDES]
+    sides = [messages_of(record, side) for side in SIDES]
     _check_sides(*sides)
     if isinstance(record.get("prompt"), list):
-        prompt = completions.messages_of(record, "prompt")
+        prompt = messages_of(record, "prompt")
     else:
         count = _count_same(*sides)
         prompt, sides = sides[0][:count], [side[count:] for side in sides]
         _check_prompt(record, prompt)
-    tools = completions.tools_of(record)
+    tools = tools_of(record)
     examples = [
-        completions.answer_parts(prompt, side, template, tools, name)
+        answer_parts(prompt, side, template, tools, name)
         for name, side in zip(SIDES, sides, strict=True)
     ]
     _check_sides(*(side[0].get("content") for side in sides))
@@ -129,14 +197,20 @@ def _check_sides(chosen: Any, rejected: Any) -> None:
 
 FORMS: dict[Format, tuple[Form, ...]] = {
     "completions": (
-        Form("texts", ("prompt", "completion"), False, False, completions.of_texts),
-        Form("messages", ("prompt", "completion"), True, True, completions.of_messages),
-        Form("Alpaca's", ("instruction", "output"), False, False, completions.of_alpaca),
+        Form("texts", ("prompt", "completion"), False, False, of_texts),
+        Form("messages", ("prompt", "completion"), True, True, of_messages),
+        Form("Alpaca's", ("instruction", "output"), False, False, of_alpaca),
     ),
     "chats": (
-        Form("messages", ("messages",), True, True, completions.of_chat),
-        Form("ShareGPT's", ("conversations",), True, True, completions.of_sharegpt),
-        Form("Alpaca's", ("instruction", "output"), False, True, completions.of_alpaca_chat),
+        Form("messages", ("messages",), True, True, of_chat),
+        Form(
+            "ShareGPT's",
+            ("conversations",),
+            True,
+            True,
+            of_chat,
+        ),
+        Form("Alpaca's", ("instruction", "output"), False, True, of_alpaca_chat),
     ),
     "preferences": (
         Form("texts", ("prompt", *SIDES), False, False, pair_of_texts),
@@ -184,8 +258,8 @@ def read_rows(
     form, template = None, None
     for source, piece in enumerate(split.pieces):
         file = format_of(piece.path)
-        if not file.fields:
-            known = ", ".join(suffix for suffix, other in FORMATS.items() if other.fields)
+        if file is TEXT:
+            known = ", ".join(FORMATS)
             raise ValueError(f"{piece.path} has no fields: rows are read from {known} files")
         for number, where, record in file.read(piece):
             try:
@@ -224,3 +298,46 @@ def _form(row: Record, format: Format) -> Form:
 
 def _has_columns(row: Record, form: Form) -> bool:
     return set(form.columns) <= row.keys()
+
+
+def encode_parts(tokenizer: Tokenizer, parts: list[Part], *, is_chat: bool) -> Counted:
+    """The ids of an example, and whether they count.
+
+    A text loses the begin and the end at its ends, as rows have their own. A conversation keeps
+    those of its template, and gets the tokenizer's end where it ends with no special token.
+    """
+    if not is_chat:
+        ids, counted = _encode_whole(tokenizer, parts)
+        inner = unframed(tokenizer, ids)
+        return ids[inner], counted[inner]
+    ids, counted = _encode_whole(reading(tokenizer, "parse"), parts)
+    if int(ids[-1]) not in getattr(tokenizer, "special_ids", ()):
+        ids, counted = np.append(ids, np.int32(end_id(tokenizer))), np.append(counted, True)
+    return ids, counted
+
+
+def _encode_whole(tokenizer: Tokenizer, parts: list[Part], inside: bool = False) -> Counted:
+    """The ids of an example, tokenized as a whole, and whether they count.
+
+    A model is given a prompt's own ids: where the whole has others, the answer is tokenized apart.
+    """
+    whole = "".join(text for text, _ in parts)
+    ids, spans = tokenizer.encode_spans(whole, inside=inside)
+    starts, stops = spans.T
+    counted, begin = np.zeros(len(ids), bool), 0
+    for i, (text, counts) in enumerate(parts):
+        if counts and begin:
+            prompt, _ = tokenizer.encode_spans(whole[:begin], inside=inside)
+            reaches_over = ((starts < begin) & (stops > begin)).any()
+            if reaches_over or not np.array_equal(ids[: len(prompt)], prompt):
+                before = _encode_whole(tokenizer, parts[:i], inside)
+                after = _encode_whole(tokenizer, parts[i:], True)
+                return np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
+        counted |= (starts >= begin) & (starts < begin + len(text)) & counts
+        begin += len(text)
+    return ids, counted
+
+
+def counted_bytes(parts: list[Part]) -> int:
+    """The size in UTF-8 of the parts that count."""
+    return sum(len(text.replace(AS_TEXT, "").encode()) for text, counts in parts if counts)

@@ -13,9 +13,8 @@ from zoo.common import configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.documents import unit_hash
+from zoo.data.formats import read_csv, whole_file
 from zoo.data.plans import ArrayPlan
-from zoo.data.sources.formats import read_csv
-from zoo.data.sources.streams import whole_file
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from zoo.data.prepared.opening import (
     same_ids,
 )
 from zoo.data.rows import RowOptions
-from zoo.data.sources.splits import Given
-from zoo.data.special_tokens import begin_id, described, end_id
+from zoo.data.splits import Given
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.data.tokenizer import (
     Reading,
     Tokenizer,
+    begin_id,
+    described,
+    end_id,
     load_tokenizer,
 )
 
@@ -47,8 +49,8 @@ class Source:
     """Where text comes from, and how it becomes batches of some tokenizer's ids."""
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
-    """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .array_record; several
-    with commas. Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3,
+    """Glob of .txt, .py, … (a document each), .jsonl, .csv or .parquet; several with commas.
+    Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3,
     or in a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning,
     help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.

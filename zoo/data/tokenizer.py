@@ -1,4 +1,9 @@
-"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library."""
+"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library.
+
+Special tokens are read as transformers reads them: from `tokenizer_config.json`, from
+`special_tokens_map.json` where that one lists no added tokens, and further ends of text from
+`generation_config.json`.
+"""
 
 # ruff: noqa: D102 (`Tokenizer` documents the methods of all tokenizers)
 
@@ -12,26 +17,28 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from zoo.common.files import local_path
-from zoo.data import special_tokens
-from zoo.data.special_tokens import (
-    AS_TEXT,
-    END_OF_TEXT,
-    GENERATION_CONFIG_NAME,
-    SPECIAL_TOKENS_MAP_NAME,
-)
 
 Ids = Int32[np.ndarray, "length"]
 Spans = Int32[np.ndarray, "length 2"]
 Reading = Literal["parse", "text"]
 """Whether the name of a special token in a text is that token, or plain characters."""
 
+END_OF_TEXT = "<|endoftext|>"
+BEGINS = ("<|begin_of_text|>", "<bos>", "<s>")
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
+# Noncharacters, which no text has: one after a name that is text wherever it is, and one before
+# the names that a tokenizer which reads them as text has for no text.
+AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
+
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
 CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
+SPECIAL_TOKENS_MAP_NAME = "special_tokens_map.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 # Files beside the tokenizer that belong to it, and go out again as they came.
 BESIDE = (
     SPECIAL_TOKENS_MAP_NAME,
@@ -73,19 +80,20 @@ class Tokenizer(Protocol):
         """Id of the document separator, which precedes each document and follows it.
 
         A tokenizer in which the two differ has them as `begin_id`, an id or None, and as the first
-        of `eos_ids`; see `SpecialTokens`.
+        of `eos_ids`, as `BPETokenizer`.
         """
         ...
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, without a separator; a special token's name in it is ordinary text.
-
-        Unless the tokenizer says otherwise, as one of `reading` does.
-        """
+        """Ids of a text, without a separator; names of special tokens are plain text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text."""
+        ...
+
+    def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
+        """Ids of a text, or of a part `inside` of one, and the characters [start, stop) of each."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -141,6 +149,11 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [self.encode(text) for text in texts]
 
+    def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
+        ids = self.encode(text)
+        characters = np.cumsum(ids >> 6 != 0b10, dtype=np.int32) - 1  # others are continued
+        return ids, np.stack([characters, characters + 1], 1)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
 
@@ -150,16 +163,20 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """A `tokenizers.Tokenizer` that knows its special tokens apart (see `SpecialTokens`).
+    """A `tokenizers.Tokenizer` that knows its special tokens.
 
     `config` is the content of a `tokenizer_config.json`, and `files` has those beside it, such as
     chat templates, by name; they are saved too. `separator` is one token that begins documents and
     ends them, in place of the ones that `config` names. Truncation and padding are switched off,
-    whatever the file says: no document is cut. Tokens that the files name as special ones are so.
+    whatever the file says: no document is cut. Tokens that the files name as special are marked so.
+
+    `begin_id` is the id that texts begin with: `bos_id` where the tokenizer itself puts it in front
+    (`adds_begin`), as Llama's does, or where it is the end of the document before too, as GPT-2's
+    is. The first of `eos_ids` ends documents. An id is None where the tokenizer has no such token.
 
     Raises:
-        ValueError: `separator`, or the token that `config` names, is no token; or there is neither,
-            and no token is one of `SEPARATORS`.
+        ValueError: `separator`, or the token that `config` names, is no token; there is neither,
+            and no token has a usual name; or an end of `generation_config.json` is no id.
     """
 
     special_tokens: Reading = "text"
@@ -173,24 +190,54 @@ class BPETokenizer:
     ):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        config, self.files = dict(config or {}), dict(files or {})
-        self.tokens = special_tokens.named_tokens(config, self.files, vocabulary)
-        if separator is not None:
-            self.tokens |= {"bos_token": separator, "eos_token": separator}
-        found = special_tokens.find_special_tokens(tokenizer, self.tokens, self.files)
-        self.separator_id, self.bos_id, self.begin_id = found[:3]
-        self.eos_ids, self.pad_id, self.special_ids, self.adds_begin = found[3:]
-        special_tokens.mark(tokenizer, self.special_ids)
         self.tokenizer = tokenizer
-        self.config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if separator is not None or not config.keys() & {"bos_token", "eos_token", "cls_token"}:
-            config |= {name: self.tokens[name] for name in ("bos_token", "eos_token")}
-        self.config |= config
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so that the number of tokens would be too small.
         self.vocab_size: int = max(vocabulary.values()) + 1
-        self._variants: dict[tuple[bool, bool], HFTokenizer] = {}
+        config, self.files = dict(config or {}), dict(files or {})
+        self.tokens = _named_tokens(config, self.files, vocabulary)
+        own_names = {"bos_token", "eos_token"}
+        if separator is not None:
+            self.tokens |= dict.fromkeys(own_names, separator)
+        if separator is not None or not config.keys() & {*own_names, "cls_token"}:
+            config |= {name: self.tokens[name] for name in own_names & self.tokens.keys()}
+        self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        self._find_special_tokens(vocabulary)
+        self._variants: dict[tuple[Reading, bool], HFTokenizer] = {}
+
+    def _find_special_tokens(self, vocabulary: Mapping[str, int]) -> None:
+        """Set the ids of the special tokens, and mark those that files name and that are not."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {id: token.content for id, token in added.items() if token.special}
+        id_of = {name: vocabulary.get(token) for name, token in self.tokens.items()}
+        bos, eos, first, last = (
+            id_of.get(f"{name}_token") for name in ("bos", "eos", "cls", "sep")
+        )
+        separator = next((id for id in (bos, eos, first) if id is not None), None)
+        if separator is None:
+            named = [self.tokens[name] for name in ("bos_token", "eos_token") if name in id_of]
+            raise ValueError(
+                f"the tokenizer has {f'no token {named[0]!r}' if named else 'no usual separator'} "
+                f"(looked for {', '.join(BEGINS + ENDS)}): pass separator=, the token to put "
+                f"before and after each document; its special tokens are {[*special.values()]}"
+            )
+        if bos is None and eos is None:  # BERT's
+            bos, eos = first, last
+        end = separator if eos is None else eos
+        ends = _listed_ends(self.files, self.vocab_size)
+        self.adds_begin: bool = self.tokenizer.encode("").ids[:1] == [bos]
+        self.separator_id: int = separator
+        self.bos_id: int | None = bos
+        self.begin_id: int | None = bos if self.adds_begin or bos in (end, first) else None
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([end, *ends]))
+        self.pad_id: int | None = id_of.get("pad_token")
+        named_ids = (id for id in id_of.values() if id is not None)
+        self.special_ids: frozenset[int] = frozenset([*special, *ends, *named_ids])
+        for id in sorted(self.special_ids - special.keys()):
+            name = self.tokenizer.id_to_token(id)
+            token = added.get(id) or (AddedToken(name, normalized=False) if name else None)
+            if token is not None:
+                self.tokenizer.add_special_tokens([token])
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -223,16 +270,9 @@ class BPETokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text. No other thread may encode in another reading at the same time."""
-        self.tokenizer.encode_special_tokens = self.special_tokens == "text"
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-        if self.special_tokens == "parse":
-            return found
-        return [
-            self.encode_spans(text)[0] if self._has_special(ids) else ids
-            for text, ids in zip(texts, found, strict=True)
-        ]
+        tokenizer = self._variant(self.special_tokens)
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
         """Ids of a text, and the characters [start, stop) of each.
@@ -240,56 +280,54 @@ class BPETokenizer:
         A name that `AS_TEXT` follows is plain characters in either reading. A text that goes on
         `inside` of another has no blank put before it, as Metaspace tokenizers put one.
         """
-        if AS_TEXT not in text:
-            return self._encode(text, 0, len(text), self.special_tokens, inside)
-        parts, begin = [], 0
-        marked = self._marked.finditer(text)
-        for start, stop, end in [*(m.span(1) + m.span()[1:] for m in marked), (len(text),) * 3]:
-            parts.append(self._encode(text, begin, start, self.special_tokens, inside or begin > 0))
-            parts.append(self._encode(text, start, stop, "text", inside or start > 0))
-            begin = end
-        return _joined(parts)
+        parts: list[tuple[int, int, Reading]] = []
+        begin = 0
+        for marked in self.marked.finditer(text) if AS_TEXT in text else ():
+            parts.append((begin, marked.start(), self.special_tokens))
+            parts.append((*marked.span(1), "text"))
+            begin = marked.end()
+        ids, spans = list[int](), [np.zeros((0, 2), np.int32)]
+        for start, stop, reading in [*parts, (begin, len(text), self.special_tokens)]:
+            within = inside or start > 0
+            parsed = within and reading == "parse"
+            name = self.names.search(text, start, stop) if parsed else None
+            anew = stop if name is None else name.start()  # what follows a name begins anew
+            for first, end, goes_on in ((start, anew, within), (anew, stop, False)):
+                if first < end:
+                    tokenizer = self._variant(reading, goes_on)
+                    encoding = tokenizer.encode(text[first:end], add_special_tokens=False)
+                    ids += encoding.ids
+                    spans.append(first + np.asarray(encoding.offsets, np.int32).reshape(-1, 2))
+        return np.asarray(ids, np.int32), np.concatenate(spans)
 
-    def _encode(
-        self, text: str, start: int, stop: int, reading: Reading, inside: bool
-    ) -> tuple[Ids, Spans]:
-        """Ids and spans of the characters [start, stop) of a text."""
-        name = self.names.search(text, start, stop) if inside and reading == "parse" else None
-        if name is not None:  # what follows it begins anew
-            parts = [
-                self._encode(text, start, name.start(), "text", True),
-                self._encode(text, name.start(), stop, "parse", False),
-            ]
-            return _joined(parts)
-        for hidden in (False, True):
-            tokenizer = self._variant(inside, hidden)
-            tokenizer.encode_special_tokens = reading == "text"
-            encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
-            ids = np.asarray(encoding.ids, np.int32)
-            if reading == "parse" or not self._has_special(ids):
-                break
-        return ids, start + np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
+    def _variant(self, reading: Reading, inside: bool = False) -> HFTokenizer:
+        """The tokenizer for one reading of special tokens' names, and for what is inside of a text.
 
-    def _variant(self, inside: bool, hidden: bool) -> HFTokenizer:
-        """The tokenizer for texts `inside` of others, whose special tokens are `hidden` or not."""
-        if (inside, hidden) not in self._variants:
-            ids = self.special_ids if hidden else ()
-            self._variants[inside, hidden] = special_tokens.variant(self.tokenizer, inside, ids)
-        return self._variants[inside, hidden]
-
-    def _has_special(self, ids: Ids) -> bool:
-        """Whether special tokens are among the ids, other than that of unknown text."""
-        return bool(self._is_special[ids].any()) and any(
-            i in self.special_ids and i != self._unknown_id for i in ids.tolist()
-        )
-
-    @functools.cached_property
-    def _is_special(self) -> np.ndarray:
-        return np.isin(np.arange(self.vocab_size), list(self.special_ids))
-
-    @functools.cached_property
-    def _unknown_id(self) -> int | None:
-        return special_tokens.unknown_id(self.tokenizer)
+        It has no post-processor, which leaves blanks out of some spans. As text, names are no names
+        of any piece either: models of some kinds have special tokens among their pieces.
+        """
+        if (found := self._variants.get((reading, inside))) is not None:
+            return found
+        content = json.loads(self.tokenizer.to_str())
+        content["post_processor"] = None
+        if inside:
+            for step in ("normalizer", "pre_tokenizer"):
+                content[step] = _without_prefixes(content[step])
+        if reading == "text":
+            model, names = content["model"], set(map(self.tokenizer.id_to_token, self.special_ids))
+            rename = lambda name: HIDDEN + name if name in names else name  # noqa: E731
+            for token in content["added_tokens"]:
+                token["content"] = rename(token["content"])
+            if isinstance(model["vocab"], dict):
+                model["vocab"] = {rename(name): id for name, id in model["vocab"].items()}
+            else:
+                model["vocab"] = [[rename(name), score] for name, score in model["vocab"]]
+            if "unk_token" in model:
+                model["unk_token"] = rename(model["unk_token"])
+            if "merges" in model:
+                model["merges"] = [m for m in model["merges"] if names.isdisjoint([*m, "".join(m)])]
+        self._variants[reading, inside] = HFTokenizer.from_str(json.dumps(content))
+        return self._variants[reading, inside]
 
     @functools.cached_property
     def names(self) -> re.Pattern[str]:
@@ -298,7 +336,8 @@ class BPETokenizer:
         return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)))
 
     @functools.cached_property
-    def _marked(self) -> re.Pattern[str]:
+    def marked(self) -> re.Pattern[str]:
+        """A pattern of what `AS_TEXT` follows, a name or nothing."""
         return re.compile(f"({self.names.pattern}|){AS_TEXT}")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -314,16 +353,73 @@ class BPETokenizer:
             (folder / name).write_bytes(content)
 
 
-def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    ids, spans = zip(*parts, strict=True)
-    return np.concatenate(ids), np.concatenate(spans)
+def _named_tokens(
+    config: Mapping[str, Any], files: Mapping[str, bytes], vocabulary: Mapping[str, int]
+) -> dict[str, str]:
+    """The special tokens by the names of Hugging Face's folders: `bos_token`, `pad_token`, …
+
+    Where the folder names no begin, end or class token, they are the usual ones of the vocabulary.
+    """
+    named = dict(config)
+    if "added_tokens_decoder" not in config:
+        named |= _read_json(files, SPECIAL_TOKENS_MAP_NAME)
+    tokens: dict[str, str] = {}
+    for name, token in named.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and content:
+            tokens[name] = content
+    if not tokens.keys() & {"bos_token", "eos_token", "cls_token"}:
+        usual = {"bos_token": (*BEGINS, *ENDS), "eos_token": (*ENDS, *BEGINS)}
+        for name, candidates in usual.items():
+            if token := next((token for token in candidates if token in vocabulary), None):
+                tokens[name] = token
+    return tokens
+
+
+def _listed_ends(files: Mapping[str, bytes], vocab_size: int) -> list[int]:
+    """The ends of text of a `generation_config.json` that lists several."""
+    ends = _read_json(files, GENERATION_CONFIG_NAME).get("eos_token_id")
+    for end in ends if isinstance(ends, list) else []:
+        if type(end) is not int or not 0 <= end < vocab_size:
+            raise ValueError(
+                f"eos_token_id={ends} in {GENERATION_CONFIG_NAME}: {end!r} is no id of the "
+                f"tokenizer, which are 0 to {vocab_size - 1}; correct the file"
+            )
+    return ends if isinstance(ends, list) else []
+
+
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no such file."""
+    try:
+        values = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ValueError(f"{name} beside it is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} beside it holds no object, but {values!r:.80}")
+    return values
+
+
+def _without_prefixes(step: Any) -> Any:
+    """A step of a tokenizer's file without the steps that put a blank before a text."""
+    if isinstance(step, list):
+        return [x for x in map(_without_prefixes, step) if x is not None]
+    if not isinstance(step, dict):
+        return step
+    if step.get("type") == "Prepend":
+        return None
+    never: dict[str, dict[str, Any]] = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+    }
+    inner = {name: _without_prefixes(x) for name, x in step.items()}
+    return inner | never.get(step.get("type", ""), {})
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
 
-    The special tokens are named by the files beside it (see `zoo.data.special_tokens`), or are the
-    usual ones of its vocabulary; `separator` names one token for begin and end.
+    The special tokens are named by the files beside it, or are the usual ones of its vocabulary;
+    `separator` names one token for begin and end.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -345,24 +441,22 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
         tokenizer = HFTokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is no tokenizer: {error}") from error
-    try:
-        return BPETokenizer(tokenizer, separator, *_read_beside(file.parent))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _read_beside(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The content of the `tokenizer_config.json` in a folder, and the files beside it."""
-    names = (CONFIG_NAME, "config.json")
-    found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    config, model = (special_tokens.read_json(found, name) for name in names)
-    files = {
+    folder = file.parent
+    beside = {
         path.relative_to(folder).as_posix(): path.read_bytes()
-        for pattern in BESIDE
+        for pattern in (CONFIG_NAME, "config.json", *BESIDE)
         for path in sorted(folder.glob(pattern))
         if path.is_file()
     }
-    return config, special_tokens.with_ends_of(files, model)
+    try:
+        config, model = (_read_json(beside, name) for name in (CONFIG_NAME, "config.json"))
+        ends = model.get("eos_token_id")
+        if GENERATION_CONFIG_NAME not in beside and isinstance(ends, list):
+            beside[GENERATION_CONFIG_NAME] = json.dumps({"eos_token_id": ends}).encode()
+        files = {name: beside[name] for name in beside.keys() - {CONFIG_NAME, "config.json"}}
+        return BPETokenizer(tokenizer, separator, config, files)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def reading(tokenizer: Tokenizer, special_tokens: Reading) -> Tokenizer:
@@ -374,15 +468,53 @@ def reading(tokenizer: Tokenizer, special_tokens: Reading) -> Tokenizer:
     return other
 
 
-def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray) -> int:
-    """The number of special tokens in a text's ids, or of names in it, as the tokenizer reads."""
+def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool) -> int:
+    """The number of special tokens in a text's ids, or of names that are plain characters in it.
+
+    Of `quoted` texts, in which `AS_TEXT` follows such names, these are counted.
+    """
     if not isinstance(tokenizer, BPETokenizer):
         return 0
-    if tokenizer.special_tokens == "parse":
+    if tokenizer.special_tokens == "parse" and not quoted:
         return int(np.isin(ids, list(tokenizer.special_ids)).sum())
-    return sum(1 for _ in tokenizer.names.finditer(text))
+    pattern = tokenizer.marked if quoted else tokenizer.names
+    return sum(1 for name in pattern.findall(text) if name)
 
 
 def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
     """The tokenizer that a flag names: "bytes", or a path as for `load_tokenizer`."""
     return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec, separator)
+
+
+def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
+    """The number of special tokens, or of their names that are plain text, in words."""
+    if not count:
+        return ""
+    if parsed:
+        return f"{count:,} special tokens parsed"
+    return (
+        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
+        "makes tokens of them"
+    )
+
+
+def begin_id(tokenizer: Any) -> int | None:
+    """The id that a tokenizer's texts begin with; a tokenizer that does not say has a separator."""
+    return getattr(tokenizer, "begin_id", tokenizer.separator_id)
+
+
+def end_id(tokenizer: Any) -> int:
+    """The id that ends a tokenizer's texts; a tokenizer that does not say has a separator."""
+    return next(iter(getattr(tokenizer, "eos_ids", ())), tokenizer.separator_id)
+
+
+def begun(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids of a text after the one that texts begin with, unless that is there already."""
+    begin = begin_id(tokenizer)
+    return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
+
+
+def unframed(tokenizer: Any, ids: Any) -> slice:
+    """The part of a text's ids between its begin and its end, which rows have of their own."""
+    first = int(len(ids) > 0 and ids[0] == begin_id(tokenizer))
+    return slice(first, len(ids) - int(len(ids) > first and ids[-1] == end_id(tokenizer)))

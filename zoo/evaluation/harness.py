@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from zoo.data.chats import ChatTemplate
-from zoo.data.special_tokens import begun, end_id
-from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, load_tokenizer, reading
+from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, begun, end_id, load_tokenizer, reading
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
 from zoo.nn.products import Kind
 from zoo.publishing import models

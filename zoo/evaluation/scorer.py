@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
-from zoo.data.special_tokens import begin_id, end_id
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.tokenizer import Tokenizer, begin_id, end_id
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.sampling import bucket_of
 from zoo.nn.precision import DTypeName

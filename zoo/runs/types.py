@@ -1,9 +1,9 @@
 """The types that public signatures name, such as `zoo.types.LossFunction`."""
 
-from zoo.data.checks import Accepted as Accepted
 from zoo.data.corpus import Corpus as Corpus
 from zoo.data.corpus import Piece as Piece
 from zoo.data.corpus import Place as Place
+from zoo.data.loader import Accepted as Accepted
 from zoo.data.plans import HostBatch as HostBatch
 from zoo.data.plans import Row as Row
 from zoo.data.prepared.format import Manifest as Manifest

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from zoo.data.chats import ChatTemplate, Message
-from zoo.data.special_tokens import begun
-from zoo.data.tokenizer import Reading, TextStream, Tokenizer, reading
+from zoo.data.tokenizer import Reading, TextStream, Tokenizer, begun, reading
 from zoo.decoding import sampling
 from zoo.publishing.families import tokenizer_eos_ids
 

@@ -15,8 +15,7 @@ from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.mixed_text import MixedText, read_mixture
 from zoo.data.mixtures import MixturePlan
-from zoo.data.special_tokens import begin_id, end_id
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.tokenizer import Tokenizer, begin_id, end_id
 from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.models import save as save_model

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
-from zoo.data.checks import Accepted, check_values
+from zoo.data.loader import Accepted, check_values
 from zoo.sharding.axes import is_parameter
 from zoo.training.loss_checks import Checks
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from zoo.data.checks import Accepted
+from zoo.data.loader import Accepted
 from zoo.nn.precision import Precision, scheme_of
 from zoo.nn.products import platform
 from zoo.training.loss_values import (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from zoo.data.checks import Accepted, Ids
+from zoo.data.loader import Accepted, Ids
 from zoo.nn.parameters import dropping_out
 from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
 from zoo.nn.stateful import is_state, states, with_states

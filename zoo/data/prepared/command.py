@@ -20,8 +20,7 @@ from zoo.data.prepared.format import (
     shard_file,
 )
 from zoo.data.prepared.prepare import prepare
-from zoo.data.special_tokens import described
-from zoo.data.tokenizer import Reading
+from zoo.data.tokenizer import Reading, described
 
 
 def main(
@@ -44,7 +43,7 @@ def main(
 
     Args:
         data: Files, globs or addresses (s3://, gs://, hf://): text, .jsonl, .csv, .parquet,
-            .array_record, and of lines .gz and .zst.
+            and of lines .gz and .zst.
         out: Folder to write.
         tokenizer: bytes, bpe (byte pairs, trained on a sample), or a path to tokenizer.json.
         vocab_size: Number of ids that bpe trains.

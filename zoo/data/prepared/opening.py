@@ -33,13 +33,14 @@ from zoo.data.prepared.format import (
 from zoo.data.prepared.hashes import hash_limit, number_of
 from zoo.data.prepared.prepare import prepare
 from zoo.data.rows import RowOptions
-from zoo.data.sources.splits import Given
-from zoo.data.special_tokens import begin_id, end_id
+from zoo.data.splits import Given
 from zoo.data.tokenizer import (
     FILE_NAME,
     ByteTokenizer,
     Reading,
     Tokenizer,
+    begin_id,
+    end_id,
     get_tokenizer,
     load_tokenizer,
 )

@@ -35,9 +35,8 @@ from zoo.data.prepared.format import (
 from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
-from zoo.data.sources.splits import Given, Split, plan_splits, read_split, sample_texts
-from zoo.data.special_tokens import begin_id
-from zoo.data.tokenizer import BPETokenizer, Reading, get_tokenizer, load_tokenizer
+from zoo.data.splits import Given, Split, plan_splits, read_split, sample_texts
+from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, get_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

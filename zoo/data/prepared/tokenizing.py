@@ -15,8 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from zoo.common import files
-from zoo.data.chats import ChatTemplate, Part, count_quoted
-from zoo.data.completions import counted_bytes
+from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import functions_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import (
@@ -31,16 +30,15 @@ from zoo.data.prepared.format import (
     shard_file,
     work_file,
 )
-from zoo.data.rows import Form, RowOptions, read_rows
-from zoo.data.sources.splits import Given, SourceDocument, Split, read_split
-from zoo.data.special_tokens import unframed
+from zoo.data.rows import Counted, Form, RowOptions, counted_bytes, encode_parts, read_rows
+from zoo.data.splits import Given, SourceDocument, Split, read_split
 from zoo.data.tokenizer import (
-    BPETokenizer,
     Reading,
     Tokenizer,
     count_special,
     load_tokenizer,
     reading,
+    unframed,
 )
 
 BATCH = 2**20  # characters that are tokenized at a time
@@ -111,7 +109,7 @@ def prepare_shard(
         stack.enter_context(files.named(tokens))
         opened = [stack.enter_context(open(path, "wb")) for path in (tokens, weights, runs)]
         writer = _Writer(split, spec, tokenizer, *opened)
-        for batch in _batches(_documents(split, spec, tokenizer)):
+        for batch in _batches(_examples(split, spec, tokenizer)):
             writer.add(batch)
         writer.end_run()
     documents, lowest, highest = _merge(runs, writer.runs, records)
@@ -169,51 +167,54 @@ def key_of(split: Split | Given, document: SourceDocument) -> bytes:
     return document.text.encode()
 
 
-class _Placed(NamedTuple):
-    """A document and the part that it is in; of a row's the form, its parts, and its hash."""
+class _Example(NamedTuple):
+    """A document, or an example of a row, in parts of which some count, with its hash."""
 
     document: SourceDocument
-    part: int
+    parts: list[Part]
+    hashed: bytes
+    part: int = hashes.BY_HASH
     form: Form | None = None
-    parts: list[Part] = []  # noqa: RUF012
-    hashed: bytes = b""
 
 
-def _documents(split: Split | Given, spec: Spec, tokenizer: Tokenizer) -> Iterator[_Placed]:
+def _examples(split: Split | Given, spec: Spec, tokenizer: Tokenizer) -> Iterator[_Example]:
     if spec.rows is not None:
         assert isinstance(split, Split)
-        yield from _examples(split, spec.rows, spec.special_tokens, tokenizer)
+        now = None if spec.rows["now"] is None else datetime.fromisoformat(spec.rows["now"])
+        make = functools.partial(ChatTemplate, tokenizer, now, spec.special_tokens or "text")
+        for row in read_rows(split, spec.rows["format"], make, spec.rows["names"]):
+            content = json.dumps(row.examples).encode()
+            for number, parts in enumerate(row.examples):
+                text = "".join(text for text, _ in parts)
+                hashed = hashes.hash_of(content, number.to_bytes(4, "big"))
+                document = SourceDocument(row.source, row.record, text)
+                yield _Example(document, parts, hashed, form=row.form)
         return
+    for document, part in _documents(split, spec):
+        label = document.label
+        of_label = None if label is None else hashes.hash_of(label.encode())[:4]
+        hashed = hashes.hash_of(key_of(split, document), of_label)
+        yield _Example(document, [(document.text, True)], hashed, part)
+
+
+def _documents(split: Split | Given, spec: Spec) -> Iterator[tuple[SourceDocument, int]]:
+    """The documents, each with the part that it is in."""
     for document in read_split(split, spec.field, spec.label):
         if spec.cut is not None:
             head, tail = document.text[: spec.cut], document.text[spec.cut :]
-            yield _Placed(document._replace(text=head), hashes.NEVER_HELD_OUT)
-            yield _Placed(document._replace(text=tail), hashes.ALWAYS_HELD_OUT)
+            yield document._replace(text=head), hashes.NEVER_HELD_OUT
+            yield document._replace(text=tail), hashes.ALWAYS_HELD_OUT
         elif spec.functions is not None:
             held_out = hashes.number_of_key(key_of(split, document)) < spec.functions
             part = hashes.ALWAYS_HELD_OUT if held_out else hashes.NEVER_HELD_OUT
             for line, text in functions_of(split.names[document.source], document.text):
-                yield _Placed(document._replace(record=line, text=text), part)
+                yield document._replace(record=line, text=text), part
         else:
-            yield _Placed(document, hashes.BY_HASH)
-
-
-def _examples(
-    split: Split, options: RowOptions, special_tokens: Reading | None, tokenizer: Tokenizer
-) -> Iterator[_Placed]:
-    now = None if options["now"] is None else datetime.fromisoformat(options["now"])
-    template = functools.partial(ChatTemplate, tokenizer, now, special_tokens or "text")
-    for row in read_rows(split, options["format"], template, options["names"]):
-        content = json.dumps(row.examples).encode()
-        for number, parts in enumerate(row.examples):
-            text = "".join(text for text, _ in parts)
-            hashed = hashes.hash_of(content, number.to_bytes(4, "big"))
-            document = SourceDocument(row.source, row.record, text)
-            yield _Placed(document, hashes.BY_HASH, row.form, parts, hashed)
+            yield document, hashes.BY_HASH
 
 
 class _Writer:
-    """Documents to ids and their weights in two files, and to their records in runs in a third."""
+    """Examples to ids and their weights in two files, and to their records in runs in a third."""
 
     def __init__(
         self,
@@ -224,7 +225,8 @@ class _Writer:
         weights: BinaryIO,
         runs: BinaryIO,
     ):
-        self._split, self._names, self._given = split, split.names, spec.special_tokens
+        self._names, self._spec = split.names, spec
+        self._keeps_empty = isinstance(split, Given) or spec.rows is not None
         self._tokenizer = reading(tokenizer, spec.special_tokens or "parse")
         self._token_file, self._weights_file, self._run_file = tokens, weights, runs
         self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
@@ -235,46 +237,43 @@ class _Writer:
         self.form: Form | None = None
         self.labels: dict[str, int] = {}
 
-    def add(self, batch: list[_Placed]) -> None:
+    def add(self, batch: list[_Example]) -> None:
         self.form = batch[0].form
-        texts = [] if self.form else [placed.document.text for placed in batch]
-        for placed, whole in itertools.zip_longest(batch, encode(self._tokenizer, texts)):
-            document, name = placed.document, self._name(placed.document)
-            if self.form is None:
-                ids = whole[unframed(self._tokenizer, whole)]
-                label = document.label
-                if len(ids) == 0 and not isinstance(self._split, Given):
-                    self.empty += 1
-                    self.first_empty = self.first_empty or name
-                    continue
-                of_label = None if label is None else hashes.hash_of(label.encode())[:4]
-                hashed = hashes.hash_of(key_of(self._split, document), of_label)
-                number = 0 if label is None else self.labels.setdefault(label, len(self.labels))
-                size, num_counted = len(document.text.encode()), len(ids)
-            else:
-                ids, counted = self.form.encode(self._tokenizer, placed.parts)
-                hashed, number = placed.hashed, 0
-                size, num_counted = counted_bytes(placed.parts), int(counted.sum())
-                self._weights_file.write(counted.astype(np.uint8).data)
-            self.special_tokens += self._special(document.text, ids)
+        is_chat = self.form is not None and self.form.is_chat
+        quoted = is_chat and self._spec.special_tokens != "parse"
+        for example, (ids, counted) in zip(batch, self._encoded(batch, is_chat), strict=True):
+            document = example.document
+            name = source_name(self._names[document.source], document.record)
+            if len(ids) == 0 and not self._keeps_empty:
+                self.empty += 1
+                self.first_empty = self.first_empty or name
+                continue
             check_ids(ids, self._tokenizer.vocab_size, repr(name))
+            self.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
+            hashed, size = example.hashed, counted_bytes(example.parts)
+            label = 0
+            if document.label is not None:
+                label = self.labels.setdefault(document.label, len(self.labels))
             halves = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
             place = (self.tokens, len(ids), document.source, document.record)
-            self._pending.append((*halves, *place, size, num_counted, number, placed.part))
+            self._pending.append((*halves, *place, size, int(counted.sum()), label, example.part))
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
+            if self._spec.rows is not None:
+                self._weights_file.write(counted.astype(np.uint8).data)
             self.documents += 1
             self.tokens += len(ids)
             self.bytes += size
         if len(self._pending) >= hashes.SLICE // 4:  # tuples are large
             self.end_run()
 
-    def _name(self, document: SourceDocument) -> str:
-        return source_name(self._names[document.source], document.record)
-
-    def _special(self, text: str, ids: np.ndarray) -> int:
-        if self.form is not None and self.form.is_chat and self._given != "parse":
-            return count_quoted(self._tokenizer, text)
-        return count_special(self._tokenizer, text, ids)
+    def _encoded(self, batch: list[_Example], is_chat: bool) -> Iterator[Counted]:
+        if self.form is not None:
+            for example in batch:
+                yield encode_parts(self._tokenizer, example.parts, is_chat=is_chat)
+            return
+        for ids in encode(self._tokenizer, [example.document.text for example in batch]):
+            inner = ids[unframed(self._tokenizer, ids)]
+            yield inner, np.ones(len(inner), bool)
 
     def end_run(self) -> None:
         run = hashes.in_order(np.array(self._pending, hashes.RAW))
@@ -304,8 +303,6 @@ def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iter
 
 
 def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> np.ndarray:
-    if not isinstance(tokenizer, BPETokenizer):  # bytes
-        return tokenizer.encode(text[begin:end])
     first = max(0, begin - CONTEXT)
     ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT])
     starts = first + spans[:, 0]
@@ -327,11 +324,11 @@ def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, 
     return len(merged), lowest, highest
 
 
-def _batches(documents: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+def _batches(examples: Iterable[_Example]) -> Iterator[list[_Example]]:
     batch, size = [], 0
-    for placed in documents:
-        batch.append(placed)
-        size += len(placed.document.text) + 256  # of itself
+    for example in examples:
+        batch.append(example)
+        size += len(example.document.text) + 256  # of itself
         if size >= BATCH:
             yield batch
             batch, size = [], 0

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zoo.common.addresses import files_matching
-from zoo.data.sources.formats import (
+from zoo.data.formats import (
     FORMATS,
+    TEXT,
     Fields,
+    Piece,
     check_readable,
-    field_of,
+    compression_of,
     format_of,
-    is_divisible,
     text_of,
+    whole_file,
 )
-from zoo.data.sources.streams import Piece, whole_file
 
 _PLACES = 256  # in the corpus that are sampled, about
 
@@ -88,9 +89,8 @@ def plan_splits(patterns: str | Sequence[str], *, shard_bytes: int) -> list[Spli
     """The matching files in splits of about `shard_bytes`, a pure function of names and sizes.
 
     `patterns` are paths, globs or addresses: a list, or several with commas between them. JSON
-    lines, Parquet and ArrayRecord are divided into pieces of at most `shard_bytes`; a row group of
-    Parquet, a compressed file, CSV, text, and ArrayRecord at an address stay in one piece. Small
-    files share a split.
+    lines and Parquet are divided into pieces of at most `shard_bytes`; a row group of Parquet, a
+    compressed file, CSV and text stay in one piece. Small files share a split.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
@@ -130,7 +130,8 @@ def divide(files: Iterable[Piece], shard_bytes: int) -> list[Split]:
 
 
 def _pieces(file: Piece, shard_bytes: int) -> list[Piece]:
-    count = max(1, -(-file.size // shard_bytes)) if is_divisible(file.path) else 1
+    divisible = format_of(file.path).divisible and not compression_of(file.path)
+    count = max(1, -(-file.size // shard_bytes)) if divisible else 1
     bounds = [file.size * i // count for i in range(count + 1)]
     return [
         dataclasses.replace(file, begin=begin, end=end) for begin, end in itertools.pairwise(bounds)
@@ -143,7 +144,7 @@ class SourceDocument(NamedTuple):
     source: int
     """Index of the file in `Split.names`."""
     record: int
-    """Line (of a CSV file, where the row ends), row or record number; 0 for a text file."""
+    """Line (of a CSV file, where the row ends), row or element; 0 for a text file."""
     text: str
     label: str | None = None
 
@@ -163,16 +164,21 @@ def read_split(
     fields = Fields(field, label)
     for source, piece in enumerate(split.pieces):
         format = format_of(piece.path)
-        if label is not None and not format.fields:
-            labelled = ", ".join(suffix for suffix, one in FORMATS.items() if one.fields)
-            raise ValueError(f"{piece.path} has no field {label!r}: labels are in {labelled} files")
+        if label is not None and format is TEXT:
+            raise ValueError(
+                f"{piece.path} has no field {label!r}: labels are in {', '.join(FORMATS)} files"
+            )
         for number, where, record in format.read(piece, fields):
-            text = text_of(record, where, field)
-            found = None if label is None else field_of(record, where, label)
-            if label is not None and (not isinstance(found, str | int) or found == ""):
-                raise ValueError(
-                    f"{where}: field {label!r} is {found!r}: a label is a string or an integer"
-                )
+            try:
+                text, found = text_of(record, field), None
+                if label is not None:
+                    found = record.get(label)
+                    if not isinstance(found, str | int) or found == "":
+                        raise ValueError(
+                            f"field {label!r} is {found!r}: a label is a string or an integer"
+                        )
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
             yield SourceDocument(source, number, text, None if label is None else str(found))
 
 
