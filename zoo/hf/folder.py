@@ -16,9 +16,10 @@ from jaxtyping import PyTree
 
 from zoo.common.checksums import Digest
 from zoo.data import tokenizer as tokenizers
-from zoo.hf import gpt2_bert, llama, quantization, token_ids
+from zoo.hf import quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
 from zoo.hf.methods import read_method
+from zoo.hf.model_types import MODEL_TYPES
 from zoo.hf.quantization import Expected, Matrix, Part
 from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
 from zoo.publishing import PublishError, formats
@@ -37,11 +38,6 @@ from zoo.publishing.tensors import (
 )
 from zoo.sharding.placement import gathered
 
-# `family_of` prefers the first of the families that fit.
-_ORDER = [llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.OLMO2]
-_ORDER += [llama.GEMMA2, llama.GEMMA3, llama.MIXTRAL, llama.QWEN3_MOE]
-_ORDER += [gpt2_bert.GPT2, gpt2_bert.BERT]
-MODEL_TYPES = {family.model_type: family for family in _ORDER}
 # No pickled weights, and none in the formats of other libraries.
 FILES = [
     "adapter_config.json",

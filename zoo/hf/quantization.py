@@ -186,14 +186,18 @@ def stacked(
         ),
     }
     if any(matrix.has_zeros for matrix in matrices.values()):
-        parts["zeros"] = Part(
-            of_blocks,
-            parts["codes"].dtype,
-            lambda matrix, where, read: matrix.zeros(where[0], at(where[1]), read),
-            matrices,
-        )
+        zeros = lambda matrix, where, read: matrix.zeros(where[0], at(where[1]), read)  # noqa: E731
+        parts["zeros"] = Part(of_blocks, parts["codes"].dtype, zeros, matrices)
     if any(matrix.order is not None for matrix in matrices.values()):
-        parts["order"] = Part(_layout_of_order(layout, into, one), np.int32, _order, matrices)
+        stack = {x: n for x, n in layout.sizes.items() if x in layout.numbered}
+        shape, axes = (*stack.values(), one.inputs), (*stack, "order")
+        of_order = Layout("", shape, axes, Tensor(layout.tensor.name, "order"), layout.prefix)
+
+        def order(matrix: Matrix, where: Index, read: Read) -> np.ndarray:
+            found = np.arange(matrix.inputs) if matrix.order is None else matrix.order
+            return found[where[0]]
+
+        parts["order"] = Part(of_order, np.int32, order, matrices)
     made = partial(
         QuantizedMatrix,
         kind=one.kind,
@@ -203,18 +207,6 @@ def stacked(
     )
     arrays = {"zeros": None} | {x: jax.ShapeDtypeStruct(y.shape, y.dtype) for x, y in parts.items()}
     return eqx.filter_eval_shape(made, **arrays), parts
-
-
-def _layout_of_order(layout: Layout, into: list[str], one: Matrix) -> Layout:
-    stack = {x: n for x, n in layout.sizes.items() if x in layout.numbered}
-    tensor = Tensor(layout.tensor.name, "order")
-    shape, names = (*stack.values(), one.inputs), (*stack, "order")
-    return Layout("", shape, names, tensor, layout.prefix)
-
-
-def _order(matrix: Matrix, where: Index, read: Read) -> np.ndarray:
-    order = np.arange(matrix.inputs) if matrix.order is None else matrix.order
-    return order[where[0]]
 
 
 def find(
@@ -238,7 +230,10 @@ def find(
     integers = [
         x for x in weights.tensors if weights.tensors[x].dtype in ("int8", "uint8", "int32")
     ]
-    modules = {_module(name) for name in marks + integers}
+    modules = {
+        name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
+        for name in marks + integers
+    }
     matrices = {}
     for path, layout in found.items():
         names = [name for name, _ in layout.names()]
@@ -278,10 +273,6 @@ def _is_linear(layout: Layout) -> bool:
         return False
     inputs, outputs = matrix_axes(axes)
     return layout.factors == [[axes[axis] for axis in group] for group in (outputs, inputs)]
-
-
-def _module(name: str) -> str:
-    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
 
 
 def is_zero_bias(weights: Weights, name: str, matrices: Mapping[str, Mapping[str, Matrix]]) -> bool:

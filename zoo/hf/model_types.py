@@ -1,10 +1,14 @@
-"""Llama, and families with its tensor names: Mistral, Qwen, OLMo, Gemma, mixtures of experts."""
+"""The model types: Llama and families with its names, GPT-2, and BERT without a head.
 
+GPT-2 has weights as [in, out], and queries, keys and values side by side.
+"""
+
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zoo import transformer
+from zoo import bert, transformer
 from zoo.common import configuration
 from zoo.hf.family import Family, canonical, table
 from zoo.hf.rules import (
@@ -16,6 +20,7 @@ from zoo.hf.rules import (
     Rotary,
     Rule,
     Same,
+    words,
 )
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
@@ -249,3 +254,143 @@ QWEN3_MOE = decoder(
     tensors=DENSE | QWEN3_EXPERTS,
     ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )
+
+_GPT2 = table(
+    """
+    embedding.weight             {prefix}wte.weight
+    position_embedding.weight    {prefix}wpe.weight
+    final_norm.scale             {prefix}ln_f.weight
+    final_norm.bias              {prefix}ln_f.bias
+    head.weight                  lm_head.weight         vocab embed
+    blocks.attention_norm.scale  ln_1.weight
+    blocks.attention_norm.bias   ln_1.bias
+    blocks.attention.wq          attn.c_attn.weight     embed part.heads.head_dim 0/3
+    blocks.attention.wk          attn.c_attn.weight     embed part.kv_heads.head_dim 1/3
+    blocks.attention.wv          attn.c_attn.weight     embed part.kv_heads.head_dim 2/3
+    blocks.attention.bq          attn.c_attn.bias       part.heads.head_dim 0/3
+    blocks.attention.bk          attn.c_attn.bias       part.kv_heads.head_dim 1/3
+    blocks.attention.bv          attn.c_attn.bias       part.kv_heads.head_dim 2/3
+    blocks.attention.wo          attn.c_proj.weight     heads.head_dim embed
+    blocks.attention.bo          attn.c_proj.bias
+    blocks.mlp_norm.scale        ln_2.weight
+    blocks.mlp_norm.bias         ln_2.bias
+    blocks.mlp.w_up              mlp.c_fc.weight
+    blocks.mlp.b_up              mlp.c_fc.bias
+    blocks.mlp.w_down            mlp.c_proj.weight
+    blocks.mlp.b_down            mlp.c_proj.bias
+    """,
+    layer="{prefix}h.{layer}.",
+)
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    model=transformer.Transformer,
+    config=transformer.Config,
+    rules=(
+        Same("vocab_size", "vocab_size"),
+        Same("n_embd", "d_model"),
+        Same("n_layer", "num_layers"),
+        Same("n_head", "num_heads"),
+        Same("n_inner", "d_ff", None),
+        Same("n_positions", "max_seq_len", 1024),
+        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
+        Same("tie_word_embeddings", "tie_embeddings", True),
+        Choice(
+            "activation_function",
+            "mlp",
+            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"},
+            "gelu_new",
+        ),
+        Fixed("scale_attn_weights", True),
+        Fixed("scale_attn_by_inverse_layer_idx", False),
+        Fixed("add_cross_attention", False),
+    ),
+    always={"residual.norm": "layer", "positions.kind": "learned", "bias": True},
+    canonical=canonical,
+    tensors=_GPT2,
+    prefixes=("transformer.", ""),
+    marker="{prefix}wte.weight",
+    # The length a second time, a matter of precision, and fields of a head that is not used.
+    ignored=words(
+        "n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout "
+        "summary_proj_to_labels summary_type summary_use_proj"
+    ),
+    buffers=(".attn.bias", ".attn.masked_bias"),
+)
+
+_BERT = table(
+    """
+    embedding.weight                 {prefix}embeddings.word_embeddings.weight
+    position_embedding.weight        {prefix}embeddings.position_embeddings.weight
+    type_embedding.weight            {prefix}embeddings.token_type_embeddings.weight
+    embedding_norm.scale             {prefix}embeddings.LayerNorm.weight
+    embedding_norm.bias              {prefix}embeddings.LayerNorm.bias
+    pooler.weight                    {prefix}pooler.dense.weight      features embed
+    pooler.bias                      {prefix}pooler.dense.bias
+    blocks.attention.wq              attention.self.query.weight      heads.head_dim embed
+    blocks.attention.bq              attention.self.query.bias        heads.head_dim
+    blocks.attention.wk              attention.self.key.weight        kv_heads.head_dim embed
+    blocks.attention.bk              attention.self.key.bias          kv_heads.head_dim
+    blocks.attention.wv              attention.self.value.weight      kv_heads.head_dim embed
+    blocks.attention.bv              attention.self.value.bias        kv_heads.head_dim
+    blocks.attention.wo              attention.output.dense.weight    embed heads.head_dim
+    blocks.attention.bo              attention.output.dense.bias
+    blocks.attention_out_norm.scale  attention.output.LayerNorm.weight
+    blocks.attention_out_norm.bias   attention.output.LayerNorm.bias
+    blocks.mlp.w_up                  intermediate.dense.weight        mlp embed
+    blocks.mlp.b_up                  intermediate.dense.bias
+    blocks.mlp.w_down                output.dense.weight              embed mlp
+    blocks.mlp.b_down                output.dense.bias
+    blocks.mlp_out_norm.scale        output.LayerNorm.weight
+    blocks.mlp_out_norm.bias         output.LayerNorm.bias
+    """,
+    layer="{prefix}encoder.layer.{layer}.",
+)
+
+
+def _with_sizes(config: bert.Config) -> bert.Config:
+    """The canonical form: derived sizes filled in."""
+    return dataclasses.replace(config, d_ff=config.parts.hidden_size)
+
+
+BERT = Family(
+    model_type="bert",
+    architecture="BertModel",
+    model=bert.BERT,
+    config=bert.Config,
+    rules=(
+        Same("vocab_size", "vocab_size"),
+        Same("hidden_size", "d_model"),
+        Same("num_hidden_layers", "num_layers"),
+        Same("num_attention_heads", "num_heads"),
+        Same("intermediate_size", "d_ff"),
+        Same("max_position_embeddings", "max_seq_len", 512),
+        Same("type_vocab_size", "num_token_types", 2),
+        Same("layer_norm_eps", "norm_eps", 1e-12),
+        Choice(
+            "hidden_act",
+            "mlp",
+            {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
+            "gelu",
+        ),
+        Fixed("is_decoder", False),
+        Fixed("add_cross_attention", False),
+        Fixed("position_embedding_type", "absolute"),
+    ),
+    canonical=_with_sizes,
+    tensors=_BERT,
+    prefixes=("", "bert."),
+    marker="{prefix}embeddings.word_embeddings.weight",
+    # Fields of a head that these models lack, and of a pooler that transformers does not have.
+    ignored=words(
+        "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+        "pooler_size_per_head pooler_type tie_word_embeddings"
+    ),
+    buffers=("embeddings.position_ids",),
+    by_tensors={"pooler": "pooler."},
+)
+
+# `family_of` prefers the first of the families that fit.
+_ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
+_ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
+MODEL_TYPES = {family.model_type: family for family in _ORDER}
