@@ -795,6 +795,18 @@ def test_ends_that_are_never_drawn_are_kept(ids: Any, copy: Any, caplog: Any, tm
     assert zoo.load(tmp_path / "again").config == model.config
 
 
+def test_a_save_without_like_says_what_it_leaves_out(copy: Any, caplog: Any, tmp_path: Path):
+    folder = copy("llama2")
+    model = zoo.load(folder)
+    zoo.save(tmp_path / "plain", model, format="hf")
+    [warning] = caplog.messages
+    assert "without like=" in warning
+    caplog.clear()
+    zoo.save(tmp_path / "like", model, format="hf", like=folder)
+    zoo.save(tmp_path / "own", model)
+    assert not caplog.messages
+
+
 class Ends:
     """A tokenizer that knows its ids, and writes no settings of its own."""
 

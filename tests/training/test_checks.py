@@ -1,6 +1,7 @@
 """What a step refuses, and warns of, before it uses a batch or a loss."""
 
 import functools
+import logging
 import re
 import warnings
 from typing import Any
@@ -366,6 +367,34 @@ def test_losses_of_the_zoo_are_sums(name: str):
     assert abs(float(total)) > 0
     assert float(totals) == pytest.approx(2 * float(total), rel=1e-5)
     assert float(weights) == pytest.approx(2 * float(weight), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "factor", "said"),
+    [(1.0, 100.0, True), (1.0, 1e-4, False), (None, 100.0, False), (1e6, 100.0, False)],
+)
+def test_clipping_is_said_once(clip_norm: Any, factor: float, said: bool, caplog: Any):
+    def scaled(model: Any, batch: Any, key: Any) -> Any:
+        total, weight, metrics = sums(model, batch, key)
+        return factor * total, weight, metrics
+
+    norms = []
+
+    def kept(grads: Any, state: Any, params: Any = None) -> Any:
+        return grads, state
+
+    optimizer = optax.chain(optax.GradientTransformation(lambda p: (), kept), optax.sgd(0.0))
+    state = zoo.init_state(Foreign, optimizer, key=KEY)
+    step = zoo.make_train_step(scaled, optimizer, precision="fp32", clip_norm=clip_norm)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            state, metrics = step(state, zoo.ArrayPlan(points(), 8, seed=0).batch(0))
+            norms.append(float(metrics["grad_norm"]))
+    found = [record.message for record in caplog.records if "gradient norm" in record.message]
+    assert (
+        found
+        == [f"gradient norm {norms[0]:.4g}, clipped to 1; clip_norm=None turns that off"] * said
+    )
 
 
 def test_a_run_clips_nothing_if_told_so(tmp_path: Any):

@@ -1,6 +1,7 @@
 """Models of the zoo read from and written to folders in Hugging Face's format."""
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -37,6 +38,8 @@ from zoo.publishing.tensors import (
     write_file,
 )
 from zoo.sharding.placement import gathered
+
+logger = logging.getLogger(__name__)
 
 # No pickled weights, and none in the formats of other libraries.
 FILES = [
@@ -96,6 +99,12 @@ class _HuggingFace(Format):
         values, generation = {}, {}
         if like is not None and formats.of(like) is self:
             values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
+        elif like is None and tokenizer is None and folder is not None:
+            logger.warning(
+                "%s: saved without like=, and so without bos_token_id, pad_token_id and the "
+                "generation settings of a folder that the model came from; like=FOLDER keeps them",
+                folder,
+            )
         ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
         dtype = str(next(iter(dtypes.values())))
         # In the words of version 5 of transformers and of earlier ones.

@@ -111,6 +111,7 @@ class CompiledStep:
         while len(self._under_way) >= IN_FLIGHT:
             metrics = self._under_way.popleft()
             jax.block_until_ready(jax.tree.leaves(metrics)[:1])  # all are ready at once
+            self._checks.clipping(metrics)
         outputs = self._compiled[signature](leaves)
         self._under_way.append(outputs[1])
         return outputs

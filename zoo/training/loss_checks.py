@@ -61,8 +61,10 @@ class PrecisionWarning(UserWarning):
 class Checks:
     """The checks of a step of a loss; that of its sums is for a step that trains."""
 
-    def __init__(self, loss_fn: LossFunction, precision: Precision | str):
-        self._loss_fn, self._precision = loss_fn, precision
+    def __init__(
+        self, loss_fn: LossFunction, precision: Precision | str, clip_norm: float | None = None
+    ):
+        self._loss_fn, self._precision, self._clip_norm = loss_fn, precision, clip_norm
         self._accepted: Accepted | None = None
         self._compared, self._looked = False, precision == "fp32"
 
@@ -100,6 +102,15 @@ class Checks:
                 code = getattr(function, "__code__", None)
                 place = (code.co_filename, code.co_firstlineno) if code else ("a loss", 0)
                 warnings.warn_explicit(text, LossWarning, *place)
+
+    def clipping(self, metrics: dict[str, Array]) -> None:
+        """Say once, of the metrics of the first step, that its gradient was clipped."""
+        limit, self._clip_norm = self._clip_norm, None
+        if limit is not None and jax.process_index() == 0:
+            norm = float(metrics["grad_norm"])
+            if norm > limit:
+                text = "gradient norm %.4g, clipped to %.4g; clip_norm=None turns that off"
+                logger.warning(text, norm, limit)
 
     def dtypes(self, model: PyTree, batch: PyTree, key: Array | None) -> None:
         """Give PrecisionWarnings, once, from the trace of the loss alone: nothing is computed.

@@ -104,7 +104,7 @@ def make_train_step(
         f"clip_norm={clip_norm}: must be positive, or None for no clipping",
     )
     maths = _Maths(loss_fn, optimizer, layout.mesh, precision, accumulate, clip_norm, trainable)
-    checks = Checks(loss_fn, precision)
+    checks = Checks(loss_fn, precision, clip_norm)
 
     def train_step(batch: PyTree, state: TrainState) -> tuple[TrainState, Metrics]:
         check_model(state.model, layout)
