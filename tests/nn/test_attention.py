@@ -198,10 +198,10 @@ def test_tracing_a_long_row_keeps_no_square_on_the_host():
 
 def test_blocks_pad_an_eighth_at_most():
     for length in (128, 200, 640, 1_000, 4_224, 8_192, 100_000):
-        blocks = blocks_for(length)
+        blocks = blocks_for(length, length)
         assert -length % max(blocks.queries, blocks.keys) <= max(length // 8, 127)
         assert blocks.keys % blocks.keys_per_product == 0
-    assert blocks_for(8_192) == (512, 512, 512)
+    assert blocks_for(8_192, 8_192) == (512, 512, 512)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
 from zoo.nn.attention import attention
+from zoo.nn.attention.context_parallel import Exchange
 from zoo.nn.attention.masks import Mask, pad_pieces, without_padding
 from zoo.nn.attention.splash import Blocks
-from zoo.nn.attention.ulysses import Exchange, gathered_numbers
 from zoo.planning import collectives, hlo
 from zoo.training import chunked_loss, losses
 from zoo.wrappers import lora
@@ -225,7 +225,7 @@ def test_compiled_attention_sends_what_the_closed_form_says(
     assert sum(sent.values()) == 2 * numbers * size * 4  # forward and backward, in fp32
     exchange = Exchange((), 4, heads, kv_heads)
     reach = None if window is None else window - 1
-    gathered = gathered_numbers(exchange, length, Mask(causal, window), reach)
+    gathered = exchange.gathered_numbers(length, Mask(causal, window), reach)
     assert numbers == (exchange.numbers(length) if "all-to-all" in kinds else gathered)
 
 

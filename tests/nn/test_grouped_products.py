@@ -125,26 +125,22 @@ def test_tiles_take_little_more_than_the_products(inner, outer, groups, choices)
 
     By the chip's peaks of v5e, with 8 MiB for two blocks of each operand.
     """
-    rows = 4 * 4096 * choices
-    products = grouped_products.Products(rows, groups, inner, outer, 2)
-    for of_tile in (grouped_products.tile_of_products, grouped_products.tile_of_sums):
-        m, k, n = of_tile(products)
+    rows, memory = 4 * 4096 * choices, 12 * 2**20
+    for sums in (False, True):
+        m, k, n = grouped_products.tile(rows, groups, inner, outer, 2, memory, sums=sums)
         steps = rows // m + groups - 1
         assert rows % m == 0
         assert steps * m / rows < 8 / 7
         parts, whole = -(-outer // n), k == inner
         moved = rows * (inner * parts + outer)
-        if of_tile is grouped_products.tile_of_products:
-            moved += (groups if whole else steps) * inner * outer
-        else:
+        if sums:
             moved += rows * outer * (-(-inner // k) - 1) + groups * inner * outer
+        else:
+            moved += (groups if whole else steps) * inner * outer
         seconds = 2 * rows * inner * outer / 197e12
         assert moved * 2 / 819e9 < 8 / 7 * seconds
-        assert (
-            2 * 2 * (m * k + k * n + m * n)
-            + 4 * max(m, k if of_tile is grouped_products.tile_of_sums else 0) * n
-            < 12 * 2**20
-        )
+        held = 2 * 2 * (m * k + k * n + m * n) + 4 * max(m, k if sums else 0) * n
+        assert held < memory
 
 
 @pytest.mark.parametrize(

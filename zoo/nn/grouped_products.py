@@ -1,7 +1,6 @@
 """Products of rows with the matrix of their group: experts of a mixture, each with its tokens.
 
-A TPU's tiles have the sizes that take it the least time. Legend of suffixes: R rows, in order of
-their groups, X groups, I and O inputs and outputs.
+Legend of suffixes: R rows, in order of their groups, X groups, I and O inputs and outputs.
 """
 
 import contextlib
@@ -9,7 +8,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +20,9 @@ from zoo.nn.products import custom_vjp, device_kind, in_forward_mode, platform
 SCOPE = "grouped_product"
 
 _ROWS = (128, 256, 512)  # of a tile: multiples of a TPU's matrix unit
-_LANES = 128  # the other sizes are whole, or multiples of this
-_MOST_PARTS = 32  # of inputs, or of outputs
+_LANES = 128  # the other sizes of a tile are whole, or multiples of this
 
 Tile = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Products:
-    """Rows in groups, the inputs and outputs of a group's matrix, the bytes of a number, the chip.
-
-    `kind` is JAX's name of it.
-    """
-
-    rows: int
-    groups: int
-    inner: int
-    outer: int
-    itemsize: int
-    kind: str = ""
-
-    @property
-    def flops_per_byte(self) -> float:
-        """The chip's operations per byte of its memory, at their peaks; v5p has 166."""
-        return 560.0 if self.kind.startswith("TPU v6") else 241.0
-
-    @property
-    def memory(self) -> int:
-        """Bytes for tiles: three quarters of what a kernel has by default."""
-        return (24 if self.kind.startswith("TPU v6") else 12) * 2**20
 
 
 def grouped_product(
@@ -123,8 +95,7 @@ def _gmm(
 
     @sequential_vmap
     def product(x_RI: Array, w_XIO: Array, sizes_X: Array) -> Array:
-        outer = w_XIO.shape[1 if transposed else 2]
-        tiling = tile_of_products(_products(x_RI, w_XIO.shape[0], outer))
+        tiling = _tile_for(x_RI, len(sizes_X), w_XIO.shape[1 if transposed else 2], sums=False)
         options = {"transpose_rhs": transposed, "interpret": interpret}
         with _kernel():
             return gmm(x_RI, w_XIO, sizes_X, x_RI.dtype, tiling, **options)
@@ -140,16 +111,11 @@ def _tgmm(
 
     @sequential_vmap
     def product(x_RI: Array, g_RO: Array, sizes_X: Array) -> Array:
-        tiling = tile_of_sums(_products(x_RI, len(sizes_X), g_RO.shape[1]))
+        tiling = _tile_for(x_RI, len(sizes_X), g_RO.shape[1], sums=True)
         with _kernel():
             return tgmm(x_RI.T, g_RO, sizes_X, x_RI.dtype, tiling, interpret=interpret)
 
     return product(x_RI, g_RO, sizes_X)
-
-
-def _products(x_RI: Array, groups: int, outer: int) -> Products:
-    size = x_RI.dtype.itemsize
-    return Products(len(x_RI), groups, x_RI.shape[1], outer, size, device_kind())
 
 
 def padded(rows: int) -> int:
@@ -158,67 +124,46 @@ def padded(rows: int) -> int:
     return rows + -rows % largest
 
 
-@functools.cache
-def tile_of_products(products: Products) -> Tile:
-    """Rows, inputs and outputs of a tile of each row's product with the matrix of its group."""
-    return min(_tiles(products), key=lambda tile: _time_of_products(products, tile))
+def _tile_for(x_RI: Array, groups: int, outer: int, *, sums: bool) -> Tile:
+    # Bytes for tiles: three quarters of what a kernel has by default on this chip.
+    memory = (24 if device_kind().startswith("TPU v6") else 12) * 2**20
+    rows, inner = x_RI.shape
+    return tile(rows, groups, inner, outer, x_RI.dtype.itemsize, memory, sums=sums)
 
 
 @functools.cache
-def tile_of_sums(products: Products) -> Tile:
-    """The same for each group's sum of the outer products of its inputs and outputs."""
-    return min(_tiles(products), key=lambda tile: _time_of_sums(products, tile))
+def tile(
+    rows: int, groups: int, inner: int, outer: int, itemsize: int, memory: int, *, sums: bool
+) -> Tile:
+    """Rows, inputs and outputs of a tile: of those that fit, the one that moves the fewest bytes.
 
-
-def _tiles(products: Products) -> list[Tile]:
-    """All that divide the rows; inputs and outputs in up to so many parts."""
-    rows = [size for size in _ROWS if products.rows % size == 0]
-    inner, outer = (
-        {size if parts == 1 else math.ceil(size / parts / _LANES) * _LANES: None
-         for parts in range(1, _MOST_PARTS + 1)}
-        for size in (products.inner, products.outer)
-    )  # fmt: skip
-    return list(itertools.product(rows, inner, outer))
-
-
-def _time_of_products(products: Products, tile: Tile) -> tuple[float, float]:
-    """FLOPs, or those of the time that the bytes take, whichever are more; then the bytes.
-
-    A group's matrix stays from one tile of rows to the next if that has all inputs, and is read
-    again for each if not.
+    It is for the product of each row with the matrix of its group, or for each group's sum of the
+    outer products of its inputs and outputs. Each group shares a tile of rows with the next.
     """
-    rows, inner, outer = tile
-    steps, of_inner, of_outer = _steps(products, tile)
-    matrix = products.inner * products.outer
-    moved = products.rows * products.outer
-    if of_inner == 1:
-        moved += products.rows * inner * of_outer + products.groups * matrix
-    else:
-        moved += steps * (rows * products.inner * of_outer + matrix)
-    # A block of each operand and the next one, the sum, and the product to be added to it.
-    held = 2 * products.itemsize * (rows * inner + inner * outer + rows * outer)
-    return _time(products, tile, moved, held + 8 * rows * outer)
+    m = _ROWS[0]
+    for size in _ROWS[1:]:
+        if rows % size == 0 and 8 * groups * size <= rows:
+            m = size
+
+    def cost(sizes: tuple[int, int]) -> tuple[bool, int]:
+        k, n = sizes
+        of_inner, of_outer = math.ceil(inner / k), math.ceil(outer / n)
+        held = 2 * itemsize * (m * k + k * n + m * n)  # a block of each operand, and the next one
+        moved = rows * inner * of_outer
+        if sums:
+            held += 4 * (2 * k * n + m * (k + n))  # the sum, and both operands, masked in fp32
+            moved += rows * outer * of_inner + groups * inner * outer
+        else:
+            held += 8 * m * n  # the sum, and the product to be added to it
+            # A matrix stays from one tile of rows to the next if the tile has all inputs.
+            reads = groups if of_inner == 1 else rows // m + groups - 1
+            moved += rows * outer + reads * inner * outer
+        return held > memory, held if held > memory else moved
+
+    return (m, *min(itertools.product(_parts(inner), _parts(outer)), key=cost))
 
 
-def _time_of_sums(products: Products, tile: Tile) -> tuple[float, float]:
-    rows, inner, outer = tile
-    _, of_inner, of_outer = _steps(products, tile)
-    moved = products.rows * (products.inner * of_outer + products.outer * of_inner)
-    moved += products.groups * products.inner * products.outer
-    held = 2 * products.itemsize * (rows * inner + inner * outer + rows * outer)
-    held += 4 * (2 * inner * outer + rows * (inner + outer))  # also both operands, masked in fp32
-    return _time(products, tile, moved, held)
-
-
-def _steps(products: Products, tile: Tile) -> tuple[int, int, int]:
-    """Tiles of rows, of which each group shares one with the next, of inputs and of outputs."""
-    rows, inner, outer = tile
-    tiles = products.rows // rows + products.groups - 1
-    return tiles, math.ceil(products.inner / inner), math.ceil(products.outer / outer)
-
-
-def _time(products: Products, tile: Tile, moved: int, held: int) -> tuple[float, float]:
-    if held > products.memory:
-        return math.inf, float(held)
-    flops = 2.0 * math.prod(_steps(products, tile)) * math.prod(tile)
-    return max(flops, products.flops_per_byte * moved * products.itemsize), float(moved)
+def _parts(size: int) -> list[int]:
+    """The whole, and the multiples of a TPU's lanes that it has some number of, once padded."""
+    lanes = math.ceil(size / _LANES)
+    return [size, *(_LANES * part for part in range(1, lanes) if lanes % part == 0)]

@@ -116,8 +116,7 @@ def look_up(
 class _Parts(NamedTuple):
     """How a mesh cuts [batch, seq] tokens, and [rows, embed] of a table's gradient.
 
-    It is of the forward pass: JAX traces a gradient outside of what surrounded it, as a `vmap`
-    over members that takes a mesh axis.
+    Found in the forward pass, as JAX traces a gradient outside of the contexts around it.
     """
 
     tokens: PartitionSpec
@@ -136,8 +135,8 @@ def _parts(axes: tuple[str | None, str | None]) -> _Parts:
     return _Parts(tokens, table, (batch, seq, embed))
 
 
-# The gradient is written out to add up the rows of a frequent id in fp32, and the forward pass not
-# to convert the table for that: decoding would do so for every token.
+# The gradient is written out to add up the rows of a frequent id in fp32, without converting the
+# table in the forward pass.
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _look_up(weight: Array, ids: Array, parts: _Parts | None) -> Array:
     return weight.at[ids].get(mode="clip")

@@ -48,34 +48,30 @@ def resolve_for_use(tree: Tree) -> Tree:
 
 def _value(x: Any) -> Array:
     """The value of a derived parameter; within a step in fp32, before the cast."""
-    dtype = _compute_dtype.get()
+    dtype = _compute_dtype.value
     return x.value() if dtype is None or not is_operand(x) else x.cast(jnp.float32).value()
 
 
 def takes_operands(tree: Any, path: tuple) -> bool:
     """Whether a place in a tree may hold an `Operand`, by its annotation."""
-    return _is_for_operands(annotation(tree, path))
+
+    def takes(hint: Any) -> bool:
+        is_class = isinstance(hint, type) and issubclass(hint, Operand)
+        return is_class or any(map(takes, typing.get_args(hint)))
+
+    return takes(annotation(tree, path))
 
 
-def _is_for_operands(hint: Any) -> bool:
-    is_class = isinstance(hint, type) and issubclass(hint, Operand)
-    return is_class or any(map(_is_for_operands, typing.get_args(hint)))
-
-
-_compute_dtype: ContextVar[Any] = ContextVar("zoo_compute_dtype", default=None)
-# A context of JAX's own, so that what was traced in one precision is not taken for another.
+# Contexts of JAX's own, so that what was traced in one precision is not taken for another.
+_compute_dtype = jax.make_user_context(default_value=None)
 _operands = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def computing_in(dtype: DTypeLike, operands: Callable[[Any], Any] | None = None) -> Iterator[None]:
     """Within, `cast_for_use` casts to `dtype`, and `with_operands` applies `operands`."""
-    token = _compute_dtype.set(dtype)
-    try:
-        with _operands(operands):
-            yield
-    finally:
-        _compute_dtype.reset(token)
+    with _compute_dtype(dtype), _operands(operands):
+        yield
 
 
 def with_operands(layer: Tree) -> Tree:
@@ -107,7 +103,7 @@ def cast_for_use(tree: Tree) -> Tree:
 
     An `Operand` stays, with its arrays cast, where the annotation of its place says that it may.
     """
-    dtype, tree = _compute_dtype.get(), resolve_for_use(tree)
+    dtype, tree = _compute_dtype.value, resolve_for_use(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 
@@ -150,11 +146,10 @@ def casts_at_use(model: Any) -> bool:
 def unshard(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
-    Those are `sharding.STORAGE_AXES` and all that split the batch, whose devices need the
-    parameters for rows of their own. Call it where they are used: inside the scan over layers, on
-    the layer in use, so that one layer at a time is whole, and the network carries the compute
-    dtype. Gradients go the same way back: reduced to the parts that are stored, in the compute
-    dtype. Parameters without names in an annotation are left to `unshard_foreign`.
+    Those are `sharding.STORAGE_AXES` and all that split the batch. Call it where parameters are
+    used, inside the scan over layers, so that one layer at a time is whole. Gradients are reduced
+    to the parts that are stored, in the compute dtype. Parameters without names in an annotation
+    are left to `unshard_foreign`.
     """
     tree = cast_for_use(tree)
     if not is_sharding():
@@ -171,10 +166,9 @@ def unshard(tree: Tree) -> Tree:
 
 
 def unshard_foreign(model: Tree) -> Tree:
-    """Cast and gather likewise the parameters of a whole model that have no annotation of names.
+    """Cast and gather the parameters without an annotation of names, whose modules do not.
 
-    Their modules do not gather them where they use them, and know no operands. It takes the whole
-    model, whose paths the names from outside are for.
+    It takes the whole model, whose paths the names from outside are for.
     """
     if any(map(_is_foreign, jax.tree.leaves(model, is_leaf=is_operand))):
         to_value = lambda x: _value(x) if _is_foreign(x) else x  # noqa: E731

@@ -1,8 +1,6 @@
 """Rematerialisation: named policies, and the checkpointed scan over stacked layers."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -36,20 +34,9 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-_override: ContextVar[Policy | None] = ContextVar("zoo_remat_override", default=None)
-
-
-@contextlib.contextmanager
-def overridden(policy: Policy | None) -> Iterator[None]:
-    """Within, a policy replaces the ones that models ask for; None leaves them as they are.
-
-    So a plan tries policies on a model of any family.
-    """
-    token = _override.set(policy)
-    try:
-        yield
-    finally:
-        _override.reset(token)
+# Within `overridden(policy)`, it replaces the ones that models ask for; None leaves them as they
+# are. So a plan tries policies on a model of any family.
+overridden = jax.make_user_context(default_value=None)
 
 
 def checkpoint(
@@ -63,7 +50,7 @@ def checkpoint(
     Raises:
         ValueError: a name that is no policy.
     """
-    policy = _override.get() or policy
+    policy = overridden.value or policy
     if policy not in POLICIES:
         raise ValueError(f"remat={policy!r}: choose one of {sorted(POLICIES)}")
     if policy == "none":

@@ -124,53 +124,31 @@ class _BatchNorm(eqx.nn.BatchNorm):
         return y.astype(x.dtype), state
 
 
-class _CastAtCall(eqx.Module):
-    """A layer that is cast to the dtype of its input."""
-
-    layer: Any
-
-    def __call__(self, x: Array) -> Array:
-        return cast(self.layer, x.dtype)(x)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "layer"), name)
-
-
-class _SpectralNorm(eqx.nn.SpectralNorm):
-    """A spectral norm in fp32 of the weight of a layer in another dtype."""
-
-    def __call__(self, x: Array, state: eqx.nn.State, **options: Any) -> tuple[Array, eqx.nn.State]:
-        inner = eqx.tree_at(lambda norm: norm.layer, self, _CastAtCall(self.layer))
-        return eqx.nn.SpectralNorm.__call__(inner, x, state, **options)
-
-
-_IN_FLOAT32: dict[type, type] = {
-    eqx.nn.BatchNorm: _BatchNorm,
-    eqx.nn.SpectralNorm: _SpectralNorm,
-}
-
-
 def cast_around(model: Tree, dtype: DTypeLike) -> Tree:
-    """A model cast to a dtype, but for its States, and for the norms of Equinox that have one.
+    """A model cast to a dtype, but for its States, and for batch norms.
 
     Those compute in fp32: a running mean in bf16 would not move by 1%.
+
+    Raises:
+        ValueError: a spectral norm, whose power iteration is in fp32, in another dtype.
     """
 
     def is_node(x: Any) -> bool:
-        return is_kept(x) or is_operand(x) or type(x) in _IN_FLOAT32
+        return is_kept(x) or is_operand(x) or isinstance(x, eqx.nn.BatchNorm | eqx.nn.SpectralNorm)
 
     def visit(x: Any) -> Any:
         if is_state(x):
             return _copied(x)
-        kept = _IN_FLOAT32.get(type(x))
-        return cast(x, dtype) if kept is None else _as(kept, x)
+        if isinstance(x, eqx.nn.SpectralNorm) and jnp.dtype(dtype) != jnp.float32:
+            raise ValueError(
+                f"eqx.nn.SpectralNorm in {jnp.dtype(dtype)}: its iteration is in float32; take "
+                "precision='fp32'"
+            )
+        if type(x) is not eqx.nn.BatchNorm:
+            return cast(x, dtype)
+        new: Any = object.__new__(_BatchNorm)  # which adds no field
+        for field in dataclasses.fields(x):
+            object.__setattr__(new, field.name, getattr(x, field.name))
+        return new
 
     return jax.tree.map(visit, model, is_leaf=is_node)
-
-
-def _as(cls: type, module: eqx.Module) -> eqx.Module:
-    """A module as one of a subclass that adds no field."""
-    new: Any = object.__new__(cls)
-    for field in dataclasses.fields(module):
-        object.__setattr__(new, field.name, getattr(module, field.name))
-    return new

@@ -88,7 +88,7 @@ def has_local_experts(jaxpr: Any, is_local: bool = False) -> bool:
         if is_local and (kernel or equation.primitive.name.startswith("ragged_dot")):
             return True
         inside = is_local or equation.primitive.name == "shard_map"
-        if any(has_local_experts(x, inside) for x in _inner(equation)):
+        if any(has_local_experts(x, inside) for x in core.jaxprs_in_params(equation.params)):
             return True
     return False
 
@@ -143,7 +143,10 @@ def _total(jaxpr: Any, amounts: Callable[[Any, str], Amounts | None], scope: str
         names = f"{scope}/{equation.source_info.name_stack}"
         found = amounts(equation, names)
         if found is None:
-            inner = [_total(x, amounts, names + _jitted(equation)) for x in _inner(equation)]
+            inner = [
+                _total(x, amounts, names + _jitted(equation))
+                for x in core.jaxprs_in_params(equation.params)
+            ]
             joined = max if equation.primitive.name == "cond" else sum
             keys = {key for each in inner for key in each}
             found = {key: joined(each.get(key, 0.0) for each in inner) for key in keys}
@@ -183,14 +186,6 @@ def _times(equation: Any) -> int:
 
 def _equations(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr).eqns
-
-
-def _inner(equation: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr) if _is_jaxpr(x)]
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _is_kernel(equation: Any) -> bool:

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from zoo import sharding
+from zoo.nn.attention.context_parallel import Exchange
 from zoo.nn.attention.masks import Mask
-from zoo.nn.attention.ulysses import Exchange
 from zoo.nn.precision import Precision
 from zoo.planning import report, targets
 from zoo.planning.collectives import Collective, Kind, Topology, topology_of

@@ -12,7 +12,6 @@ import re
 from typing import Any, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -146,15 +145,9 @@ INT8 = SwitchBack()
 
 
 def _rounds(jaxpr: Any) -> bool:
-    return any(
-        equation.params.get("name") == PRODUCT
-        or any(map(_rounds, filter(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr))))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(equation.params.get("name") == PRODUCT for equation in jaxpr.eqns) or any(
+        map(_rounds, core.subjaxprs(jaxpr))
     )
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def rounded(

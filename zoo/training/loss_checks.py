@@ -11,7 +11,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -227,7 +227,8 @@ def _visit(jaxpr: Any, inputs: list[_Origin], found: list[tuple[str, str, int]])
         if name in PRODUCTS and (text := _mixed(equation, operands[:2])):
             found.append((text, *_place(equation)))
         results: list[_Origin] = []
-        for inner in _jaxprs(equation):
+        # Not of a kernel, whose products are as its author chose them.
+        for inner in () if name == "pallas_call" else core.jaxprs_in_params(equation.params):
             # A branch has an operand in front of its own, and a loop may have.
             given = operands[len(operands) - len(inner.invars) :]
             fits = len(given) == len(inner.invars)
@@ -254,22 +255,6 @@ def _mixed(equation: Any, operands: list[_Origin]) -> str | None:
         for operand, x in zip(operands, equation.invars, strict=False)
     )
     return f"a product of {first} and {second} is computed in {computed}: cast one of the two"
-
-
-def _jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs within an equation: of a loop, of branches or of a function.
-
-    Not of a kernel, whose products are as its author chose them.
-    """
-    if equation.primitive.name == "pallas_call":
-        return
-    for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
-        if _is_jaxpr(parameter):
-            yield getattr(parameter, "jaxpr", parameter)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _place(equation: Any) -> tuple[str, int]:

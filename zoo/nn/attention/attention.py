@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention.chunked import chunked
-from zoo.nn.attention.context_parallel import on_each_device
+from zoo.nn.attention.context_parallel import Transfer, on_each_device
 from zoo.nn.attention.masks import MASKED, WHOLE, Attend, Mask, einsum32
 from zoo.nn.attention.splash import splash
-from zoo.nn.attention.ulysses import Transfer
 from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
@@ -56,9 +55,7 @@ def attention(
       tokens of a row: keys and values come to the queries, or devices exchange heads for tokens.
       The others take what sends less: see `zoo.nn.attention.context_parallel`.
 
-    Longer packed rows on a GPU are "chunked". cuDNN's packed layout is not in the public functions
-    of JAX, and the kernel of `jax.experimental.pallas.ops.gpu.attention` has segments but no
-    windows, no soft cap and no grouped queries.
+    Longer packed rows on a GPU are "chunked": JAX's public functions lack cuDNN's packed layout.
 
     Raises:
         ValueError: an implementation that does not apply here, with the reason.
@@ -84,13 +81,14 @@ def attention(
             return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
         segments = None if segment_ids is None else (segment_ids, segment_ids)
         return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
+    same = None
+    if segment_ids is not None:
+        same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
-        mask=None
-        if segment_ids is None
-        else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None],
+        mask=same,
         is_causal=causal,
         scale=scale,
         local_window_size=None if window is None else (window - 1, 0 if causal else window - 1),

@@ -4,13 +4,14 @@ Where the mesh splits the tokens of a row, a device has the queries of one stret
 the keys and values that they see. A window reaches into the neighbouring parts alone. Otherwise
 they are gathered; then a causal row is cut in zigzag, so that all parts have equal work: each
 device exchanges the second half of its queries for that of the device as far from the other end.
-Where it sends less, devices exchange heads for tokens instead: see `zoo.nn.attention.ulysses`.
+Where it sends less, devices exchange heads for tokens instead (`Exchange`).
 
 Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,74 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.attention.masks import NO_SEGMENT, WHOLE, Attend, Mask, Places, Segments
-from zoo.nn.attention.ulysses import Exchange, Transfer
 from zoo.sharding import ShardingError, is_sharding, mesh_axes, split_by
 from zoo.sharding.specs import partition_spec
+
+# Of keys and values to the queries, or of heads for tokens; "auto" is what sends less.
+Transfer = Literal["auto", "gather", "exchange"]
+
+
+class Exchange(NamedTuple):
+    """The exchange of heads for tokens among the devices that have the parts of a row.
+
+    An all-to-all gives each device the queries, keys and values of whole rows for its share of the
+    heads, and another brings the output back (Jacobs et al. 2023, DeepSpeed Ulysses).
+    """
+
+    axes: tuple[str, ...]
+    """Mesh axes that cut the row."""
+    parts: int
+    heads: int
+    """Heads of queries on a device, of each token that it has."""
+    kv_heads: int
+
+    @property
+    def divides(self) -> bool:
+        """Whether each device gets as many heads of queries."""
+        return self.heads % self.parts == 0
+
+    @property
+    def copies(self) -> int:
+        """How often each key-value head is sent: more than once if several devices need it."""
+        group, share = self.heads // self.kv_heads, self.heads // self.parts
+        if share % group == 0:
+            return 1
+        return group // share if group % share == 0 else group
+
+    def numbers(self, length: int) -> float:
+        """Numbers that a device sends per row and pass, per element of a head.
+
+        Of queries, keys, values and outputs of `length` tokens in all it keeps one part, and so
+        of their gradients backward: 2·(heads + copies·kv_heads)·(length/parts)·(parts-1)/parts.
+        """
+        sent = 2 * (self.heads + self.copies * self.kv_heads) * (length / self.parts)
+        return sent * (self.parts - 1) / self.parts
+
+    def gathered_numbers(self, length: int, mask: Mask, reach: int | None) -> float:
+        """Numbers that a device sends likewise where keys and values come to the queries.
+
+        They are gathered, and causal queries and outputs exchanged in zigzag, half of each:
+        2·kv_heads·length·(parts-1)/parts + heads·length/parts. Or `reach` positions of the
+        neighbours are all that a window sees: 2·kv_heads·reach. Gradients send as many backward.
+        """
+        if reach is not None:
+            return 2.0 * self.kv_heads * reach
+        gathered = 2 * self.kv_heads * length * (self.parts - 1) / self.parts
+        return gathered + (self.heads * length / self.parts if mask.causal else 0)
+
+    def sends_less(self, length: int, mask: Mask, reach: int | None) -> bool:
+        """Whether it is possible, and sends less than `gathered_numbers`."""
+        return self.divides and self.numbers(length) < self.gathered_numbers(length, mask, reach)
+
+    def attend(
+        self, attend: Attend, q: Array, k: Array, v: Array, segment_ids: Array | None
+    ) -> Array:
+        """`attend` to whole rows, for this device's share of the heads, and back to its tokens."""
+        to = functools.partial(jax.lax.all_to_all, axis_name=self.axes, tiled=True)
+        k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
+        q, k, v = (to(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        return to(attend(q, k, v, segments, WHOLE, 0), split_axis=1, concat_axis=2)
 
 
 def on_each_device(
@@ -188,12 +254,12 @@ class _Part(NamedTuple):
 
     def _segments(self, ids: Array | None, batch: int, index: Array | int) -> Segments | None:
         """The segments of this device's queries and keys, given the whole row's."""
-        if self.number == 1:
-            return None if ids is None else (ids, ids)
+        if ids is None and (self.gathers or self.number == 1):
+            return None
         if ids is None:
-            if self.gathers:
-                return None
             ids = jnp.zeros((batch, self.number * self.length), jnp.int32)
+        if self.number == 1:
+            return ids, ids
         cut = jax.lax.dynamic_slice_in_dim
         if not self.gathers:
             # Beyond the ends of the row there are no keys.

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from zoo.nn.attention import masks
 from zoo.nn.attention.masks import NO_SEGMENT, Mask, Places, Segments, pad_pieces, without_padding
-from zoo.nn.products import device_kind
 from zoo.nn.remat import KEPT
 
 LANES = 128  # a block is a multiple of it
@@ -28,28 +27,20 @@ class Blocks(NamedTuple):
     keys_per_product: int
 
 
-# For rows up to each length. Not measured yet for any chip: large enough that a kernel's time is in
-# its products, small enough for the memory of the smallest core.
-_DEFAULT = {8_192: Blocks(512, 512, 512), 1 << 30: Blocks(1024, 1024, 512)}
-_TABLE: dict[str, dict[int, Blocks]] = {}  # by `device_kind`
+def blocks_for(length: int, num_keys: int) -> Blocks:
+    """The blocks for queries and keys of a row: halved until they add an eighth of it at most.
 
-
-def blocks_for(length: int, num_keys: int | None = None) -> Blocks:
-    """The blocks for a row on the chip at hand: halved until they add an eighth of it at most.
-
-    `num_keys` is how many keys a part of a row sees, if not as many as it has queries.
+    Not measured yet on any chip: large enough that a kernel's time is in its products, small enough
+    for the memory of the smallest core.
     """
-    num_keys = length if num_keys is None else num_keys
-    by_length = _TABLE.get(device_kind(), _DEFAULT)
-    blocks = by_length[min(most for most in by_length if num_keys <= most)]
-    queries, keys = _fitting(blocks.queries, length), _fitting(blocks.keys, num_keys)
-    return Blocks(queries, keys, min(blocks.keys_per_product, keys))
 
+    def fitting(size: int) -> int:
+        block = 512 if num_keys <= 8_192 else 1024
+        while block > LANES and -size % block > size // 8:
+            block //= 2
+        return block
 
-def _fitting(block: int, length: int) -> int:
-    while block > LANES and -length % block > length // 8:
-        block //= 2
-    return block
+    return Blocks(fitting(length), fitting(num_keys), min(512, fitting(num_keys)))
 
 
 def splash(
@@ -176,7 +167,10 @@ def _lazy(mask: Mask, shape: Shape, blocks: Blocks) -> Any:
     """The mask as the kernel takes it: by position, and without an array of [seq, seq]."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    queries = _positions(shape, blocks.queries)
+    # The position of each query of all parts, among the keys; those of padding go on.
+    padded = shape.length + -shape.length % blocks.queries
+    pieces = [start + np.arange(padded) for starts in shape.places.starts for start in starts]
+    queries = np.concatenate(pieces).astype(np.int32)
     sizes = len(queries), shape.num_keys + -shape.num_keys % blocks.keys
     if mask == Mask(causal=False, window=None):
         return splash_attention.FullMask((len(queries) // len(shape.places.starts), sizes[1]))
@@ -199,10 +193,3 @@ def _lazy(mask: Mask, shape: Shape, blocks: Blocks) -> Any:
     found = Blockwise(sizes, (reach, 0 if mask.causal else reach), offset=0)
     found.q_sequence = queries
     return found
-
-
-def _positions(shape: Shape, block: int) -> np.ndarray:
-    """The position of each query of all parts, among the keys; those of padding go on."""
-    padded = shape.length + -shape.length % block
-    pieces = [start + np.arange(padded) for starts in shape.places.starts for start in starts]
-    return np.concatenate(pieces).astype(np.int32)
