@@ -11,23 +11,19 @@ import numpy as np
 import optax
 import pytest
 from helpers import covering, flash, value_and_gradients
-from recipe_cases import Recipe, shared
-from recipe_cases import losses as losses_of
 
 import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
 from zoo.nn.attention import attention
 from zoo.nn.attention.context_parallel import Exchange
-from zoo.nn.attention.masks import Mask, pad_pieces, without_padding
+from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.planning import collectives, hlo
 from zoo.training import chunked_loss, losses
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble, member_loss
-
-__all__ = ["shared"]
 
 MESHES = (
     "context=8",
@@ -174,18 +170,6 @@ def test_query_heads_on_several_devices_meet_their_key_value_heads(mesh: str, he
         out = call(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     wanted = 11 * (np.arange(heads[0]) // (heads[0] // number))
     np.testing.assert_allclose(out, np.broadcast_to(wanted[:, None], out.shape), rtol=1e-6)
-
-
-def test_padding_is_behind_each_piece_and_comes_off_again():
-    x = jnp.arange(24).reshape(2, 6, 2)
-    padded = pad_pieces(x, 2, 4, -1)
-    assert padded.shape == (2, 8, 2)
-    assert padded[0, :, 0].tolist() == [0, 2, 4, -1, 6, 8, 10, -1]
-    assert padded[1, :, 1].tolist() == [13, 15, 17, -1, 19, 21, 23, -1]
-    np.testing.assert_array_equal(without_padding(padded, 2, 3), x)
-    assert pad_pieces(x, 2, 3) is x
-    assert without_padding(x, 2, 3) is x
-    assert pad_pieces(x[..., 0], 2, 5)[1].tolist() == [12, 14, 16, 0, 0, 18, 20, 22, 0, 0]
 
 
 GATHERED = {"all-gather", "reduce-scatter"}
@@ -353,21 +337,6 @@ FAMILIES |= {
         transformer_of(remat="full", dropout=0.1, **EIGHT, **{"attention.soft_cap": 5.0}),
         losses.next_token,
     ),
-    "windows, heads exchanged": (
-        transformer_of(
-            **EIGHT,
-            **{
-                "attention.window_pattern": ("local", "global"),
-                "attention.window": 5,
-                "positions.kind": "learned",
-            },
-        ),
-        losses.next_token,
-    ),
-    "encoder, heads exchanged": (
-        transformer_of(causal=False, **EIGHT, **{"experts.num_experts": 4, "experts.per_token": 2}),
-        losses.next_token,
-    ),
     "keys gathered": (transformer_of(**{"attention.kernel": "gather"}), losses.next_token),
 }
 
@@ -491,12 +460,3 @@ def test_texts_on_a_mesh_that_splits_rows_are_those_of_one_device():
         state = zoo.init_state(make, optax.sgd(0.1), key=jax.random.key(0), mesh=mesh)
         texts.append(zoo.generate(state.model, prompt, max_new_tokens=3, temperature=0.0))
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_a_recipe_over_split_rows_has_the_losses_of_one_device(shared, tmp_path):
-    recipe, flags = Recipe("lm", shared), ("--steps=4", "--precision=fp32", "--model.num-heads=2")
-    recipe.run(tmp_path / "one", *flags)
-    recipe.run(tmp_path / "eight", *flags, "--mesh=fsdp=4,context=2", devices=8)
-    assert len(losses_of(tmp_path / "one")) == 4
-    assert losses_of(tmp_path / "eight") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)

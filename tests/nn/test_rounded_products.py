@@ -197,12 +197,6 @@ def test_the_matrices_of_blocks_alone_are_rounded():
     assert all(5 not in sizes for dtype, sizes in found if dtype == "int8")
 
 
-def test_nothing_is_rounded_in_another_precision():
-    layer = drawn_transformer().blocks
-    with in_precision(layer, "bf16"):
-        assert parameters.with_operands(layer) is layer
-
-
 @pytest.mark.usefixtures("elsewhere")
 def test_policies_keep_products_in_the_compute_dtype(capsys: pytest.CaptureFixture):
     kept = {}
