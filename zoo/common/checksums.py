@@ -1,8 +1,7 @@
 """Checksums of a folder: a file in it lists the size and the SHA-256 of the others.
 
-Large files that carry checksums of their own are listed with their size alone. Those whose writer
-made a `Digest` of them also have a checksum of each part, so that who reads some of a file verifies
-as much as that.
+Large files that carry checksums of their own are listed with their size alone. A file whose writer
+made a `Digest` also has a checksum of each part, so that a reader of some parts verifies these.
 """
 
 import errno
@@ -161,7 +160,7 @@ def problems(folder: Location, *, only: str | None = None, by_parts: bool = Fals
     """One line per missing or damaged file of `folder`, or of `only` that one.
 
     Files that are not listed are ignored. With `by_parts`, a file whose parts have
-    checksums is compared by its size only: who reads it compares the `parts`.
+    checksums is compared by its size only: its reader compares the `parts`.
     """
     try:
         found = _read(folder)

@@ -65,7 +65,7 @@ def is_on_cpu() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, as XLA for CPU allocates all temporaries in each step.
+    """Keep freed memory in this process: XLA for CPU allocates all temporaries anew in each step.
 
     Given back and faulted in again, they cost a small step over a quarter of its time. To be
     called before JAX starts its threads: a thread that has an arena of its own by then maps what

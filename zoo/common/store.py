@@ -2,9 +2,9 @@
 
 All that the zoo has at addresses, runs, models and corpora, is copied here. A file that is fetched
 appears whole, and one whose size or SHA-256 is known is compared with it. Stores rename nothing:
-whoever writes a folder writes the file last that says that the others are there, such as its
-`checksums.json`. The libraries of the stores try a request again by themselves; what lasts longer
-is an error in one sentence (`zoo.common.addresses.explained`).
+a writer of a folder writes the file that lists the others last, such as its `checksums.json`.
+The libraries of the stores try a request again by themselves; a failure that lasts longer is an
+error in one sentence (`zoo.common.addresses.explained`).
 """
 
 import contextlib

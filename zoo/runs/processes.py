@@ -58,7 +58,7 @@ def barrier(name: str) -> None:
 
 
 def from_first(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of process 0, in every process; of what JSON has."""
+    """The content of process 0, which JSON can hold, in every process."""
     if jax.process_count() == 1:
         return content
     data = np.frombuffer(json.dumps(content).encode(), np.uint8)
@@ -70,12 +70,12 @@ def from_first(content: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lock(folder: Path, address: str = "") -> Iterator[None]:
-    """Within, no other process trains in the folder, which is made.
+    """A context in which no other process trains in the folder; the folder is made.
 
-    It is the working folder of an address, where one is given.
+    With an address, it is the working folder of that address.
 
     Raises:
-        RunError: another one does.
+        RunError: another process trains in it.
     """
     files.make_folder(folder, "run_dir")
     with open(folder / ".lock", "w") as file:
@@ -93,7 +93,7 @@ class Stopped(Exception):
 
 
 class Signals:
-    """Within, SIGTERM and SIGINT are noted for `agreed`; a second SIGINT leaves at once."""
+    """A context that notes SIGTERM and SIGINT for `agreed`; a second SIGINT leaves at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.received = 0

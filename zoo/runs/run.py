@@ -57,7 +57,7 @@ class Run(Generic[ConfigT]):
         """The folder as messages name it: the address of one that is remote."""
         self._remote: folder.RemoteFolder | None = None  # of process 0
         self._written_once = [self.folder / "config.json", self.folder / TRACKED]
-        self._is_new = False  # to process 0: nothing says that there was one in the folder
+        self._is_new = False  # as process 0 sees it: nothing in the folder tells of a run before
         self.signals = Signals()  # heeded in `zoo.fit`
 
     def __enter__(self) -> "Run[ConfigT]":
@@ -170,12 +170,12 @@ class Run(Generic[ConfigT]):
             return found
 
     def copy(self) -> None:
-        """Begin to copy what has changed in the folder to the address, if the run is at one."""
+        """Begin to copy the changes in the folder to the address, if the run is at one."""
         if self._remote is not None:
             self._remote.copier.begin()
 
     def steps_of(self, plan: Plan) -> int:
-        """The optimizer steps in all; of epochs, as many as this plan's length makes.
+        """The optimizer steps in all; for epochs, as many as this plan's length makes.
 
         From then on they are the configuration's `steps`, in config.json too.
         """
@@ -220,7 +220,7 @@ class Run(Generic[ConfigT]):
         """A folder of the run that `make` writes at the first start, and that stays.
 
         Raises:
-            RunError: it is damaged, or it is there and nothing says of which run it is.
+            RunError: it is damaged, or is there already and nothing tells its run.
         """
         target = self.folder / name
         if self._is_new and target not in self._written_once and target.exists():

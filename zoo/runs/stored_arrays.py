@@ -1,8 +1,8 @@
 """The arrays of a checkpoint: written by Orbax, each chunk with a checksum; read by TensorStore.
 
-A chunk ends with its CRC-32C, and so do the nodes of the B-tree (OCDBT) that leads to it: who reads
-a part of an array verifies as much as that, in parallel, as the hardware can, and no one else's.
-Each process writes the chunks of its own devices.
+A chunk ends with its CRC-32C, and so do the nodes of the B-tree (OCDBT) that leads to it: a reader
+of a part of an array verifies that part alone, in parallel. Each process writes the chunks of its
+own devices.
 """
 
 import functools
@@ -54,10 +54,10 @@ def save_args(arrays: Mapping[str, jax.Array]) -> Any:
 
 @functools.cache
 def _give_chunks_checksums() -> None:
-    """Have Orbax ask for a checksum behind each chunk, for which it has no option.
+    """Have Orbax ask for a checksum behind each chunk, as it has no option for that.
 
-    A reader finds what a chunk consists of in the metadata of its array. `check_written` finds out
-    whether Orbax has listened. What would end this: an option for the codecs of a chunk beside
+    Readers find the parts of a chunk in the metadata of its array. `check_written` finds out
+    whether Orbax has listened. This could end with an option for the codecs of a chunk beside
     `use_compression`, of `PyTreeCheckpointHandler` and of `ArrayOptions.Saving`; version 0.12.8
     chooses between zstd and nothing, and we know of no request for more at google/orbax.
     """

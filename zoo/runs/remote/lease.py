@@ -1,10 +1,10 @@
 """The lock of an address: a lease, which its owner renews and which a crashed owner loses.
 
-The lease with the highest number counts, `lease/00000007`. Another owner creates the next number:
-once the last one was given back, or once its owner has not renewed it for `seconds`, by the
-store's clock or by the time in which a starter watched it. Where a store can create an object
-only if it does not exist, one starter alone succeeds. Where it can't, the last writer reads itself
-back after a wait, and the one before finds another's name, there or when it renews.
+The lease with the highest number counts, such as `lease/00000007`. A new owner creates the next
+number, once the last lease was given back or was not renewed for `seconds`, by the store's clock or
+by the time that a starter has watched it. Where a store can create an object only if there is none,
+one starter alone succeeds. Elsewhere the last writer reads itself back after a wait, and an earlier
+one finds another's name, there or when it renews.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 from zoo.common.store import Store
 from zoo.runs.processes import RunError
 
-SECONDS = 60.0  # that a lease outlives its owner
-SETTLE = 3.0  # that a starter waits before it reads itself back, on stores that need it
+SECONDS = 60.0  # for which a lease outlives its owner
+SETTLE = 3.0  # for which a starter waits before it reads itself back, on stores that need it
 _BEATS = 6  # renewals in the seconds of a lease
 
 
