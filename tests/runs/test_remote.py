@@ -450,7 +450,7 @@ def _outside(folders, names):
 @pytest.mark.parametrize(
     ("first", "stride"),
     [
-        (0, 5),
+        (0, 3),
         pytest.param(0, 1, marks=pytest.mark.slow),
         pytest.param(1, 1, marks=pytest.mark.slow),
     ],

@@ -39,7 +39,9 @@ from zoo.training.compiled import CompiledStep as CompiledStep
 from zoo.training.compiled import Metrics as Metrics
 from zoo.training.compiled import Program as Program
 from zoo.training.description import Evaluate as Evaluate
+from zoo.training.loss_checks import Checks as Checks
 from zoo.training.loss_values import LossFunction as LossFunction
+from zoo.training.state import Blueprint as Blueprint
 from zoo.training.state import Trainable as Trainable
 from zoo.wrappers.classifier import Pooling as Pooling
 
