@@ -12,6 +12,7 @@ from zoo.data.prepared.format import Shard as Shard
 from zoo.data.prepared.format import ShardRecord as ShardRecord
 from zoo.data.token_plans import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
+from zoo.data.tokenizer import Spans as Spans
 from zoo.decoding.drawing import SamplingOptions as SamplingOptions
 from zoo.decoding.sampling import Prompt as Prompt
 from zoo.nn import products, remat
