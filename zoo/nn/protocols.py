@@ -47,13 +47,13 @@ class HasBalance(HasReadout, Protocol):
     ) -> tuple[Float[Array, "batch seq width"], Balance | None]:
         """`hidden`, and what each row's routers give to a loss; None without experts.
 
-        `weights` are those of positions in the balance, 1 if not given; padding counts nothing.
+        `weights` of positions in the balance are 1 if not given; padding has none.
         """
 
 
 @runtime_checkable
 class SequenceModel(Protocol):
-    """A model that a head of another kind can stand on."""
+    """A model that can have a head of another kind."""
 
     @property
     def config(self) -> Any:

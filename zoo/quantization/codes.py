@@ -39,7 +39,7 @@ def rounded(array: Array, blocks: tuple[int, ...], kind: Kind) -> tuple[Array, A
     inner = tuple(i for i, (n, s) in enumerate(zip(x.shape, shape, strict=True)) if s != n)
     largest = jnp.abs(x).max(inner, keepdims=True)
     top = {"int8": 127.0, "int4": 7.0, "nf4": 1.0}[kind]
-    # bf16, whose range is that of fp32; rounded first, so that codes are those of what is stored.
+    # bf16 has the range of fp32. Rounded first, so that codes belong to the stored scales.
     scales = (largest / top).astype(jnp.bfloat16)
     scaled = x / jnp.where(scales == 0, 1, scales).astype(jnp.float32)
     if kind == "nf4":

@@ -1,6 +1,6 @@
 """Products of a training step in int8, for the matrices of a model's blocks.
 
-The scheme is that of SwitchBack (Wortsman et al. 2023): an activation has one scale per row, a
+The scheme is SwitchBack (Wortsman et al. 2023): an activation has one scale per row, a
 weight one per output, and both are rounded anew in each step, so that nothing is stored. The
 product and the gradient of the activation are of int8. The weight's gradient stays in the compute
 dtype: its sum is over all tokens, and one scale for a column of tokens would lose the small ones.
@@ -62,7 +62,7 @@ class Rounded(Codes):
     def times(
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
     ) -> Float[Array, "..."]:
-        """The product `matmul(x, self)` of both, rounded; its gradients are those of plain ones."""
+        """The product `matmul(x, self)` of both, rounded."""
         if contract != self.num_inputs:  # over other axes than those of a scale
             return matmul(x, self.weight, contract=contract, dtype=dtype)
         codes = eqx.tree_at(lambda x: x.weight, self, None)

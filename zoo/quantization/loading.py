@@ -56,7 +56,7 @@ def quantize_parts(
 ) -> QuantizedMatrix:
     """A matrix in the memory of this host, quantised part by part: `read(slices)` is one.
 
-    `names` are those of its codes' axes.
+    `names` are of its codes' axes.
     """
     assert skeleton.kind != "fp4", "which files of others have"
     names = _as_stored(skeleton, names)

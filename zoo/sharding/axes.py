@@ -28,7 +28,7 @@ def keystr(path: tuple) -> str:
 
 
 def is_parameter(x: Any) -> bool:
-    """Whether a leaf is an array, or stands for one."""
+    """Whether a leaf is an array or the shape and dtype of one."""
     # `eqx.is_array` is False for a ShapeDtypeStruct, and a skeleton has to be placed too.
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
@@ -39,7 +39,7 @@ def map_parameters(fn: Any, tree: PyTree) -> Any:
 
 
 def map_named(fn: Any, tree: PyTree) -> Any:
-    """Map `fn(path, named, leaf)` likewise, where `named` also says who named the axes."""
+    """Map `fn(path, named, leaf)`, where `named` also says who named the axes."""
 
     def visit(path: tuple, leaf: Any) -> Any:
         return fn(path, _named(tree, path, leaf), leaf) if is_parameter(leaf) else leaf
@@ -161,8 +161,8 @@ def logical_axes(tree: PyTree) -> Any:
     as those of a convolution's window. A module that stacks others names their first leading axis
     by a static field `stacked_axis`.
 
-    An array whose annotation has no names of axes has those that `use` gives; or those built
-    in for Equinox's layers; or "unnamed" for each axis of a matrix, and "element" for a vector's.
+    An array without names in an annotation has the ones that `use` gives, or that are built in for
+    Equinox's layers, or "unnamed" for each axis of a matrix and "element" for a vector's.
 
     Raises:
         ShardingError: an annotation that can't be resolved, or an array of lower rank than its

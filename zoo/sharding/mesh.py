@@ -148,7 +148,7 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and how arrays are placed on it: it may stand wherever `mesh=` is taken.
+    """A mesh, and how arrays are placed on it; every argument `mesh=` takes one.
 
     Raises:
         ShardingError: as `make_mesh`; rules for a mesh axis that no mesh has, or names in another
@@ -194,7 +194,7 @@ class Layout:
 
 
 def layout_of(mesh: Mesh | AbstractMesh | Layout | None) -> Any:
-    """The layout that an argument `mesh=` stands for."""
+    """The layout of an argument `mesh=`."""
     return mesh if isinstance(mesh, Layout) else Layout(mesh)
 
 

@@ -179,8 +179,8 @@ def by_default(leaf: Any) -> Named:
 def built_in(nodes: Sequence[Any], paths: Sequence[str], leaf: Any) -> Named | None:
     """The names that a layer of Equinox has for its array; None if no node is such a layer.
 
-    `nodes` are those of the tree on the way to the array, the outermost first, which knows best;
-    and `paths` are the dotted paths from each of them to the array.
+    `nodes` lead to the array, the outermost first, which knows best; `paths` are the dotted paths
+    from each of them to the array.
     """
     for node, path in zip(nodes, paths, strict=True):
         if isinstance(node, eqx.nn.State | eqx.nn.StateIndex):

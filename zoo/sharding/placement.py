@@ -220,8 +220,7 @@ def placement_table(tree: PyTree, mesh: Mesh | Layout) -> str:
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
     Where not all are annotated, it says who named the axes of each, which mesh axes leave it
-    whole, and how to name the ones that are placed by default. Arguments and errors are those of
-    `shardings`.
+    whole, and how to name an array that is placed by default. Arguments and errors: as `shardings`.
     """
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
     rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]

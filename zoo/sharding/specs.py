@@ -35,8 +35,8 @@ def partition_spec(
 ) -> PartitionSpec:
     """The PartitionSpec of logical axis names: each takes the mesh axes still free, left to right.
 
-    None names an axis that is not sharded, and several names one that merges theirs. Mesh axes in
-    `without` are left out, and so are those of size 1.
+    None is an axis that is not sharded, and a tuple of names one that merges several. Mesh axes in
+    `without`, and of size 1, are left out.
 
     Raises:
         ShardingError: a name that the rules do not know.
@@ -122,16 +122,15 @@ def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def in_use(stored: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The PartitionSpec likewise of a parameter that is stored with another."""
+    """The same of a parameter that is stored with another PartitionSpec."""
     kept = (tuple(a for a in mesh_axes([each]) if a not in _gathered(mesh)) for each in stored)
     return PartitionSpec(*(axes or None for axes in kept))
 
 
 def between(stored: PartitionSpec, used: PartitionSpec) -> list[PartitionSpec]:
-    """The PartitionSpecs on the way from the one to the other; none if no dimension loses two axes.
+    """The PartitionSpecs between two, each without one more axis; none if no dimension loses two.
 
-    Each drops an axis, the last first. Over all dimensions of a slice at once TPUs gather by an
-    all-reduce, which sends twice the bytes.
+    TPUs gather over several axes of a slice at once by an all-reduce, of twice the bytes.
     """
     entries, kept = ([mesh_axes([each]) for each in spec] for spec in (stored, used))
     steps: list[PartitionSpec] = []

@@ -156,7 +156,7 @@ def attend_to_slots(
 ) -> Float[Array, "batch new heads head_dim"]:
     """Softmax attention of a few queries per row over the slots they see, as decoding needs it.
 
-    `soft_cap` and `scale` are those of `attention`; the softmax is in fp32.
+    `soft_cap` and `scale` are as in `attention`; the softmax is in fp32.
     """
     batch, kv_heads, _, size = k_BKSH.shape
     new, heads = q_BTNH.shape[1:3]

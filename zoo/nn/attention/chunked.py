@@ -85,7 +85,7 @@ class Work(NamedTuple):
 
 
 def _work(places: Places, length: int, mask: Mask, grid: Grid) -> Work:
-    """The work of all parts of a row; `length` is that of a piece."""
+    """The work of all parts of a row, of pieces of this length."""
     within = range(0, length, grid.size)
     starts = [[start + i for start in part for i in within] for part in places.starts]
     of_part = functools.partial(

@@ -63,7 +63,7 @@ class Exchange(NamedTuple):
         return sent * (self.parts - 1) / self.parts
 
     def gathered_numbers(self, length: int, mask: Mask, reach: int | None) -> float:
-        """Numbers that a device sends likewise where keys and values come to the queries.
+        """The same where keys and values come to the queries.
 
         They are gathered, and causal queries and outputs exchanged in zigzag, half of each:
         2·kv_heads·length·(parts-1)/parts + heads·length/parts. Or `reach` positions of the
