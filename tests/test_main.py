@@ -13,7 +13,7 @@ from zoo import __main__ as main
 from zoo import mlp
 from zoo.publishing import PublishError
 from zoo.publishing import shelf as the_shelf
-from zoo.publishing.folders import WEIGHTS
+from zoo.publishing.formats import WEIGHTS
 from zoo.runs.command_line import _ELSEWHERE, parse
 
 

@@ -36,7 +36,7 @@ from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import Manifest
 from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
 from zoo.hf.weights import Weights
-from zoo.publishing import PublishError, folders, shelf
+from zoo.publishing import PublishError, replacing, shelf
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.transformer.config import RopeScaling
@@ -513,7 +513,7 @@ def of_a_folder_to_replace(names: list[str], world: Hostile) -> Any:
     for name in names:
         world.put(f"net/{name}")
     world.put("net/saving.json", json.dumps(names).encode())
-    with folders.replacing("memory://store/net") as new:
+    with replacing.replacing("memory://store/net") as new:
         (new / "config.json").write_text("{}")
     return [key for key in world.store.store if key.startswith("/store/net/")] == [
         "/store/net/config.json"

@@ -99,7 +99,7 @@ startup.quieten_libtpu()  # before any module starts JAX
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("zoo.publishing.folders").version()
+        return importlib.import_module("zoo.publishing.formats").version()
     if name not in _NAMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     found = vars(importlib.import_module(_NAMES[name])).get(name)

@@ -14,8 +14,7 @@ from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import body_of
-from zoo.publishing.folders import README
-from zoo.publishing.formats import AdapterFormat
+from zoo.publishing.formats import README, AdapterFormat
 from zoo.publishing.models import load
 from zoo.publishing.shelf import find, model_at, published
 from zoo.runs import checkpoint, environment

@@ -16,7 +16,7 @@ from zoo import tabular
 from zoo.common import files
 from zoo.common.files import local_path
 from zoo.data.tokenizer import load_tokenizer
-from zoo.publishing import folders
+from zoo.publishing import replacing
 from zoo.runs.checkpoint import Checkpointer
 
 # --- Where they may be ------------------------------------------------------------------------
@@ -163,7 +163,7 @@ import jax
 import zoo
 from zoo import mlp
 from zoo.common import checksums
-from zoo.publishing import folders
+from zoo.publishing import replacing
 
 folder, die = Path(sys.argv[1]), lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 net = lambda seed: mlp.MLP(mlp.Config(2, 2, hidden_size=2), key=jax.random.key(seed))
@@ -179,7 +179,7 @@ def replace():
     zoo.save(folder / "run/model", net(1))
 
 def upload():
-    with folders.replacing("memory://bucket/net") as new:
+    with replacing.replacing("memory://bucket/net") as new:
         die()
 
 for write in (save, replace, upload):
@@ -211,7 +211,7 @@ def test_what_kills_left_beside_folders_is_removed(tmp_path, monkeypatch):
     assert all(other.exists() for other in others)
     wanted = zoo.mlp.MLP(zoo.mlp.Config(2, 2, hidden_size=2), key=jax.random.key(1))
     assert eqx.tree_equal(zoo.load(run / "model"), wanted)
-    with folders.replacing("memory://bucket/net") as new:
+    with replacing.replacing("memory://bucket/net") as new:
         (new / "config.json").touch()
         assert left(saving, "net") == [new.parent]
     assert os.listdir(saving) == []

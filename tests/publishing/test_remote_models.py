@@ -23,7 +23,7 @@ import zoo
 from zoo import __main__, mlp
 from zoo.common import checksums, files, store
 from zoo.common.addresses import AddressError, location
-from zoo.publishing import PublishError, folders, shelf
+from zoo.publishing import PublishError, replacing, shelf
 from zoo.publishing.shelf import find
 from zoo.wrappers import lora
 
@@ -234,7 +234,7 @@ def test_models_on_stores(kind: str, request: pytest.FixtureRequest, capsys, mon
     assert_same(zoo.load(address), net(0))
     zoo.save(address, net(1))
     assert_same(zoo.load(address), net(1))
-    assert folders.SAVING not in files_of(location(address, "x"))
+    assert replacing.SAVING not in files_of(location(address, "x"))
     __main__.verify((address,))
     assert "3 files are as they were written" in capsys.readouterr().out.replace(
         "2 files", "3 files"

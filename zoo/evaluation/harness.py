@@ -17,7 +17,7 @@ from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, begun, end_id, loa
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
 from zoo.nn.products import Kind
 from zoo.publishing import models
-from zoo.publishing.folders import METRICS, read_json
+from zoo.publishing.formats import METRICS, read_json
 from zoo.publishing.models import check_finite
 from zoo.publishing.shelf import find, nearest
 

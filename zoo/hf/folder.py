@@ -25,8 +25,16 @@ from zoo.hf.quantization import Expected, Matrix, Part
 from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import check_model
-from zoo.publishing.folders import CONFIG, WEIGHTS, read_json
-from zoo.publishing.formats import Format, Opened, Options, json_object, parse_dtype
+from zoo.publishing.formats import (
+    CONFIG,
+    WEIGHTS,
+    Format,
+    Opened,
+    Options,
+    json_object,
+    parse_dtype,
+    read_json,
+)
 from zoo.publishing.tensors import (
     BLOCK_BYTES,
     Tensor,

@@ -22,8 +22,7 @@ from zoo.hf.folder import family_of
 from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
 from zoo.publishing import PublishError
-from zoo.publishing.folders import read_json
-from zoo.publishing.formats import Base
+from zoo.publishing.formats import Base, read_json
 from zoo.publishing.models import ALL_LINEAR
 from zoo.publishing.tensors import open_file
 from zoo.sharding.axes import keystr, map_parameters

@@ -12,7 +12,7 @@ from typing import Any
 from zoo.common.configuration import check_value
 from zoo.publishing import PublishError
 from zoo.publishing.families import choose_eos_ids, tokenizer_eos_ids
-from zoo.publishing.folders import CONFIG, read_json
+from zoo.publishing.formats import CONFIG, read_json
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from zoo.common.files import AddressError, inside
 from zoo.publishing import PublishError
-from zoo.publishing.folders import WEIGHTS
+from zoo.publishing.formats import WEIGHTS
 from zoo.publishing.tensors import outline, slice_reader
 
 INDEX = "model.safetensors.index.json"

@@ -24,8 +24,16 @@ from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.products import is_derived
 from zoo.publishing import PublishError
-from zoo.publishing.folders import CONFIG, WEIGHTS, read_json, version
-from zoo.publishing.formats import Format, Opened, Options, json_object
+from zoo.publishing.formats import (
+    CONFIG,
+    WEIGHTS,
+    Format,
+    Opened,
+    Options,
+    json_object,
+    read_json,
+    version,
+)
 from zoo.publishing.tensors import (
     differences,
     num_parameters,

@@ -5,8 +5,10 @@ or an `AdapterFormat`; the name of the entry point is the format's.
 """
 
 import abc
+import importlib.metadata
 import json
-from collections.abc import Callable, Collection, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +24,10 @@ from zoo.common import checksums, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.precision import DTYPES
 from zoo.publishing import PublishError
-from zoo.publishing.folders import CONFIG, WEIGHTS, read_json, verify
 from zoo.wrappers import lora
 
+CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
+CACHE = Path("~/.cache/zoo/models")
 QUANTIZATIONS = "zoo.quantizations"
 _GROUP = "zoo.formats"
 
@@ -242,7 +245,48 @@ def config_files() -> list[str]:
 def json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds; empty if it holds none, or is damaged."""
     try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        return read_json(path)
+    except PublishError:
         return {}
-    return values if isinstance(values, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a PublishError if the file is missing, or holds none."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
+        return values
+    except (OSError, ValueError, RecursionError) as error:
+        raise PublishError(f"{path} is damaged: {error}") from error
+
+
+def verify(folder: Path, *, by_parts: bool = False) -> None:
+    """Raise a PublishError if a folder's files do not match their checksums.
+
+    With `by_parts` files whose parts have checksums are left to who reads them.
+    """
+    if problems := checksums.problems(folder, by_parts=by_parts):
+        raise damaged(folder, problems)
+
+
+def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
+    """An error with a line per damaged file of a folder."""
+    remedy = "Restore the files from a copy, or publish the model again."
+    if CACHE.expanduser() in folder.parents:
+        remedy = f"Remove {folder}, and it is fetched again."
+    return PublishError(
+        f"{folder} is damaged or not a model of the zoo:\n  "
+        + "\n  ".join(problems)
+        + f"\n{remedy}"
+    )
+
+
+def version() -> str:
+    """The version of the zoo, which is stored with each model."""
+    try:
+        return importlib.metadata.version("zoo")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"

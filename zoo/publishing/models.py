@@ -35,8 +35,8 @@ from zoo.publishing.families import (
     reconfigured,
     with_more_ends,
 )
-from zoo.publishing.folders import METRICS, README, read_json, replacing, verify
-from zoo.publishing.formats import AdapterFormat, Base, Options
+from zoo.publishing.formats import METRICS, README, AdapterFormat, Base, Options, read_json, verify
+from zoo.publishing.replacing import replacing
 from zoo.publishing.shelf import chain, fetched, find, find_here, whole
 from zoo.publishing.shelf import weights_checksum as weights_checksum
 from zoo.publishing.tensors import num_parameters, stored_dtypes

@@ -17,8 +17,8 @@ from zoo.common.addresses import Location, explained, is_remote
 from zoo.common.files import inside, local_path
 from zoo.common.store import Store, places
 from zoo.publishing import PublishError, formats
-from zoo.publishing.folders import CACHE, CONFIG, METRICS, README, SAVING, read_json
-from zoo.publishing.formats import AdapterFormat
+from zoo.publishing.formats import CACHE, CONFIG, METRICS, README, AdapterFormat, read_json
+from zoo.publishing.replacing import SAVING
 
 _TRIES = 3
 

@@ -27,8 +27,7 @@ from zoo.common.checksums import Digest
 from zoo.nn.products import Kind, is_quantized
 from zoo.nn.stateful import kept_dtypes
 from zoo.publishing import PublishError
-from zoo.publishing.folders import damaged
-from zoo.publishing.formats import QUANTIZATIONS
+from zoo.publishing.formats import QUANTIZATIONS, damaged
 from zoo.sharding.axes import is_parameter, keystr, named_alone
 from zoo.sharding.placement import gathered, place
 

@@ -14,7 +14,7 @@ import jax
 
 from zoo.common import addresses
 from zoo.common.store import Store
-from zoo.publishing.folders import version
+from zoo.publishing.formats import version
 from zoo.runs.checkpoint import local_steps
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError

@@ -15,8 +15,9 @@ from zoo.common import checksums
 from zoo.common.configuration import check_value, require
 from zoo.data.plans import Plan
 from zoo.publishing import PublishError
-from zoo.publishing.folders import METRICS, README, WEIGHTS, replacing
+from zoo.publishing.formats import METRICS, README, WEIGHTS
 from zoo.publishing.models import save as save_model
+from zoo.publishing.replacing import replacing
 from zoo.publishing.tensors import write_tensors
 from zoo.runs import evaluation
 from zoo.runs.callbacks.callback import Callback, Loop, Numbers, Scalars

@@ -1,4 +1,4 @@
-"""The files of a model's folder: read, verified, and replaced as a whole, here or at an address.
+"""A model's folder replaced as a whole, here or at an address.
 
 Stores rename nothing. So a folder at an address is replaced with `saving.json` first, which lists
 what it will have and had; then the two files by which a model is known, its configuration and its
@@ -8,13 +8,10 @@ next save may replace the folder.
 """
 
 import contextlib
-import importlib.metadata
 import json
-import reprlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -23,44 +20,9 @@ from zoo.common import checksums, files
 from zoo.common.addresses import AddressError, is_remote, scheme_of
 from zoo.common.store import Store, sizes
 from zoo.publishing import PublishError
+from zoo.publishing.formats import CACHE, CONFIG, README
 
-CONFIG, WEIGHTS, METRICS, README = "config.json", "model.safetensors", "metrics.json", "README.md"
-CACHE = Path("~/.cache/zoo/models")
 SAVING = "saving.json"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a PublishError if the file is missing, or holds none."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds no object, but {reprlib.repr(values)}")
-        return values
-    except (OSError, ValueError, RecursionError) as error:
-        raise PublishError(f"{path} is damaged: {error}") from error
-
-
-def verify(folder: Path, *, by_parts: bool = False) -> None:
-    """Raise a PublishError if a folder's files do not match their checksums.
-
-    With `by_parts` files whose parts have checksums are left to who reads them.
-    """
-    if problems := checksums.problems(folder, by_parts=by_parts):
-        raise damaged(folder, problems)
-
-
-def damaged(folder: Path, problems: Sequence[str]) -> PublishError:
-    """An error with a line per damaged file of a folder."""
-    remedy = "Restore the files from a copy, or publish the model again."
-    if CACHE.expanduser() in folder.parents:
-        remedy = f"Remove {folder}, and it is fetched again."
-    return PublishError(
-        f"{folder} is damaged or not a model of the zoo:\n  "
-        + "\n  ".join(problems)
-        + f"\n{remedy}"
-    )
 
 
 @contextlib.contextmanager
@@ -148,11 +110,3 @@ def _copy(folder: Path, store: Store) -> None:
     for name in last:
         store.put(folder, sizes(folder, names & {name}))
     store.remove([SAVING])
-
-
-def version() -> str:
-    """The version of the zoo, which is stored with each model."""
-    try:
-        return importlib.metadata.version("zoo")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
