@@ -35,7 +35,7 @@ TESTS = {
     "data/mixtures": "test_mixtures",
     "data/mixed_text": "test_mixed_text",
     "data/packing": "test_data | test_completions | test_prepared_plans",
-    "data/permutation": "test_permutation",
+    "data/plans": "test_permutation | test_data",
     "data/prepared/format": "test_parts | test_prepare",
     "alignment/pairs": "test_preferences -k 'not optimum and not gradient'",
     "data/prepared/hashes": "test_prepare",

@@ -29,8 +29,7 @@ from zoo.data.packing import (
     fill_batches,
     write_index,
 )
-from zoo.data.permutation import hashed_integer
-from zoo.data.plans import HostBatch, Row, SeededPlan
+from zoo.data.plans import HostBatch, Row, SeededPlan, hashed_integer
 
 logger = logging.getLogger(__name__)
 
@@ -335,8 +334,10 @@ class LabelledPlan(BucketPlan):
 
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
-    or 0 for the rows that fill up a bucket's last batch, which are others of its rows once more.
-    All parts of a document that was split have its label.
+    or 0 for the rows that fill up a bucket's last batch. Those are the first rows of the epoch's
+    order, each with its label: the bucket's, then those of smaller buckets, and the batch's own
+    only where there are no others. A loss does not count them, and statistics of a batch, as a
+    batch norm's, are of different rows. All parts of a document that was split have its label.
     """
 
     unit = "examples"
@@ -348,6 +349,14 @@ class LabelledPlan(BucketPlan):
             raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
         super().__init__(corpus, *arguments, **named)
         self.labels = labels
+        self._fillers = {bucket: self._others(bucket, held) for bucket, held in self._last.items()}
+
+    def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
+        """Rows that may stand in the places of a batch, in the order of the choice."""
+        counts = self._rows.counts
+        fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
+        first = list(itertools.islice(fitting, 2 * self.batch_size))
+        return sorted(first, key=lambda row: row in batch)
 
     def _content(self) -> Iterator[Any]:
         yield from super()._content()
@@ -368,8 +377,8 @@ class LabelledPlan(BucketPlan):
             return pieces
         batch, place = divmod(row, self.batch_size)
         bucket, _ = self._batch(epoch, batch)
-        held = [one for one in self._last[bucket] if one is not None]
-        return [self._row(epoch, *held[place % len(held)])]
+        others, number = self._fillers[bucket], self._last[bucket][:place].count(None)
+        return [self._row(epoch, *others[number % len(others)])]
 
     def _build(self, k: int, rows: range) -> HostBatch:
         batch = super()._build(k, rows)

@@ -1,21 +1,19 @@
 """The commands `python -m zoo prepare` and, of a prepared corpus, `python -m zoo verify`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import tyro
 import xxhash
 
-from zoo.data.prepared.engines import Engine
+from zoo.data.corpus import remedy
 from zoo.data.prepared.format import (
-    BLOCK,
     MANIFEST,
     SOURCES,
-    SUMS,
     DamagedError,
     Manifest,
+    Shard,
     ShardRecord,
-    block_sums,
     read_manifest,
     shard_file,
 )
@@ -34,7 +32,6 @@ def main(
     special_tokens: Reading = "text",
     workers: int | None = None,
     shard_megabytes: float = 64.0,
-    engine: Engine = "processes",
 ) -> None:
     """Tokenize a corpus of any size once, into a folder that recipes read.
 
@@ -53,7 +50,6 @@ def main(
             those tokens; or text, as plain characters.
         workers: Processes side by side; by default one per core.
         shard_megabytes: Size of the text of a shard.
-        engine: Processes of this machine, or tasks of Ray (RAY_ADDRESS names a cluster).
     """
     manifest = prepare(
         data,
@@ -65,7 +61,6 @@ def main(
         special_tokens=special_tokens,
         shard_megabytes=shard_megabytes,
         workers=workers,
-        engine=engine,
         show=True,
     )
     print(summary(manifest, out))
@@ -112,37 +107,21 @@ def verify(folder: Path) -> tuple[int, list[str]]:
     return 1 + sum(2 + len(one.sizes) for one in manifest.shards), lines
 
 
-def _problems(folder: Path, number: int, record: ShardRecord) -> list[str]:
-    lines, intact = [], {}
-    for suffix, digest in ((SUMS, record.sums), (SOURCES, record.sources)):
-        path = shard_file(folder, number, suffix)
-        if not path.is_file():
-            lines.append(f"{path.name} is missing")
-        elif xxhash.xxh3_128_hexdigest(path.read_bytes()) != digest:
-            lines.append(f"{path.name} is damaged")
-        else:
-            intact[suffix] = path
-    # Without sums that can be trusted, sizes are verified alone.
-    sums = np.fromfile(intact[SUMS], "<u8") if SUMS in intact else None
-    first = 0
+def _problems(folder: Path, number: int, record: ShardRecord) -> Iterator[str]:
+    """A line per missing or damaged file of a shard, with its first damaged block."""
+    stem = shard_file(folder, number, "")
+    names = Path(f"{stem}{SOURCES}")
+    if not names.is_file():
+        yield f"{names} is missing"
+    elif xxhash.xxh3_128_hexdigest(names.read_bytes()) != record.sources:
+        yield f"{names} is damaged"
+    try:
+        shard = Shard(stem, record.sizes, record.sums, remedy(stem))
+    except (FileNotFoundError, DamagedError) as error:
+        yield str(error)
+        return
     for suffix, size in record.sizes.items():
-        path, blocks = shard_file(folder, number, suffix), -(-size // BLOCK)
-        wanted = None if sums is None else sums[first : first + blocks]
-        lines += _problem(path, size, wanted)
-        first += blocks
-    return lines
-
-
-def _problem(path: Path, size: int, sums: np.ndarray | None) -> list[str]:
-    if not path.is_file():
-        return [f"{path.name} is missing"]
-    if (found := path.stat().st_size) != size:
-        return [f"{path.name} has {found:,} bytes instead of {size:,}"]
-    if sums is None:
-        return []
-    differ = np.flatnonzero(np.frombuffer(block_sums(path), "<u8") != sums)
-    return [
-        f"{path.name} is damaged: block {block} (bytes {block * BLOCK:,} to "
-        f"{min(size, (block + 1) * BLOCK) - 1:,})"
-        for block in differ.tolist()
-    ]
+        try:
+            shard.read(suffix, 0, size)
+        except (FileNotFoundError, DamagedError) as error:
+            yield str(error)

@@ -6,18 +6,26 @@ import fcntl
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
+import signal
+import sys
 import tempfile
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
-from zoo.data.prepared import copies, engines, hashes
-from zoo.data.prepared.engines import Bar, Engine
+from zoo.common.files import Transfer
+from zoo.data.prepared import copies, hashes
 from zoo.data.prepared.format import (
     MANIFEST,
     RECORD,
@@ -37,6 +45,8 @@ from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given, Split, plan_splits, read_split, sample_texts
 from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, get_tokenizer, load_tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +69,6 @@ def prepare(
     without: Set[bytes] = frozenset(),
     shard_megabytes: float = 64.0,
     workers: int | None = None,
-    engine: Engine = "processes",
     show: bool = False,
 ) -> Manifest:
     """Prepare the corpus of the files `data` in `folder`, or finish what a kill left there.
@@ -129,9 +138,8 @@ def prepare(
             partial.rename(local / TOKENIZER)
             files.sync(local)
         count = workers or len(os.sched_getaffinity(0))
-        run = lambda function, tasks: engines.run(function, tasks, count, engine)  # noqa: E731
         address = str(out) if is_remote(out) else None
-        manifest = _passes(splits, options, without, run, local, address, show=show)
+        manifest = _passes(splits, options, without, count, local, address, show=show)
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
@@ -147,7 +155,7 @@ def _passes(
     splits: Sequence[Split | Given],
     options: dict[str, Any],
     without: Set[bytes],
-    run: Callable[..., Iterator[Any]],
+    workers: int,
     out: Path,
     address: str | None,
     *,
@@ -170,18 +178,16 @@ def _passes(
     elif "documents" in options:
         limit = _limit_of_files(splits, spec.field, options["held_out"])
         spec = dataclasses.replace(spec, functions=limit)
-    with Bar(sum(s.num_bytes for s in splits), lambda: _unfinished(out, dtype), show=show) as bar:
+    with Transfer("tokenizing" if show else "", sum(s.num_bytes for s in splits)) as bar:
         shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
         work = [(split, number, spec, out) for number, split in enumerate(splits)]
-        for number, done in run(prepare_shard, work):
+        for number, done in run(prepare_shard, work, workers):
             shards[number] = done
-            bar.add(splits[number].num_bytes, done.tokens)
-        bar.say("deduplicating")
+            bar.add(splits[number].num_bytes)
         cuts = hashes.slices(sum(shard.documents for shard in shards))
         ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
-        across = sum(found for _, found in run(hashes.find_duplicates, ranges))
+        across = sum(found for _, found in run(hashes.find_duplicates, ranges, workers))
         limit = _limit(shards, options, splits[0].names[0])
-        bar.say("dividing")
         forms = {shard.form: shard for shard in shards if shard.documents + shard.duplicates}
         if len(forms) > 1:
             raise ValueError(f"the files have rows of {' and of '.join(map(str, forms))}: give one")
@@ -191,14 +197,12 @@ def _passes(
         labels = [[number_of[label] for label in shard.labels] for shard in shards]
         frame = 0 if first.framed else frame
         parts = [(i, limit, len(cuts), frame, without, labels[i], out) for i in range(len(shards))]
-        records = dict(run(hashes.write_parts, parts))
+        records = dict(run(hashes.write_parts, parts, workers))
         if label is not None:
             _check_classes(label, classes, len(shards), out)
         if address is not None:
-            bar.say("copying")
             copies.copy_tokenizer(out, address)
-            for _ in run(copies.copy_shard, [(i, out, address) for i in range(len(shards))]):
-                pass
+            [*run(copies.copy_shard, [(i, out, address) for i in range(len(shards))], workers)]
     manifest = Manifest(
         whole=None if only is None else hashes.hash_of(only.encode()).hex(),
         options=options,
@@ -337,7 +341,7 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
             "another folder, or remove that one"
         )
     if manifest is not None:
-        if begun not in (None, state):  # versions before this one did not keep it
+        if begun != state:
             raise ValueError(
                 f"out='{out}' holds a corpus of other files: these have its files' names and "
                 "sizes, and have changed since; give another folder, or remove that one"
@@ -373,15 +377,6 @@ def _hash_of(texts: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
-def _unfinished(out: Path, dtype: str) -> int:
-    """Tokens in shards that are being written."""
-    size = 0
-    for path in (out / WORK).glob("*.tokens.*.partial"):
-        with contextlib.suppress(FileNotFoundError):
-            size += path.stat().st_size
-    return size // np.dtype(dtype).itemsize
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """A context that one process is in at a time; its end, however it comes, frees it."""
@@ -395,3 +390,54 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def run(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int) -> Iterator[T]:
+    """The results of `function(*task)`, in the order in which they end; one worker is this process.
+
+    Raises:
+        ChildProcessError: a worker was killed.
+    """
+    workers = min(workers, len(tasks))
+    if workers <= 1:
+        for task in tasks:
+            yield function(*task)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX
+    executor = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
+    try:
+        with _without_main():
+            futures = [executor.submit(function, *task) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            "a worker was killed, perhaps for want of memory: the same command takes up what is "
+            "finished; fewer --workers need less"
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process has the words
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """A context in which spawned processes do not import the program, which may import JAX."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
