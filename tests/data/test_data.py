@@ -1,6 +1,5 @@
 import functools
 import gc
-import itertools
 import os
 import subprocess
 import sys
@@ -74,15 +73,6 @@ def segments(batches):
     return found
 
 
-def pairs(corpus):
-    """All (token, target) of a corpus, each document between separators, as a sorted list."""
-    everything = []
-    for i in range(len(corpus)):
-        framed = [SEPARATOR, *corpus[i].tolist(), SEPARATOR]
-        everything += itertools.pairwise(framed)
-    return sorted(everything)
-
-
 PLANS = {
     "packed": packed,
     "packed in order": functools.partial(packed, shuffle=False),
@@ -109,32 +99,6 @@ def test_batches_have_the_announced_shapes(make_plan):
         assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
             name: (shape.shape, shape.dtype) for name, shape in expected.items()
         }
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_each_target_comes_once_per_epoch(make_plan, seed):
-    rng = np.random.default_rng(seed)
-    lengths = [*rng.integers(0, rng.integers(2, 60), rng.integers(1, 40)).tolist(), 1]
-    plan = make_plan(lengths, batch_size=int(rng.integers(1, 9)), seed=seed)
-    for epoch in range(3):
-        seen = [
-            pair
-            for tokens, targets in segments(epoch_of(plan, epoch))
-            for pair in zip(tokens.tolist(), targets.tolist(), strict=True)
-        ]
-        assert sorted(seen) == pairs(plan.corpus)
-    assert plan.epoch(plan.batches_per_epoch - 1) == 0
-    assert plan.epoch(plan.batches_per_epoch) == 1
-
-
-def test_row_slices_match_the_global_batch(make_plan):
-    plan = make_plan()
-    for k in range(2 * plan.batches_per_epoch):
-        whole = plan.batch(k)
-        for rows in (slice(0, 2), slice(3, 4), slice(None, None, 2), slice(-1, None), slice(2, 2)):
-            part = make_plan().batch(k, rows)
-            for name, array in whole.items():
-                np.testing.assert_array_equal(part[name], array[rows])
 
 
 def test_rows_one_by_one_are_those_of_the_batches(make_plan):
@@ -176,14 +140,6 @@ def test_concurrent_reads_give_equal_batches(make_plan):
     for thread in threads:
         thread.join()
     assert results == {k: reference.batch(k)["tokens"].tobytes() for k in range(total)}
-
-
-def test_padding_waste_matches_actual_padding(make_plan):
-    for batch_size in (1, 3, 4, 7):
-        plan = make_plan(batch_size=batch_size)
-        weights = [batch["weights"] for batch in epoch_of(plan, 1)]
-        padded = sum(int((w == 0).sum()) for w in weights)
-        assert plan.padding_waste == pytest.approx(padded / sum(w.size for w in weights))
 
 
 def test_invalid_arguments_are_refused(make_plan):

@@ -22,7 +22,7 @@ from stores import Store, s3, s3_port  # noqa: F401
 from zoo import text as zoo_text
 from zoo.__main__ import main
 from zoo.common import store
-from zoo.common.addresses import AddressError, location
+from zoo.common.addresses import location
 from zoo.data.prepared import command, copies, hashes, prepare, tokenizing
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
 from zoo.data.prepared.opening import open_prepared
@@ -437,21 +437,6 @@ def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
     (address.parent / "other" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=r"holds something else \(a\.txt\)"):
         prepare.prepare(data, str(address.parent / "other"), **SMALL)
-
-
-@pytest.mark.slow
-def test_workers_copy_to_a_store(tmp_path: Path, monkeypatch, s3: Store):  # noqa: F811
-    write_corpus(tmp_path / "text")
-    data = str(tmp_path / "text" / "*.jsonl")
-    monkeypatch.setattr(copies, "CACHE", tmp_path / "cache")
-    main(["prepare", data, "--out", f"{s3.address}/out", "--shard-megabytes", "0.0007"])
-    manifest = prepare.prepare(data, tmp_path / "out", **SMALL)
-    address = location(f"{s3.address}/out", "out")
-    assert read_manifest(address) == manifest
-    for name, wanted in content(tmp_path / "out").items():
-        assert (address / name).read_bytes() == wanted
-    with pytest.raises(AddressError, match="no-such-bucket"):
-        prepare.prepare(data, "s3://no-such-bucket/out", **SMALL)
 
 
 def test_names_of_special_tokens_are_read_as_told(tmp_path, capsys):

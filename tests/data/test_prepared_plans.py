@@ -53,27 +53,18 @@ def random_lengths(seed):
     return [*rng.integers(0, rng.integers(2, 60), rng.integers(4, 40)).tolist(), 1]
 
 
-def targets(batches):
-    """All (input, target) of some batches, sorted."""
-    found = []
-    for batch in batches:
-        counted = batch["weights"] == 1
-        found += zip(batch["tokens"][counted], batch["targets"][counted], strict=True)
-    return sorted(found)
-
-
 @both
 @pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None), (None, None), (297, 298)])
 def test_rows_are_those_in_one_shard(make_plan, ends):
     """Both cut the same documents at the same places, in the same order."""
-    for seed in range(6):
+    for seed in range(4):
         options = {
             "lengths": random_lengths(seed),
             "seed": seed,
             "shuffle": seed % 2 == 0,
             "ends": ends,
         }
-        for batch_size in (1, 3, 5):
+        for batch_size in (1, 4):
             plan = make_plan(batch_size=batch_size, **options)
             wanted = make_plan(batch_size=batch_size, in_one_shard=True, **options)
             for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
@@ -84,37 +75,6 @@ def test_rows_are_those_in_one_shard(make_plan, ends):
                 assert_equal(plan.batch(k), wanted.batch(k))
 
 
-@both
-@pytest.mark.parametrize("seed", range(6))
-def test_each_target_comes_once_per_epoch(make_plan, seed):
-    options = {"lengths": random_lengths(seed), "seed": seed, "batch_size": seed + 1}
-    plan, wanted = make_plan(**options), make_plan(in_one_shard=True, **options)
-    assert plan.batches_per_epoch == wanted.batches_per_epoch
-    assert plan.padding_waste == pytest.approx(wanted.padding_waste)
-    for epoch in range(3):
-        batches, others = epoch_of(plan, epoch), epoch_of(wanted, epoch)
-        assert targets(batches) == targets(others) != []
-        shapes = lambda of: sorted(batch["tokens"].shape for batch in of)
-        assert shapes(batches) == shapes(others)
-        assert [plan.epoch(epoch * len(batches) + i) for i in (0, len(batches) - 1)] == [epoch] * 2
-
-
-@both
-def test_epochs_and_seeds_differ_and_batches_are_a_function_of_k(make_plan):
-    plan = make_plan(random_lengths(1), batch_size=2)
-    first, second = epoch_of(plan), epoch_of(plan, 1)
-    other = epoch_of(make_plan(random_lengths(1), batch_size=2, seed=1))
-    order = lambda batches: [batch["targets"].ravel().tolist() for batch in batches]
-    assert order(first) != order(second)
-    assert order(first) != order(other)
-    again = make_plan(random_lengths(1), batch_size=2)
-    for k in reversed(range(plan.batches_per_epoch)):  # a run that resumes at k
-        assert_equal(again.batch(plan.batches_per_epoch + k), second[k])
-        for part in (slice(0, 1), slice(1, 2)):  # the halves of two processes
-            half = again.batch(k, part)
-            assert_equal(half, {name: array[part] for name, array in first[k].items()})
-
-
 @packed
 def test_rows_are_cut_elsewhere_in_each_epoch(make_plan):
     plan = make_plan([400] * 4)
@@ -123,31 +83,6 @@ def test_rows_are_cut_elsewhere_in_each_epoch(make_plan):
         for epoch in range(4)
     ]
     assert len({frozenset(cut) for cut in cuts}) > 2
-
-
-@packed
-def test_segments_are_documents_from_left_to_right(make_plan):
-    plan = make_plan(random_lengths(4), batch_size=3)
-    for epoch in range(2):
-        for batch in epoch_of(plan, epoch):
-            for ids, positions in zip(batch["segment_ids"], batch["positions"], strict=True):
-                used = int((ids > 0).sum())
-                assert not ids[used:].any()
-                assert set(np.diff(ids[:used], prepend=0)) <= {0, 1}
-                starts = np.flatnonzero(np.diff(ids[:used], prepend=0))
-                assert (positions[starts] == 0).all()
-
-
-@bucketed
-def test_long_documents(make_plan):
-    lengths = [20, 31, 32, 3, 90, 7]
-    with pytest.raises(ValueError, match="has 33 tokens with its separator, and the largest") as e:
-        make_plan(lengths, too_long="error")
-    assert "add a larger bucket, or set too_long to 'truncate' or 'split'" in str(e.value)
-    assert "2 of 5 documents are too long" in str(e.value)
-    assert targets(epoch_of(make_plan(lengths, too_long="truncate"))) == targets(
-        epoch_of(make_plan(lengths, too_long="truncate", in_one_shard=True))
-    )
 
 
 @bucketed
@@ -169,17 +104,10 @@ def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
         epoch_of(make_plan())
 
 
-def test_mistakes(tmp_path):
+def test_a_way_with_long_documents_that_there_is_not(tmp_path):
     (part, _), _ = make_parts(tmp_path / "framed")
-    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
-        token_plans.PackedPlan(part, SEPARATOR, 0, 4, 0)
     with pytest.raises(ValueError, match="too_long='drop': choose 'error', 'truncate'"):
         next(packing.cut_documents(part, 8, "drop", 1, "", []))
-    with pytest.raises(ValueError, match=r"buckets=\(8, 8\) must be different positive lengths"):
-        token_plans.BucketPlan(part, SEPARATOR, (8, 8))
-    (empty, _), _ = make_parts(tmp_path / "empty", [1, 1, 1, 5], frame=0)
-    with pytest.raises(ValueError, match="there is no target"):
-        token_plans.PackedPlan(empty, (None, None), 16, 4, 0)
 
 
 def test_left_over_rows_fill_larger_buckets():

@@ -1,12 +1,10 @@
 """Text from a prepared folder: what it agrees on with flags, and when text is prepared."""
 
 import functools
-import gzip
 import json
 import math
 import os
 
-import numpy as np
 import pytest
 from prepared_parts import make_parts, reading
 
@@ -149,19 +147,3 @@ def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
     os.utime(path, (1, 1))
     assert load_it().fingerprint != loaded.fingerprint
     assert len(folders()) == 3
-
-
-def test_compressed_text(tmp_path):
-    lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS)
-    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    loaded = load(tmp_path, tmp_path / "*.jsonl.gz", vocab_size=280)
-    assert len(loaded.train.corpus) + len(loaded.held_out.corpus) == 40
-    assert loaded.tokenizer.vocab_size == 280
-
-
-def test_batches_of_a_run_that_resumes(tmp_path, folder):
-    first, second = load(tmp_path, folder), load(tmp_path, folder)
-    for k in (7, 3, 100):
-        one, other = first.train.batch(k), second.train.batch(k)
-        for name, array in one.items():
-            np.testing.assert_array_equal(array, other[name])
