@@ -1,4 +1,4 @@
-"""The `Corpus`: token ids of documents on disk, with what is known of each; shards are mapped."""
+"""The `Corpus`: token ids of documents on disk and their records, in memory-mapped shards."""
 
 import bisect
 import copy
@@ -39,16 +39,16 @@ class Place(NamedTuple):
 
 
 class Corpus:
-    """The documents to train on, or those held out, in the order in which they are stored.
+    """The training or the held-out documents, in the order in which they are stored.
 
     A document has length + frame - 1 positions, or none, where `frame` is how many of begin and end
     it is put between; `framed` documents have both among their tokens, as chats do. Of documents
-    that are `weighted` some tokens alone count in a loss and in `num_bytes`, the size of the text
-    in UTF-8, such as those of completions. `opened(number)` is a shard; a document is read from the
+    that are `weighted`, such as completions, only some tokens count in a loss and in `num_bytes`,
+    the size of the text in UTF-8. `opened(number)` is a shard; a document is read from the
     shard's files when it is asked for, and nothing is kept.
 
     Raises:
-        DamagedError: while reading, a file is not what was written.
+        DamagedError: a file that is read has changed since it was written.
     """
 
     limit = ""  # in words, of the first documents of a corpus
@@ -61,7 +61,7 @@ class Corpus:
         stored = [getattr(shard, part) for shard in manifest.shards]
         self._documents = _rising([record.documents for record in stored])
         self._positions = _rising([record.positions for record in stored])
-        self._ends: list[np.ndarray] | None = None  # of documents, where those stored do not hold
+        self._ends: list[np.ndarray] | None = None  # of documents, in another frame than is stored
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.vocab_size, self.frame = manifest.vocab_size, manifest.frame
         self.framed, self.weighted = manifest.framed, manifest.weighted
@@ -136,7 +136,7 @@ class Corpus:
         return other
 
     def first(self, documents: int | None = None, tokens: float | None = None) -> "Corpus":
-        """So many of its first documents, or those of the first tokens; one document at least.
+        """The first `documents`, or the documents of the first `tokens`; at least one.
 
         They come in the order of the shards and, within a shard, of their hashes. The bytes of
         their text are in proportion to their tokens.
@@ -157,7 +157,7 @@ class Corpus:
         return part
 
     def _documents_of(self, tokens: float) -> int:
-        """How many of the first documents have at most so many tokens; reads one shard at most."""
+        """How many of the first documents have at most `tokens` tokens; reads one shard at most."""
         ends = self._positions - self._documents * (self.frame - 1)
         shard = int(np.searchsorted(ends, tokens, side="right")) - 1
         if shard == len(ends) - 1:
@@ -178,7 +178,7 @@ class Corpus:
         return self.ids(i, 0, 2**62)
 
     def ids(self, i: int, start: int, stop: int) -> Integer[np.ndarray, "part"]:
-        """Ids [start, stop) of document i, or those of them that it has."""
+        """Ids [start, stop) of document i, as far as it has them."""
         shard, number = self._shard_of(i)
         record = self._records(shard, number, number + 1)[0]
         first, stop = int(record["start"]), min(stop, int(record["length"]))
@@ -290,7 +290,7 @@ class Corpus:
 
 
 def parts_of(manifest: Manifest, stem_of: Callable[[int], Path]) -> tuple[Corpus, Corpus]:
-    """The documents to train on, and those held out; they share the open shards.
+    """The training and the held-out documents; they share the open shards.
 
     `stem_of(number)` is the path of a shard's files without their suffixes.
     """

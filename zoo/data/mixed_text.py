@@ -134,7 +134,7 @@ class Mixture:
             check_value(f"data: {where}.{name}", weight, float)
             require(weight >= 0, f"data: {where}.{name}={weight}: must not be negative")
         require(any(weights.values()), f"data: {where} are all zero; one must not be")
-        # A float's shortest digits are those that were written.
+        # The shortest digits of a float are the digits that were written.
         return [Fraction(str(weights.get(name, 0))) for name in names]
 
 
@@ -159,7 +159,7 @@ def parse(files: str) -> Mixture:
             for i, stage in enumerate(table.get("stages", []))
         )
         return from_json(Mixture, table)
-    except (ValueError, TypeError, AttributeError) as error:  # also what is no TOML
+    except (ValueError, TypeError, AttributeError) as error:  # TOML's errors are ValueErrors
         raise ValueError(f"{path} is no table of a mixture: {error}") from error
 
 
@@ -176,8 +176,8 @@ def _source(name: str, value: str) -> SourceSpec:
 class MixedText(text.Text):
     """The text of all sources, and the texts of each.
 
-    The held-out plan has all held-out rows of all sources: its bits per byte are those of all
-    held-out text, whatever the weights are. Documents are those of the sources alone.
+    The held-out plan has all held-out rows of all sources: its bits per byte are of all
+    held-out text, whatever the weights are. Only the sources have documents.
     """
 
     sources: Mapping[str, text.Text] = dataclasses.field(default_factory=dict)
@@ -309,7 +309,7 @@ def _open_prepared(
             "whole documents; give their files themselves"
         )
     prepared = {name: open_prepared(folder, config.cache) for name, folder in folders.items()}
-    if len(prepared) < len(found):  # those of text sources too
+    if len(prepared) < len(found):  # sources of text have these fields too
         default = dataclasses.replace(default, field=config.field, held_out=config.held_out)
     for name, corpus in prepared.items():
         first, other = next(iter(prepared.items()))
@@ -335,7 +335,7 @@ def _of_source(name: str) -> Iterator[None]:
 def _check_leaks(
     name: str, leaks: Set[bytes], prepared: Mapping[str, Prepared], source: Prepared
 ) -> None:
-    """Refuse a prepared source with documents that others hold out, or a source of those alone."""
+    """Refuse a prepared source with documents that others hold out, or a source without others."""
     if name in prepared:
         raise ValueError(
             f"data: the source {name!r} trains on {len(leaks)} documents or more that other "

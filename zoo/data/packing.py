@@ -18,8 +18,8 @@ _ROW = 3 * 8  # bytes
 class Whole:
     """Documents that are never cut: each in the first row that has room, the longest first.
 
-    The lengths alone decide which fit together, so that every epoch has as many rows; among
-    documents of a length `arrange`, by an epoch's order, decides. `pieces` are rows (document,
+    Only the lengths decide which fit together, so that every epoch has as many rows; among
+    documents of equal length `arrange` decides, by an epoch's order. `pieces` are rows (document,
     start, stop).
     """
 
@@ -154,7 +154,7 @@ def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dic
 
 
 class RowIndex:
-    """Rows of pieces by bucket on disk, those of the shortest one first.
+    """Rows of pieces by bucket on disk, the shortest bucket first.
 
     `counts` and `tokens` are of each of the `lengths`: its rows, and all of their tokens.
     `left_out` says which documents have none.

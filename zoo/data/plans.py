@@ -108,7 +108,7 @@ class Plan(Protocol):
 
 
 def check_plan(plan: Any) -> None:
-    """Raise a TypeError that names what a plan lacks."""
+    """Raise a TypeError that names the members that a plan lacks."""
     names = ("unit", "batch_size", "buckets", "batches_per_epoch", "row", "batch")
     if missing := [name for name in names if not hasattr(plan, name)]:
         raise TypeError(
@@ -204,7 +204,7 @@ class SeededPlan(abc.ABC):
         return batch_shapes(self, mesh)
 
     def _place(self, size: int, epoch: int, what: str, i: Any) -> Any:
-        """Place i, or those of an array, in an epoch's order of `size` things named `what`."""
+        """Place i, or the places of an array, in an epoch's order of `size` things named `what`."""
         return self._permutation(size, epoch, what)[i] if self.shuffle else i
 
     def _make_permutation(self, size: int, epoch: int, what: str) -> Permutation:
@@ -266,7 +266,7 @@ class ArrayPlan(SeededPlan):
 def _as_array(name: str, given: Any) -> np.ndarray:
     """An array [rows, …] of numbers or booleans, from arrays and from lists."""
     try:
-        # What is an array on disk, or a device, stays as it is.
+        # An array on disk or on a device stays as it is.
         array = given if isinstance(getattr(given, "dtype", 0), np.dtype) else np.asarray(given)
     except ValueError as error:
         raise ValueError(f"arrays[{name!r}] is no array: {error}") from error
@@ -291,7 +291,7 @@ _ODD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # multipliers that spread a diffe
 class Permutation:
     """A pseudo-random permutation of range(size), which a key chooses: `p[i]` is where i goes.
 
-    `i` is an integer or an array of int64, and so is the result. Integer arithmetic alone: equal
+    `i` is an integer or an array of int64, and so is the result. Only integer arithmetic: equal
     on every machine. Memory does not depend on the size, nor does the time per index.
 
     It is a Feistel network over pairs (i // b, i % b) with a * b a little above `size`, each half

@@ -175,9 +175,9 @@ class PackedPlan(TokenPlan):
     that a cut splits are segments of different rows. Only one row of an epoch is padded, and the
     last batch with empty rows.
 
-    Documents of which only some tokens count, such as completions, are not cut from what they
-    depend on: each is in one row, with padding after it. One that is too long for a row is an
-    error, is truncated, or is split into rows.
+    Documents of which only some tokens count, such as completions, are not cut from the tokens
+    that they depend on: each is in one row, with padding after it. One that is too long for a
+    row is an error, is truncated, or is split into rows.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class BucketPlan(TokenPlan):
 
     In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
     all buckets are permuted. A bucket's remaining rows fill up the last batches of larger buckets,
-    if those have room for all of them; else they form a batch with empty rows.
+    if all of them find room there; else they form a batch with empty rows.
 
     A document too long for the largest bucket is an error, is truncated, or is split into rows.
     The rows are found once, and kept on disk: in the folder `cache`, or else in a temporary one
@@ -273,7 +273,7 @@ class BucketPlan(TokenPlan):
         self._num_batches, self._last = fill_batches(self._rows.counts, batch_size)
         self._ends = list(itertools.accumulate(self._num_batches))
         self.batches_per_epoch = self._ends[-1]
-        self.num_rows = self.batches_per_epoch * batch_size  # those of padding too
+        self.num_rows = self.batches_per_epoch * batch_size  # padding included
         used = [pair for pair in zip(self._rows.lengths, self._num_batches, strict=True) if pair[1]]
         self.buckets = tuple(length for length, _ in used)
         places = batch_size * sum(length * count for length, count in used)
@@ -307,7 +307,7 @@ class BucketPlan(TokenPlan):
         """One line per bucket: its rows and batches in an epoch, and its padding."""
         rows, tokens = list(self._rows.counts), list(self._rows.tokens)
         for bucket, batch in self._last.items():
-            for source, i in filter(None, batch):  # those of smaller buckets are here instead
+            for source, i in filter(None, batch):  # rows of smaller buckets are here instead
                 piece = self._row(0, source, i)
                 for where, sign in ((bucket, 1), (source, -1)):
                     rows[where] += sign
@@ -335,7 +335,7 @@ class LabelledPlan(BucketPlan):
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
     or 0 for the rows that fill up a bucket's last batch. Those are the first rows of the epoch's
-    order, each with its label: the bucket's, then those of smaller buckets, and the batch's own
+    order, each with its label: the bucket's, then rows of smaller buckets, and the batch's own
     only where there are no others. A loss does not count them, and statistics of a batch, as a
     batch norm's, are of different rows. All parts of a document that was split have its label.
     """

@@ -24,7 +24,7 @@ RECORD = "mixture.json"  # of the run folder: its stages, and the changed ones
 class Epochs(Callback):
     """`code/epoch` and `code/tokens` of each source: how often it was read, and tokens of it.
 
-    Tokens are those of an epoch times the epochs.
+    The tokens of one epoch times the epochs.
     """
 
     name = "sources"

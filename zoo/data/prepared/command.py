@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Tokenize a corpus of any size once, into a folder that recipes read.
 
-    The same command again finishes what was interrupted. For example:
+    The same command again goes on after an interruption. For example:
     python -m zoo prepare 'corpus/*.jsonl' --tokenizer bpe --vocab-size 8192 --out prepared
 
     Args:

@@ -29,14 +29,13 @@ def working_folder(address: Location) -> Path:
     return CACHE.expanduser() / hashlib.sha256(str(address).encode()).hexdigest()[:16]
 
 
-def copy_shard(number: int, folder: Path, address: str) -> int:
-    """Copy the files of a shard up, and return its number; what is there is not copied again."""
+def copy_shard(number: int, folder: Path, address: str) -> None:
+    """Copy the files of a shard up, once."""
     copied = work_file(folder, number, ".copied")
     if not copied.exists():
         shards, weighted = folder / SHARDS, shard_file(folder, number, WEIGHTS).exists()
         Store(address, "out").put(shards, sizes(shards, _names(number, weighted)), f"{SHARDS}/")
         copied.touch()
-    return number
 
 
 def copy_tokenizer(folder: Path, address: str) -> None:

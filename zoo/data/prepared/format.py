@@ -33,7 +33,7 @@ TOKENS, WEIGHTS, TRAIN, HELD_OUT = ".tokens", ".weights", ".train", ".held_out"
 SUMS, SOURCES = ".sums", ".sources.json"
 BLOCK = 2**16  # bytes
 VERSION = 2
-WORK = "work"  # what a kill leaves, and the next start takes up
+WORK = "work"  # the folder that a start after a kill goes on with
 
 RECORD = np.dtype(
     [
@@ -49,15 +49,15 @@ RECORD = np.dtype(
 
 
 class DamagedError(ValueError):
-    """A file of a prepared corpus that is not what was written."""
+    """A file of a prepared corpus has changed since it was written."""
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """The sizes of one part of a shard, the documents to train on or those held out.
+    """The sizes of one part of a shard, training or held out.
 
     A document has length + frame - 1 `positions`, and some or all of its tokens are `counted`.
-    `bytes` are those of its text in UTF-8, or of the text that counts.
+    `bytes` is the size of its text in UTF-8, or of the text that counts.
     """
 
     documents: int
@@ -115,7 +115,7 @@ class Manifest:
     special_tokens: int = 0
     """Special tokens in the text, or names of them, as `options` has them read."""
     weighted: bool = False
-    """Whether only some of the tokens count, as those of completions do."""
+    """Whether only some of the tokens count, as in completions."""
     form: str | None = None
     """The form of rows, in words."""
     framed: bool = False
@@ -244,7 +244,7 @@ def _digest(content: dict[str, Any]) -> str:
 class Shard:
     """The maps of files with a common stem. Any number of threads may read them.
 
-    `sizes` are those of the files by suffix; `stem.sums` has the xxh3_64 of each of their blocks,
+    `sizes` are the files' sizes by suffix; `stem.sums` has the xxh3_64 of each of their blocks,
     and `digest` is its xxh3_128. `verified`, a byte per block, is passed on where the files are
     mapped again, so that no block is hashed twice. `remedy` says in an error how to get them back.
     """

@@ -1,4 +1,4 @@
-"""Text on disk, opened: prepared by a command or now, and what a configuration says of it."""
+"""Prepared corpora as a configuration names them: opened, or prepared by the run itself."""
 
 import functools
 import hashlib
@@ -154,7 +154,7 @@ def prepared_by_itself(
         ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
     """
     patterns = [pattern.strip() for pattern in config.files.split(",")]
-    bounded = label is rows is None  # what a command could prepare
+    bounded = label is rows is None  # a command could prepare it
     content: Any = given.version if given is not None else files_of(config, bounded=bounded)
     with tempfile.TemporaryDirectory() as temporary:
         spec = tokenizer
@@ -240,7 +240,7 @@ def check_tokenizer(
 
 
 def check_named(prepared: Prepared, config: Any, default: Any) -> None:
-    """Raise a ValueError unless the fields of a configuration name what was prepared.
+    """Raise a ValueError unless the fields of a configuration name the prepared corpus.
 
     They are the tokenizer, vocab_size, field, held_out and special_tokens, where it has them with
     another value than `default`.

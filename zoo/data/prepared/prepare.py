@@ -71,13 +71,13 @@ def prepare(
     workers: int | None = None,
     show: bool = False,
 ) -> Manifest:
-    """Prepare the corpus of the files `data` in `folder`, or finish what a kill left there.
+    """Prepare the corpus of the files `data` in `folder`, or finish it after a kill.
 
     `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
     which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
-    first stays, and a document is held out if its hash says so; of one document alone the end is.
+    first stays, and a document is held out if its hash says so; of a single document the end is.
     With "functions" as `documents`, they are held out file by file, and not trained on if a file
-    that is held out has them too. Documents `without` whose hashes to train are left out.
+    that is held out has them too. Training documents whose hashes are in `without` are left out.
     Documents may have a `label`, in a field of that name; what makes `rows` of a format into
     examples is given in their place. `special_tokens` is the reading of their names in the text: if
     None, text for chats, and parse for rows of texts. The result does not depend on the
@@ -202,7 +202,8 @@ def _passes(
             _check_classes(label, classes, len(shards), out)
         if address is not None:
             copies.copy_tokenizer(out, address)
-            [*run(copies.copy_shard, [(i, out, address) for i in range(len(shards))], workers)]
+            for number in range(len(shards)):
+                copies.copy_shard(number, out, address)
     manifest = Manifest(
         whole=None if only is None else hashes.hash_of(only.encode()).hex(),
         options=options,
@@ -262,7 +263,7 @@ def _limit_of_files(splits: Sequence[Split | Given], field: str, held_out: float
 def training_texts(
     splits: Sequence[Split | Given], field: str, held_out: float, num_bytes: int = SAMPLE_BYTES
 ) -> Iterator[str]:
-    """A sample of what is not held out, to train a tokenizer on; of little text all of it."""
+    """A sample of the training text, for a tokenizer; of little text all of it."""
     if (only := _only_text(splits, field)) is not None:
         yield only[: _cut(only, held_out)]
         return
@@ -280,7 +281,7 @@ def training_texts(
 
 
 def _check_classes(label: str, classes: Sequence[str], shards: int, folder: Path) -> None:
-    """Refuse one class alone, and a class that is held out and not trained on."""
+    """Refuse a single class, and a class that is held out and not trained on."""
     files = [shard_file(folder, number, TRAIN) for number in range(shards)]
     found = set(np.concatenate([hashes.mapped(path, RECORD)["label"] for path in files]).tolist())
     trained = [classes[i] for i in sorted(found)]
@@ -412,8 +413,8 @@ def run(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: i
             yield future.result()
     except BrokenProcessPool:
         raise ChildProcessError(
-            "a worker was killed, perhaps for want of memory: the same command takes up what is "
-            "finished; fewer --workers need less"
+            "a worker was killed, perhaps for want of memory: the same command keeps the "
+            "finished shards; fewer --workers need less"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
