@@ -101,20 +101,6 @@ def test_batches_have_the_announced_shapes(make_plan):
         }
 
 
-def test_rows_one_by_one_are_those_of_the_batches(make_plan):
-    plan = make_plan(batch_size=3)
-    for epoch in range(3):
-        batches = epoch_of(plan, epoch)
-        places = [(batch, row) for batch in batches for row in range(3)]
-        assert 1 < plan.num_rows <= len(places)
-        for number, (batch, row) in enumerate(places):
-            filled = {name: np.zeros_like(array[row]) for name, array in batch.items()}
-            if number < plan.num_rows:
-                plan.fill_row(filled, plan.row_pieces(epoch, number))
-            for name, array in batch.items():
-                np.testing.assert_array_equal(filled[name], array[row])
-
-
 def test_batches_depend_on_seed_and_index():
     for make_plan in (packed, bucketed):
         plan, again, other = make_plan(), make_plan(), make_plan(seed=1)
@@ -124,22 +110,6 @@ def test_batches_depend_on_seed_and_index():
         assert forwards == backwards[::-1]
         assert forwards != [other.batch(k)["tokens"].tobytes() for k in range(total)]
         assert forwards[: total // 3] != forwards[total // 3 : 2 * total // 3]
-
-
-def test_concurrent_reads_give_equal_batches(make_plan):
-    plan, reference = make_plan(), make_plan()
-    total = 4 * plan.batches_per_epoch
-    results = {}
-
-    def work(k):
-        results[k] = plan.batch(k)["tokens"].tobytes()
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(total)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {k: reference.batch(k)["tokens"].tobytes() for k in range(total)}
 
 
 def test_invalid_arguments_are_refused(make_plan):

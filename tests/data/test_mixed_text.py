@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 from prepared_parts import make_parts, reading
-from stores import proxy
 from test_sources import web, write_parquet
 
 from zoo import text
-from zoo.common.addresses import AddressError, location
+from zoo.common.addresses import location
 from zoo.data import mixed_text as mixed
 from zoo.data.mixed_text import read_mixture
 from zoo.data.prepared import format, hashes, opening
@@ -276,36 +275,3 @@ def test_shards_of_a_web_server_are_a_source(tmp_path, parquet, folder, monkeypa
     assert all_of(here, "web") == sorted(expected)
     with pytest.raises((ValueError, FileNotFoundError), match=r"no file matches .*train-9.parquet"):
         load(tmp_path, f"web={address}/train-9.parquet:0.6,code={folder}:0.4")
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (500, "the store failed, more often than its library tries again"),
-        pytest.param("drop", "the store cannot be reached", marks=pytest.mark.slow),
-        pytest.param("half", "the store cannot be reached", marks=pytest.mark.slow),
-        pytest.param(403, "the store refuses permission", marks=pytest.mark.slow),
-        pytest.param(0.02, None, marks=pytest.mark.slow),
-    ],
-)
-def test_a_web_server_that_falters(tmp_path, parquet, fault, message):
-    """The same command again, once the server is well, gives the same."""
-    address, folder, _ = parquet
-    port = int(address.rpartition(":")[2])
-    out = tmp_path / "out"
-
-    def faulty(number, method, path):
-        return fault if method == "GET" and path.endswith("train-1.parquet") else None
-
-    make = functools.partial(prepare, folder=out, workers=1, shard_megabytes=0.001)
-    with proxy(port, faulty) as other:
-        pattern = [f"http://127.0.0.1:{other}/train-{number}.parquet" for number in range(2)]
-        if message is None:
-            make(pattern)
-        else:
-            with pytest.raises(AddressError, match=f"train-1.parquet: {message}"):
-                make(pattern)
-            assert not (out / format.MANIFEST).exists()
-    again = make([f"{address}/train-{number}.parquet" for number in range(2)])
-    local = [f"{folder}/train-{number}.parquet" for number in range(2)]
-    assert again == prepare(local, tmp_path / "local", workers=1, shard_megabytes=0.001)

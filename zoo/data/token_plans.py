@@ -21,6 +21,7 @@ from zoo.common import checksums
 from zoo.common.files import local_path, made_once
 from zoo.data.corpus import Corpus, Piece
 from zoo.data.packing import (
+    Held,
     RowIndex,
     Rows,
     Whole,
