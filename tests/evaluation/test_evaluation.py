@@ -380,37 +380,41 @@ CHOICES = [{"context": x, "choices": ["ab", "c", f"{i}"], "answer": i % 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("multiple_choice", 30), ("generate_until", 10),
-                                             ("loglikelihood_rolling", 10)])  # fmt: skip
-def test_an_evaluation_resumes_from_its_answers(kind, count, folder, tmp_path, monkeypatch, capsys):
-    path = write(tmp_path, "many", kind, CHOICES if kind == "multiple_choice" else LETTERS)
-    flags = ["eval", folder, "--task", path, "--batch-tokens=64", "--out", str(tmp_path / "out")]
+def test_an_evaluation_resumes_from_its_answers(folder, tmp_path, monkeypatch, capsys):
+    """It is stopped three times, after six answers of each kind; no request is asked twice."""
+    flags = ["eval", folder, "--batch-tokens=64"]
+    for kind in ("multiple_choice", "generate_until", "loglikelihood_rolling"):
+        lines = CHOICES if kind == "multiple_choice" else LETTERS
+        flags.append(f"--task={write(tmp_path, kind, kind, lines)}")
     hook = lm_eval.api.model.CacheHook
-    keep, added, answered = hook.add_partial, [], []
+    keep, answered = hook.add_partial, []
+    out = tmp_path / "out"
+    for method in ("loglikelihood", "generate_until", "loglikelihood_rolling"):
 
-    def add(self, *entry):
-        if len(added) == 6:
-            raise KeyboardInterrupt
-        added.append(entry)
-        keep(self, *entry)
+        def add(self, *entry, method=method):
+            if sum(kind == method for kind, _ in answered) == 6:
+                raise KeyboardInterrupt
+            answered.append((entry[0], str(entry[1])))
+            keep(self, *entry)
 
-    monkeypatch.setattr(hook, "add_partial", add)
-    with pytest.raises(KeyboardInterrupt):
-        main.main(flags)
-    deadline = time.monotonic() + 30
-    while kept_in(tmp_path / "out") < 6:  # which a thread writes
-        assert time.monotonic() < deadline
+        monkeypatch.setattr(hook, "add_partial", add)
+        with pytest.raises(KeyboardInterrupt):
+            main.main([*flags, f"--out={out}"])
+        deadline = time.monotonic() + 30
+        while kept_in(out) < len(answered):  # which a thread writes
+            assert time.monotonic() < deadline
     capsys.readouterr()
-    monkeypatch.setattr(hook, "add_partial", lambda _, *entry: answered.append(entry[1]))
-    main.main(flags)
+    monkeypatch.setattr(
+        hook, "add_partial", lambda _, *entry: answered.append((entry[0], str(entry[1])))
+    )
+    main.main([*flags, f"--out={out}"])
     resumed = capsys.readouterr().out.splitlines()[:-1]
-    assert len(answered) == count - 6  # and what is kept is not asked again
-    assert not {str(x) for x in answered} & {str(request) for _, request, _ in added}
+    assert len(answered) == len({*answered}) == 30 + 10 + 10
     monkeypatch.setattr(hook, "add_partial", keep)
-    main.main([*flags[:-1], str(tmp_path / "alone")])
+    main.main([*flags, f"--out={tmp_path / 'alone'}"])
     assert capsys.readouterr().out.splitlines()[:-1] == resumed
-    main.main([*flags, "--max-length=32"])  # other answers, in a file of their own
-    assert len([*(tmp_path / "out").glob("requests_*.db")]) == 2
+    main.main([*flags[:4], f"--out={out}", "--max-length=32"])  # other answers: their own file
+    assert len([*out.glob("requests_*.db")]) == 2
 
 
 @pytest.mark.slow

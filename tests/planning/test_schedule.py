@@ -358,5 +358,10 @@ def test_kernels_take_their_time_where_they_are_called():
     assert timed(START + call + DONE, kernels=kernels).links == 0
     twice = call + call.replace(".1", ".2")
     assert timed(twice, kernels=kernels).seconds == pytest.approx(0.05)  # of all calls together
+    # A flash kernel executes its FLOPs at the share of the peak that is known of its chip.
+    flash = timed(call.replace("attend", "splash_mha_fwd"), kernels={"splash_mha_fwd": (1e12, 1.0)})
+    assert flash.compute == pytest.approx(1 / 0.69)
+    unknown = dataclasses.replace(CHIP, name="h100")
+    assert roofline.flash_share("splash_mha_fwd", unknown) == 1
     # One that the program does not name is not forgotten.
     assert timed(PRODUCT, kernels=kernels).memory == pytest.approx(0.05 + SECONDS["product"])

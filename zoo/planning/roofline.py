@@ -3,7 +3,8 @@
 There are two bounds. That of full overlap takes all products, all of the memory's traffic and all
 transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
 That by instruction (`times`) takes instruction after instruction, in the order of the compiled
-program, overlaps what the compiler does, and nothing else: this program is not faster.
+program, overlaps what the compiler does, and nothing else: this program is not faster. It has flash
+kernels at the share of the peak that published runs reach (`FLASH`), and all else at the peaks.
 """
 
 import math
@@ -17,6 +18,19 @@ from zoo.planning.collectives import Topology, Transfer
 from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
 from zoo.training.chips import Chip
+
+# The share of a chip's peak at which it executes the FLOPs of a flash kernel, by published runs of
+# MaxText with heads of 128. A chip without a number takes its peak.
+#
+# tpu7x: two runs of Llama 3.1 70B on 256 chips in bf16 (training/ironwood/README.md of tpu-recipes,
+# c8cfe2f): 2,670.55 tokens/s per chip in rows of 8,192 and 963.03 in rows of 131,072. The
+# difference, 5.40 ns per token and position of its row, is taken for attention's, and its share for
+# that of all lengths between. The maths needs 6 * 80 * 8192 FLOPs of it: 728 TFLOP/s, 32% of the
+# peak of 2,307; the kernel, with a fused backward pass, executes 7/6 as many.
+# v6e: by tpu7x, whose matrix units are as wide: 256, of which heads of 128 fill half.
+# v5p: fitted on Llama 3.1 8B in rows of 65,536 (benchmarks/results/2026-11-23-calibration.md), all
+# else at 1.05 of its bound, as Llama 2 70B is. v4, v5e: by v5p, whose units are 128 wide too.
+FLASH = {"v4": 0.69, "v5e": 0.69, "v5p": 0.69, "v6e": 0.37, "tpu7x": 0.37}
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,10 @@ class _Timer:
         parts: frozenset[str],
     ):
         self.topology, self.chip, self.parts = topology, topology.chip, parts
-        self.kernels = {name: _times(self.chip, *cost) for name, cost in kernels.items()}
+        self.kernels = {
+            name: _times(self.chip, flops / flash_share(name, self.chip), moved)
+            for name, (flops, moved) in kernels.items()
+        }
         self.calls: dict[str, int] = defaultdict(int)
         for visit in visits:
             for instruction in visit.computation.instructions.values():
@@ -194,6 +211,11 @@ class _Timer:
 
 
 _STARTS = ("async-update", "send")
+
+
+def flash_share(kernel: str, chip: Chip) -> float:
+    """The share of a chip's peak that a kernel reaches."""
+    return FLASH.get(chip.name, 1.0) if kernel.startswith("splash") else 1.0
 
 
 def _times(chip: Chip, flops: float, moved: float, int8: float = 0.0) -> Times:
