@@ -83,7 +83,7 @@ CEILINGS = {
     "runs": 4660,
     "tasks": 1530,
     "alignment": 845,
-    "planning": 2900,
+    "planning": 2910,
     "evaluation": 1020,
     "__main__": 140,
     "__init__": 115,
