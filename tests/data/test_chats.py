@@ -1,12 +1,10 @@
 """Templates that behave as published ones, and the rows that they make."""
 
 import datetime
-import importlib
 import json
 
 import numpy as np
 import pytest
-import tyro
 from helpers import write_tokenizer
 from prepared_parts import corpus_of, rows_in
 
@@ -127,12 +125,6 @@ def test_each_answer_is_an_example_where_turns_are_rewritten(name, ends, make, t
         assert int(np.argmax(counts)) == len(prompt)
     if name == "qwen":
         assert "hm" not in found[1][0]  # the first thoughts are gone
-
-
-def test_blanks_at_the_end_of_an_answer_count(make, tmp_path):
-    chat = [CHAT[0], {"role": "assistant", "content": "some   "}]
-    [(_, counted)], _ = examples_of(make("chatml"), tmp_path, chat)
-    assert counted == ["some   <|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +265,9 @@ def test_what_a_user_writes_is_no_control_token(name, parts, make, tmp_path):
 
 
 def test_answers_end_with_their_own_end_of_turn(make, tmp_path):
-    chat = [CHAT[0], {"role": "assistant", "content": "text<|im_end|>"}]
+    chat = [CHAT[0], {"role": "assistant", "content": "text   <|im_end|>"}]
     [(_, [counted])], corpus = examples_of(make("chatml"), tmp_path, chat)
-    assert counted == "text<|im_end|><|im_end|>"
+    assert counted == "text   <|im_end|><|im_end|>"  # blanks and quoted names count too
     id = make("chatml").tokenizer.tokenizer.token_to_id("<|im_end|>")
     assert (corpus[0] == id).sum() == 2  # the user's and the assistant's, none of a content's
     assert corpus.num_bytes == len(counted)
@@ -319,7 +311,6 @@ def test_tools_that_a_template_does_not_write_are_refused(make, tmp_path):
     ("source", "messages", "message"),
     [
         ("chatml", CHAT[:1], "no message of the assistant in 'messages'"),
-        ("marked", CHAT[:1], "no message of the assistant in 'messages'"),
         ("chatml", "hello", "no list of messages in 'messages'"),
         ("chatml", [{"content": "x"}], "no text in field 'role' of message 0"),
         ("chatml", [*CHAT[:3], {"role": "assistant"}], "no text in field 'content' of message 3"),
@@ -364,15 +355,6 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizer_s_own(tmp_path):
         with_chat_template(tokenizer, str(tmp_path / "own.jinja"))
     with pytest.raises(ValueError, match=r"chat_template='x': .* no special tokens"):
         with_chat_template(ByteTokenizer(), "x")
-
-
-def test_the_flag_of_a_template_is_short():
-    recipe = importlib.import_module("recipes.finetune")
-    config = tyro.cli(recipe.Config, args=["--run-dir", "r", "--chat-template", "own.jinja"])
-    assert config.data.chat_template == "own.jinja"
-    generate = importlib.import_module("recipes.generate")
-    with pytest.raises(ValueError, match=r"chat_template='own.jinja': needs --chat"):
-        generate.Config(chat_template="own.jinja")
 
 
 @pytest.mark.parametrize("source", ["{% for m in messages %}", "{% generation %}x", "{{ a b }}"])

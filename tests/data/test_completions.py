@@ -86,27 +86,6 @@ def test_no_gradient_comes_from_a_prompt(rows):
         np.testing.assert_array_equal(array, arrays(gradient(other))[name])
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"prompt": "a"},
-            r"rows.jsonl, line 1: .*'completions' has the fields .*prompt",
-        ),
-        ({"prompt": "a", "completion": 3}, r"line 1: no text in field 'completion'"),
-    ],
-)
-def test_malformed_completions_are_refused(record, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        rows_in(write_lines(tmp_path / "rows.jsonl", record), "completions")
-
-
-def test_files_other_than_jsonl_are_refused(tmp_path):
-    (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"rows.txt has no fields"):
-        rows_in(str(tmp_path / "rows.txt"), "completions")
-
-
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
 @pytest.mark.parametrize(
     ("prompt", "completion"),
@@ -194,37 +173,6 @@ def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     assert batch["tokens"][0][:6].tolist() == [128, 132, ord("S"), end, 10, 129]
 
 
-def test_chat_template_matches_transformers(tokenizer, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
-    ours = ChatTemplate(tokenizer)
-    for prompt in (False, True):
-        expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
-        assert ours(CHAT, add_generation_prompt=prompt) == expected
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (CHAT[:2], "no message of the assistant"),
-        ("hello", "no list of messages in 'messages'"),
-        ([{"role": "assistant"}], "fails on it|no text in field"),
-    ],
-)
-def test_malformed_chats_are_refused(messages, message, tokenizer, tmp_path):
-    path = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
-    template = ChatTemplate(tokenizer)
-    with pytest.raises(ValueError, match=rf"chats.jsonl, line 1: .*({message})"):
-        rows_in(path, "chats", lambda: template)
-
-
-def test_templates_are_sandboxed_and_may_refuse(tokenizer):
-    for source, message in (
-        ("{{ ''.__class__.__mro__ }}", "fails on it"),
-        ("{{ raise_exception('no system') }}", "refuses it: no system"),
-    ):
-        tokenizer.config["chat_template"] = source
-        with pytest.raises(ValueError, match=message):
-            ChatTemplate(tokenizer)(CHAT, add_generation_prompt=False)
+def test_bytes_have_no_chat_template():
     with pytest.raises(ValueError, match="has no chat template"):
         ChatTemplate(ByteTokenizer())

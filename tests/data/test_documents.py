@@ -100,20 +100,13 @@ def test_split_holds_out_by_a_hash_of_the_name():
     assert set(documents.held_out_split(shuffled, 0.1)[1]) == set(held)
 
 
-def test_split_is_stable_under_additions():
-    _, before = documents.held_out_split(numbered(500))
-    train, held = documents.held_out_split([*numbered(500), Document("new", "new text")])
-    assert {d.name for d in held} - {"new"} == {d.name for d in before}
-    assert len(train) + len(held) == 501
-
-
 @pytest.mark.parametrize("fraction", [0.0001, 0.9999])
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_split_parts_are_never_empty(n, fraction):
-    train, held = documents.held_out_split(numbered(n), fraction)
-    assert train
-    assert held
-    assert sorted(train + held) == numbered(n)
+def test_split_parts_are_never_empty(fraction):
+    for n in (2, 7):
+        train, held = documents.held_out_split(numbered(n), fraction)
+        assert train
+        assert held
+        assert sorted(train + held) == numbered(n)
 
 
 def test_documents_are_compressed_one_by_one():

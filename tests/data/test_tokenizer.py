@@ -220,7 +220,9 @@ def test_any_text_round_trips(tokenizer):
 
 
 def test_byte_ids_are_utf8_bytes():
-    np.testing.assert_array_equal(tok.ByteTokenizer().encode("A\u00e9"), [0x41, 0xC3, 0xA9])
+    ids, spans = tok.ByteTokenizer().encode_spans("A\u00e9b")
+    np.testing.assert_array_equal(ids, [0x41, 0xC3, 0xA9, 0x62])
+    assert spans.tolist() == [[0, 1], [1, 2], [1, 2], [2, 3]]
 
 
 def test_decode_never_fails(tokenizer):
@@ -273,10 +275,6 @@ def test_separator_survives_save_and_load(tmp_path):
     assert tok.load_tokenizer(tmp_path, separator="<s>").separator_id == 2
     (tmp_path / "tokenizer_config.json").unlink()
     assert tok.load_tokenizer(tmp_path).separator_id == 2
-
-
-def test_hugging_face_config_names_the_separator(tmp_path):
-    word_level(["a", "b", "<s>"]).save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": None, "eos_token": {"content": "b", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert tok.load_tokenizer(tmp_path).separator_id == 1

@@ -50,9 +50,9 @@ class Source:
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .txt, .py, … (a document each), .jsonl, .csv or .parquet; several with commas.
-    Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3,
-    or in a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning,
-    help texts)."""
+    Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3, or in a
+    table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning, help
+    texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
@@ -202,7 +202,12 @@ def open_text(
         ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
             asked for.
     """
-    _check_one_source(config)
+    if is_mixture(config.files):
+        raise ValueError(
+            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
+            "language models on plain text take: give one source's files (./a=b.txt, if they are "
+            "named so)"
+        )
     if (folder := prepared_folder(config.files)) is None:
         given: Given | None = None
         if not config.files:
@@ -221,15 +226,6 @@ def open_text(
 def is_mixture(files: str) -> bool:
     """Whether `data.files` names a mixture: sources by name, or a table in a .toml file."""
     return files.endswith(".toml") or re.match(rf"\s*{SOURCE_NAME}=", files) is not None
-
-
-def _check_one_source(config: Source) -> None:
-    if is_mixture(config.files):
-        raise ValueError(
-            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
-            "language models on plain text take: give one source's files (./a=b.txt, if they are "
-            "named so)"
-        )
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:

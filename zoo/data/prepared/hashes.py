@@ -274,6 +274,6 @@ def _write_part(
 
 
 def _bytes_of(raw: Records) -> Records:
-    hashed = np.zeros(len(raw), [("high", ">u8"), ("low", ">u8")])
+    hashed = np.zeros(len(raw), HASH)
     hashed["high"], hashed["low"] = raw["high"], raw["low"]
     return hashed.view("V16")
