@@ -371,7 +371,7 @@ def test_a_killed_start_takes_up_the_shards_of_rows(tmp_path, monkeypatch):
     content = bytearray(weights.read_bytes())
     content[3] ^= 1
     weights.write_bytes(content)
-    assert "00000000.weights is damaged: block 0" in command.verify(tmp_path / "out")[1][0]
+    assert "00000000.weights: block 0" in command.verify(tmp_path / "out")[1][0]
 
 
 def test_files_of_two_forms_are_refused(tmp_path):
