@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 import tyro
 from helpers import drawn_rnn, drawn_transformer
-from tokenizers import processors
 
 import zoo
 from recipes import finetune, generate
@@ -110,22 +109,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], dict]]
 
     monkeypatch.setattr(generation, "stream_texts", stream_texts)
     return found
-
-
-@pytest.mark.parametrize("begins", [False, True])
-def test_prompts_begin_as_the_post_processor_says(begins: bool, asked: Any, tmp_path: Path):
-    tokenizer = make_tokenizer(bos_token="</s>")
-    if begins:
-        tokenizer.tokenizer.post_processor = processors.TemplateProcessing(
-            single="</s> $A", special_tokens=[("</s>", id_of(tokenizer, "</s>"))]
-        )
-    folder = hugging_face_folder(tmp_path / "model", tokenizer)
-    generate.main(generate.Config(str(folder), ("ab", ""), max_new_tokens=1))
-    [(prompts, _)] = asked
-    # As transformers encodes them: with what the tokenizer's own file adds.
-    theirs = tokenizer.tokenizer.encode("ab", add_special_tokens=True).ids
-    assert (theirs[0] == id_of(tokenizer, "</s>")) == begins
-    assert prompts == [theirs, [id_of(tokenizer, "</s>")]]
 
 
 def test_settings_of_the_folder_are_taken_over(
@@ -291,23 +274,6 @@ def test_stop_tokens_replace_those_of_the_model(folder: Path, tokenizer: BPEToke
     assert len(kept) < 8
     printed = run(capsys, folder, "hi", "--stop-tokens", new[2])
     assert printed == f"hi{tokenizer.decode(kept)}\n"
-
-
-def test_a_terminal_is_asked_for_turns(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    lines = iter(["", "and you?"])
-
-    def ask(prompt: str) -> str:
-        assert prompt == "> "
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr("sys.stdin", io.StringIO("not read"))
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert [*generate.turns(("hi",))] == ["hi", "and you?"]
-    assert capsys.readouterr().out == "> hi\n\n"
 
 
 def test_damaged_models_are_named(folder: Path, tokenizer: BPETokenizer, tmp_path: Path):

@@ -750,14 +750,6 @@ def test_master_weights_are_always_fp32():
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
 
 
-def test_default_clip_norm_is_one():
-    state = zoo.init_state(Line, KEEP_GRADIENT, key=KEY)
-    step = zoo.make_train_step(line_loss, KEEP_GRADIENT, precision="fp32")
-    state, metrics = step(state, line_batch(100.0))
-    assert float(metrics["grad_norm"]) > 2
-    assert np.linalg.norm(state.opt_state.trace.weight) == pytest.approx(1.0, rel=1e-5)
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_skipping_branches_only_on_cpu(platform: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train, "platform", lambda: platform)
