@@ -50,8 +50,7 @@ class CompiledStep:
         donate: bool = False,
     ):
         self._function = function
-        self._layout = layout = sharding.layout_of(mesh)
-        self._in_use = functools.partial(sharding.use, layout)
+        self._layout = sharding.layout_of(mesh)
         self._accumulate, self._donate = accumulate, donate
         self._compiled: dict[tuple, Program] = {}
         self._checks = checks
@@ -72,7 +71,7 @@ class CompiledStep:
 
     def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
-        with self._in_use():
+        with sharding.use(self._layout):
             program = Program(self._function, state, self._place(batch), donate=self._donate)
             program.compiled  # noqa: B018
         return program
@@ -87,7 +86,7 @@ class CompiledStep:
 
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """
-        with self._in_use():
+        with sharding.use(self._layout):
             return Program(self._function, state, self._place(batch), donate=self._donate).traced
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
@@ -122,8 +121,7 @@ class CompiledStep:
 
     def check_sums(self, state: PyTree, batch: PyTree) -> None:
         """Before the first step, warn of a loss that is no sum over rows; a batch may be shapes."""
-        parts = sharding.num_batch_parts(self._layout)
-        self._checks.sums(state, batch, parts, self._in_use)
+        self._checks.sums(state, batch, self._layout)
 
     def _check_not_donated(self, leaves: list[Any]) -> None:
         """Refuse a state that was given before: on a mesh JAX itself may crash."""
