@@ -134,18 +134,21 @@ def merge(run: Run[Config], model: PyTree) -> PyTree:
     It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
     What was quantised is dequantised.
     """
-    # Those of its parameters, without what is kept in a dtype of its own.
-    leaves = jax.tree.leaves(model, is_leaf=is_kept)
-    dtypes = {x.dtype for x in leaves if eqx.is_inexact_array(x)}
-    if not lora.has_adapters(model) and len(dtypes) == 1 and not _has_quantized(model):
+    if not lora.has_adapters(model) and len(_dtypes(model)) == 1 and not _has_quantized(model):
         return model
 
     def plain(model: PyTree) -> PyTree:
-        model = dequantize(lora.merge(model))
+        model = dequantize(lora.merge(model))  # an adapted matrix is in its base's dtype again
         with standard_promotion():
-            return cast(model, jnp.result_type(*dtypes))
+            return cast(model, jnp.result_type(*_dtypes(model)))
 
     return _placed(run, plain, model)
+
+
+def _dtypes(model: PyTree) -> set[Any]:
+    """The dtypes of a model's parameters, but for what is kept in one of its own."""
+    leaves = jax.tree.leaves(model, is_leaf=is_kept)
+    return {x.dtype for x in leaves if eqx.is_inexact_array(x)}
 
 
 def _placed(run: Run[Config], make: Callable[[PyTree], PyTree], model: PyTree) -> PyTree:
